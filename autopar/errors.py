@@ -1,0 +1,43 @@
+"""Everything autopar raises on purpose. `exit_code` is what the command line returns for it."""
+
+from __future__ import annotations
+
+__all__ = ["AutoparError", "CaptureError", "Infeasible", "LaunchError", "PlanError", "RenderError", "UnsupportedOp"]
+
+
+class AutoparError(Exception):
+    """Base of all autopar errors; the message says what was done, what was found and what to do now."""
+
+    exit_code = 2
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as a graph, or its capture does not compute what the model computes."""
+
+    exit_code = 4
+
+
+class UnsupportedOp(AutoparError):
+    """An operator that a plan would have to split in a way for which no sound strategy is known."""
+
+    exit_code = 3
+
+
+class Infeasible(AutoparError):
+    """No plan satisfies the constraints (memory, pins, divisibility); the message names the binding one."""
+
+    exit_code = 3
+
+
+class PlanError(AutoparError):
+    """A plan file that is corrupt, foreign, or was made for another model."""
+
+
+class RenderError(AutoparError):
+    """A plan that cannot be written as source; a defect of autopar rather than of its user."""
+
+    exit_code = 1
+
+
+class LaunchError(AutoparError):
+    """The process group does not match the plan, or the ranks disagree about the data they were given."""

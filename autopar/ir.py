@@ -1,0 +1,298 @@
+"""The data that passes hand on, and its grammar.
+
+    Program  = name inputs* params* buffers* ops* loss types blocks*
+    Input    = value path type-of-leaf            a tensor leaf of the user's batch
+    Param    = value fqn aliases trainable        one parameter, tied names are aliases
+    Buffer   = value fqn persistent               a buffer, or a constant lifted by capture (fqn None)
+    Op       = target args kwargs outputs         one call; its operands are Refs to values
+    Arg      = Ref | None | bool | int | float | complex | str | torch.dtype | torch.memory_format | (Arg, ...)
+    Block    = spans prefixes                     a repeated subgraph: one [start, stop) of ops for each instance
+    Layout   = S(dim, groups) | R | I | P         how one value lies over ONE mesh axis
+    Strategy = inputs* outputs* local             one way to run one operator over ONE mesh axis
+
+Every pass returns a new value; nothing here is changed after it is made. A *value* is a name (str) in `Program.types`.
+A program that was sharded over an axis is again a Program: its types are those of one rank, and transitions between
+layouts stand in it as operators of their own (targets `autopar.*`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Arg", "Block", "Buffer", "I", "Input", "Kind", "Layout", "Op", "P", "Param", "Program", "R", "Ref", "S", "Span", "Strategy", "TensorType", "map_refs", "refs"]
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+class Kind(enum.Enum):
+    """The four layouts of a value on one mesh axis, and the layout of its gradient."""
+
+    SHARD = "S"  # different slices; gradient S
+    REPLICATE = "R"  # the same value, used for different work; gradient P
+    INVARIANT = "I"  # the same value, used for the same work; gradient I
+    PARTIAL = "P"  # terms of a sum; gradient the same on every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one value lies over one mesh axis.
+
+    `S(dim, groups)`: dimension `dim`, seen as `groups` equal consecutive segments, is cut so that every rank holds its
+    slice of each segment. groups=1 is the ordinary shard; groups=3 is how a fused q|k|v dimension is cut by heads.
+    """
+
+    kind: Kind
+    dim: int = -1
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.kind is Kind.SHARD) != (self.dim >= 0):
+            raise ValueError(f"only S has a dim, and it is never negative: {self.kind} dim={self.dim}")
+        if self.groups < 1 or (self.groups != 1 and self.kind is not Kind.SHARD):
+            raise ValueError(f"groups must be positive, and 1 unless sharded: {self.groups}")
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind is Kind.SHARD
+
+    def __str__(self) -> str:
+        if self.kind is not Kind.SHARD:
+            return self.kind.value
+        return f"S({self.dim})" if self.groups == 1 else f"S({self.dim}/{self.groups})"
+
+    __repr__ = __str__
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The inverse of str(): 'R', 'I', 'P', 'S(1)', 'S(1/3)'. ValueError if it is none of these."""
+        if text in ("R", "I", "P"):
+            return Layout(Kind(text))
+        if text.startswith("S(") and text.endswith(")"):
+            dim, _, groups = text[2:-1].partition("/")
+            if dim.isdecimal() and (groups.isdecimal() or not groups):
+                return S(int(dim), int(groups or 1))
+        raise ValueError(f"not a layout: {text!r}")
+
+    def divides(self, shape: tuple[int, ...], n: int) -> bool:
+        """Whether a tensor of this global shape can lie so over n ranks."""
+        if not self.is_shard:
+            return True
+        return self.dim < len(shape) and shape[self.dim] % (self.groups * n) == 0 and shape[self.dim] > 0
+
+    def local_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """The shape on one of n ranks of a tensor with this global shape."""
+        if not self.is_shard:
+            return shape
+        assert self.divides(shape, n), (self, shape, n)
+        return (*shape[: self.dim], shape[self.dim] // n, *shape[self.dim + 1 :])
+
+
+R = Layout(Kind.REPLICATE)
+I = Layout(Kind.INVARIANT)  # noqa: E741  (the name that DESIGN and the literature use)
+P = Layout(Kind.PARTIAL)
+
+
+def S(dim: int, groups: int = 1) -> Layout:  # noqa: N802
+    """Sharded on dim (see Layout)."""
+    return Layout(Kind.SHARD, dim, groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """One way to run one operator over one mesh axis.
+
+    inputs: a layout for every Ref of the operator, in the order of `refs(op)`; outputs: one for every output.
+    local: the name of the code that replaces the operator on a rank, or None if the operator itself runs on its local
+    tensors (see `catalog.rules`). collective: this local code communicates, so that the axis cannot be one of time.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    local: str | None = None
+    collective: bool = False
+
+    def __str__(self) -> str:
+        arrow = f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"
+        return f"{arrow} [{self.local}]" if self.local else arrow
+
+    @property
+    def splits_work(self) -> bool:
+        """True if every rank does a part of the work, False if all do the same."""
+        return any(x.is_shard for x in (*self.inputs, *self.outputs))
+
+
+# ------------------------------------------------------------------------------------------------------------ program
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a value."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+type_of_scalar = None | bool | int | float | complex | str | torch.dtype | torch.memory_format
+Arg = Ref | type_of_scalar | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype of a value; `grad`: the loss is differentiated through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One call of an operator.
+
+    target: 'aten.linear.default' (namespace.name.overload) or an operator of autopar's own ('autopar.all_gather').
+    outputs: the names of its results; None where nothing uses a result. multi: it returns a tuple or list (of which
+    `outputs` are the elements), even if of one element. no_grad: it runs with gradients off.
+    module: the user's module path it comes from ('transformer.h.0.attn'). source: 'file.py:12: the line of code'.
+    """
+
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[str | None, ...]
+    multi: bool = False
+    no_grad: bool = False
+    module: str = ""
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """The operator's own name: that of its first used result; unique in the program (every op has a used result
+        or an effect, and an op that has only an effect has its name as its single output)."""
+        return next(o for o in self.outputs if o is not None)
+
+    def kwarg(self, name: str, default: Arg = None) -> Arg:
+        return next((v for k, v in self.kwargs if k == name), default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """A tensor leaf of the batch. path: how to reach it: ('input_ids',) in keyword inputs, (0,) in positional ones,
+    longer where the user nests. Non-tensor leaves are constants of the program (`Program.constant_inputs`)."""
+
+    value: str
+    path: tuple[str | int, ...]
+    layouts: tuple[tuple[str, Layout], ...] = ()  # over the axes that the program was sharded over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Param:
+    """A parameter as the program uses it. aliases: the further names of a tied parameter."""
+
+    value: str
+    fqn: str
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+    layouts: tuple[tuple[str, Layout], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """A buffer (fqn is its name in the model) or a constant tensor that capture lifted (fqn None)."""
+
+    value: str
+    fqn: str | None
+    persistent: bool = True
+    mutated: bool = False
+    layouts: tuple[tuple[str, Layout], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Operators [start, stop) of a program."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A repeated subgraph: instances have equal operators, wiring, shapes and constants, and operator k of one
+    corresponds to operator k of every other. prefixes: the module path of each instance."""
+
+    spans: tuple[Span, ...]
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A model's forward pass to its scalar loss, in topological order.
+
+    types: shape and dtype of every value. mutations: (buffer value, value that it becomes at the end of the forward).
+    constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
+    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split).
+    layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    params: tuple[Param, ...]
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    loss: str
+    types: Mapping[str, TensorType]
+    mutations: tuple[tuple[str, str], ...] = ()
+    blocks: tuple[Block, ...] = ()
+    constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
+    batch_size: int | None = None
+    layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def replace(self, **changes: object) -> Program:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def refs(op: Op) -> tuple[str, ...]:
+    """The values that an operator reads, in the order of its arguments (args, then kwargs, depth first)."""
+    return tuple(_walk((op.args, tuple(v for _, v in op.kwargs))))
+
+
+def _walk(arg: object) -> Iterator[str]:
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for a in arg:
+            yield from _walk(a)
+
+
+def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
+    """The operator with each Ref replaced by rename(its value), in the order of refs(op)."""
+
+    def sub(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return rename(arg.name)
+        return tuple(sub(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    args = tuple(sub(a) for a in op.args)
+    return dataclasses.replace(op, args=args, kwargs=tuple((k, sub(v)) for k, v in op.kwargs))
