@@ -11,6 +11,7 @@
     Strategy = inputs* outputs* local             one way to run one operator over ONE mesh axis
 
 Every pass returns a new value; nothing here is changed after it is made. A *value* is a name (str) in `Program.types`.
+Lowered (stages of operators for one rank and one micro-batch) is what is rendered.
 A program that was sharded over an axis is again a Program: its types are those of one rank, and transitions between
 layouts stand in it as operators of their own (targets `autopar.*`).
 """
@@ -25,7 +26,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Arg", "Block", "Buffer", "I", "Input", "Kind", "Layout", "Op", "P", "Param", "Program", "R", "Ref", "S", "Span", "Strategy", "TensorType", "map_refs", "refs"]
+__all__ = [
+    "Arg", "Block", "BlockCall", "Buffer", "I", "Input", "Kind", "Layout", "Lowered", "Op", "P", "Param", "Program",
+    "R", "Ref", "S", "Span", "StageProgram", "Strategy", "TensorType", "map_refs", "refs",
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts
@@ -296,3 +300,43 @@ def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
 
     args = tuple(sub(a) for a in op.args)
     return dataclasses.replace(op, args=args, kwargs=tuple((k, sub(v)) for k, v in op.kwargs))
+
+
+# ------------------------------------------------------------------------------------------------------------ lowered
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCall:
+    """Operators [span) of a stage are instance `instance` of block `block` (an index of `Program.blocks` of the lowered
+    program); all calls of one block have corresponding operators. recompute: it keeps only its inputs for backward."""
+
+    span: Span
+    block: int
+    instance: int
+    prefix: str
+    recompute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageProgram:
+    """What the ranks of one pipeline stage run for one micro-batch. receives and sends: values, in order; the last stage
+    sends the loss alone. Cheap operators that several stages need stand in each of them. mutations: of this stage's
+    buffers, at the end of the forward. effects of operators (batch norm's running statistics) need none."""
+
+    index: int
+    ops: tuple[Op, ...]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    calls: tuple[BlockCall, ...] = ()
+    mutations: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lowered:
+    """A program cut, sharded and ready to be written. types: of one rank and one micro-batch (except of the values that
+    the prologue alone makes: those are of one rank and the whole step). prologue: operators on the inputs that run once a
+    step, before the micro-batches; prologue_outputs: its values that the stages read."""
+
+    program: Program
+    stages: tuple[StageProgram, ...]
+    prologue: tuple[Op, ...] = ()
+    prologue_outputs: tuple[str, ...] = ()
+    prologue_types: Mapping[str, TensorType] = field(default_factory=dict)

@@ -1,0 +1,72 @@
+"""What an emitted module states about itself, so that it runs without the planner.
+
+The emitted file builds one `Manifest` from literals. Layouts are written as text ('S(0)', 'R', 'I', see Layout.parse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["BufferSpec", "InputSpec", "Manifest", "ParamSpec"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSpec:
+    """One parameter. shape: global. layouts: axis -> layout at its use ('S(0)', 'R', 'I'; axes not named: 'I').
+    stages: the pipeline stages that use it (more than one: tied across stages). zero_dim: the dim on which it is also
+    sharded at rest over the dp axis (of its tp-local shape), or None if it rests whole. gather: 'step' (ZeRO-1: gathered
+    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[int, ...] = (0,)
+    zero_dim: int | None = None
+    gather: str = "step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferSpec:
+    """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool = True
+    constant: bool = False
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputSpec:
+    """One tensor of the batch. name: the argument of the stages' forward; path: where it is in the user's call
+    (('input_ids',): a keyword; (0,): positional; longer when nested). layouts: over 'dp' ('S(0)': each dp rank takes its
+    part) and over 'time' ('S(0)': split into micro-batches)."""
+
+    name: str
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
+    positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs."""
+
+    model: str
+    mesh: Mapping[str, int]
+    micro_batches: int
+    schedule: str
+    zero: int
+    params: tuple[ParamSpec, ...]
+    buffers: tuple[BufferSpec, ...]
+    inputs: tuple[InputSpec, ...]
+    positional: tuple[str, ...] = ()
+    constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()
