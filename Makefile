@@ -1,0 +1,37 @@
+# make test   set up once, then lint, types and tests
+# make demo   set up once, then the whole pipeline on a small GPT-2 and four local workers
+# make lint   ruff and mypy alone
+# make setup  the virtual environment alone; done again only when pyproject.toml or constraints.txt change
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first interpreter that is there and new enough. A pyenv shim may exist and still not run, hence the call.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13 python3.14,\
+	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
+
+.PHONY: setup test lint demo clean
+
+setup: $(STAMP)
+
+# torch goes first and alone, pinned: without it, another package's open range on torch would bring the newest CUDA build.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "autopar needs Python 3.11 or newer; name one with make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'setting up $(VENV) (once; a minute or two)'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	$(BIN)/autopar demo
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
