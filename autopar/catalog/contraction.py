@@ -1,0 +1,57 @@
+"""Matrix products: one line each. A contracted name that is split gives partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.catalog.dims import Dims, split_names
+from autopar.catalog.rule import OpView, register
+from autopar.ir import P, R, Strategy
+
+__all__: list[str] = []
+
+register("aten.linear", Dims("b* i, o i, +o -> b* o", linear=(0,)))
+register("aten.mm", Dims("m k, k n -> m n", linear=(0,)))
+register("aten.bmm", Dims("b m k, b k n -> b m n", linear=(0,)))
+register("aten.mv", Dims("m k, k -> m", linear=(0,)))
+register("aten.dot aten.vdot", Dims("k, k -> ", linear=(0,)))
+register("aten.outer aten.ger", Dims("m, n -> m n", linear=(0,)))
+register("aten.baddbmm", Dims("+b m n, b m k, b k n -> b m n"))
+register("aten.bilinear", Dims("b* i, b* j, o i j, +o -> b* o", linear=(0,)))
+
+
+def matmul(view: OpView) -> Iterable[Strategy]:
+    """torch.matmul: vectors, matrices, and batches of them that broadcast against each other."""
+    a, b = (len(t.shape) for t in view.ins)
+    if a == 0 or b == 0:
+        return
+    ndim = max(a, b) - 2
+    batch = [f"b{k}" for k in range(max(ndim, 0))]
+    left = ("k",) if a == 1 else (*batch[ndim - (a - 2) :], "m", "k")
+    right = ("k",) if b == 1 else (*batch[ndim - (b - 2) :], "k", "n")
+    out = (*batch, *(("m",) if a > 1 else ()), *(("n",) if b > 1 else ()))
+    yield from split_names(view, [left, right], [out], [False, False])
+    yield view.strategy([P, R], [P])
+
+
+def addmm(view: OpView) -> Iterable[Strategy]:
+    """bias + a @ b; the bias broadcasts, and is added."""
+    names = [("m", "n")[2 - len(view.ins[0].shape) :], ("m", "k"), ("k", "n")]
+    yield from split_names(view, names, [("m", "n")], [True, False, False])
+
+
+def einsum(view: OpView) -> Iterable[Strategy]:
+    """Any equation without an ellipsis or a repeated name within one term; every name can be split."""
+    equation = view.args()["equation"]
+    assert isinstance(equation, str)
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = [tuple(t) for t in left.split(",")]
+    if "." in equation or not arrow or len(terms) != len(view.ins):
+        return
+    yield from split_names(view, terms, [tuple(right)], [False] * len(terms))
+    yield view.strategy([P] + [R] * (len(terms) - 1), [P])
+
+
+register("aten.matmul", matmul)
+register("aten.addmm", addmm)
+register("aten.einsum", einsum)

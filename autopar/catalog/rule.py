@@ -1,0 +1,149 @@
+"""What an operator rule is, and the registry of all of them.
+
+A rule is a function from an `OpView` to the strategies of that operator on ONE mesh axis, or one line of data in the
+named-dims notation (`dims.Dims`, which is such a function). The framework adds what holds for every deterministic
+operator: all inputs I -> outputs I, and all inputs R -> outputs R (its backward is linear, so that partial gradients
+of the outputs give partial gradients of the inputs). It also drops what does not divide, so rules need not check that.
+
+Local arguments: an operator whose arguments name sizes (view, expand, split ...) or counts (groups of a convolution)
+also has a localizer, which rewrites those arguments to the sizes of one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from autopar.catalog.schema import bind, parameters, tensor_refs
+from autopar.ir import Arg, I, Op, P, R, Strategy, TensorType
+
+__all__ = [
+    "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "is_random", "local_code", "localized",
+    "localizes", "register", "rule_of", "set_args", "strategies_of", "summable",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpView:
+    """What a rule sees: the operator, the types of its tensor operands (in the order of refs(op)) and results, the number
+    of ranks on the axis, and the group counts to consider for S(dim, groups) (always 1, more where a view made them)."""
+
+    op: Op
+    ins: tuple[TensorType, ...]
+    outs: tuple[TensorType, ...]
+    n: int
+    groups: frozenset[int] = frozenset({1})
+
+    def args(self) -> dict[str, Arg]:
+        return bind(self.op)
+
+    def tensors(self) -> dict[str, int | None]:
+        return tensor_refs(self.op)
+
+    def strategy(self, ins: Iterable[Layout], outs: Iterable[Layout], *, local: str | None = None, collective: bool = False) -> Strategy:
+        return Strategy(inputs=tuple(ins), outputs=tuple(outs), local=local, collective=collective)
+
+    def splits(self, size: int) -> Iterable[int]:
+        """The group counts with which a dim of this size can be sharded."""
+        return (g for g in sorted(self.groups) if size > 0 and size % (g * self.n) == 0)
+
+
+Rule = Callable[[OpView], Iterable[Strategy]]
+LocalCode = Callable[[Op, OpView, Strategy, str], tuple[Op, ...]]
+Localizer = Callable[[Op, OpView, Strategy], Op]
+RULES: dict[str, Rule] = {}
+LOCALIZERS: dict[str, Localizer] = {}
+LOCAL_CODE: dict[str, LocalCode] = {}
+
+
+def register(names: str, rule: Rule) -> None:
+    """Claim operators for a rule; names: packets ('aten.add') or overloads ('aten.add.Tensor'), separated by blanks."""
+    for name in names.split():
+        if name in RULES:
+            raise ValueError(f"two rules for {name}")
+        RULES[name] = rule
+
+
+def localizes(names: str) -> Callable[[Localizer], Localizer]:
+    """Register the function that rewrites arguments of these operators to local sizes."""
+
+    def decorate(fn: Localizer) -> Localizer:
+        for name in names.split():
+            LOCALIZERS[name] = fn
+        return fn
+
+    return decorate
+
+
+def local_code(name: str) -> Callable[[LocalCode], LocalCode]:
+    """Register the code that a strategy names as `local`: a function of (op, view, strategy, axis) that returns the
+    operators that stand on a rank in its place; the last of them makes the outputs of the one that it replaces."""
+
+    def decorate(fn: LocalCode) -> LocalCode:
+        LOCAL_CODE[name] = fn
+        return fn
+
+    return decorate
+
+
+def localized(view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
+    """The operators that a rank runs for this operator under this strategy."""
+    if strategy.local is not None:
+        return LOCAL_CODE[strategy.local](view.op, view, strategy, axis)
+    localizer = localizer_of(view.op.target)
+    return (localizer(view.op, view, strategy) if localizer is not None else view.op,)
+
+
+def rule_of(target: str) -> Rule | None:
+    return RULES.get(target) or RULES.get(target.rpartition(".")[0])
+
+
+def localizer_of(target: str) -> Localizer | None:
+    return LOCALIZERS.get(target) or LOCALIZERS.get(target.rpartition(".")[0])
+
+
+def strategies_of(view: OpView) -> tuple[Strategy, ...]:
+    """All strategies of an operator on an axis of view.n ranks, the trivial ones first. Those that do not divide, that
+    make a partial value of a type that cannot be summed, or that a rule states twice are left out."""
+    trivial = [
+        view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in ((I,) if is_random(view.op.target) else (I, R))
+    ]
+    rule = rule_of(view.op.target)
+    stated = list(rule(view)) if rule is not None else []
+    seen: dict[Strategy, None] = {}
+    for s in (*trivial, *stated):
+        assert len(s.inputs) == len(view.ins) and len(s.outputs) == len(view.outs), (view.op, s)
+        pairs = [*zip(s.inputs, view.ins, strict=True), *zip(s.outputs, view.outs, strict=True)]
+        if all(layout.divides(t.shape, view.n) and not (layout == P and not summable(t)) for layout, t in pairs):
+            seen[s] = None
+    return tuple(seen)
+
+
+def summable(t: TensorType) -> bool:
+    return t.dtype.is_floating_point or t.dtype.is_complex or t.dtype.itemsize >= 4
+
+
+RANDOM = frozenset(
+    "dropout feature_dropout alpha_dropout native_dropout bernoulli bernoulli_ rand randn randint rand_like randn_like "
+    "randint_like normal multinomial uniform exponential randperm rrelu".split()
+)
+
+
+def is_random(target: str) -> bool:
+    """Whether the operator draws random numbers (attention with dropout is refused on its own by its rule)."""
+    return target.split(".")[1] in RANDOM
+
+
+def set_args(op: Op, **changes: Arg) -> Op:
+    """The operator with some arguments changed, given by parameter name."""
+    names = [p.name for p in parameters(op.target)]
+    args = list(op.args)
+    kwargs = dict(op.kwargs)
+    for name, value in changes.items():
+        index = names.index(name)
+        if index < len(args):
+            args[index] = value
+        else:
+            kwargs[name] = value
+    return dataclasses.replace(op, args=tuple(args), kwargs=tuple(kwargs.items()))
