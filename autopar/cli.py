@@ -1,0 +1,350 @@
+"""The command line: `autopar explain | plan | verify | diff | profile | demo | doctor`.
+
+Exit codes: 0 done; 1 a check failed; 2 wrong usage or input; 3 infeasible; 4 the model cannot be captured. With --json
+the last line of standard output is one JSON object, also for an error that autopar raises on purpose; everything else
+goes to standard error. A bug of ours keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar import Pins, Plan
+
+# What a command needs is imported inside it: `autopar --help` must not wait seconds for torch.
+
+app = typer.Typer(
+    name="autopar", help="Finds and runs the best parallel form of a PyTorch model.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+class UsageError(AutoparError, ValueError):
+    """An option whose value makes no sense."""
+
+
+class Format(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+    HTML = "html"
+    PERFETTO = "perfetto"
+
+
+Target = Annotated[str, typer.Argument(help="file.py:name or package.module:name, a callable that returns (model, example_inputs)")]
+Gpus = Annotated[int, typer.Option("--gpus", help="number of GPUs (workers on this machine for verify)")]
+Cluster = Annotated[str, typer.Option("--cluster", help="a catalogued cluster, or a FILE.toml; auto: this machine's devices")]
+Memory = Annotated[str | None, typer.Option("--memory", help="memory of one GPU that a plan may use, such as 80GiB")]
+PinList = Annotated[list[str] | None, typer.Option("--pin", help="fix a choice, such as tp=2; may be given many times")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="its states are priced: adamw, adam, sgd, ...")]
+Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16, ...")]
+Loss = Annotated[str | None, typer.Option("--loss", help="file.py:name of fn(output) -> scalar, for a model that computes no loss")]
+Json = Annotated[bool, typer.Option("--json", help="the last line of standard output is one JSON object")]
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+@app.command()
+def plan(
+    target: Target,
+    gpus: Gpus,
+    cluster: Cluster = "auto",
+    memory: Memory = None,
+    pin: PinList = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    loss: Loss = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="write the plan to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a plan, write it to a file and say what it is. Needs no GPU."""
+    from autopar.report.text import plan_json, plan_text
+
+    _writable(out)
+    with _answers_only(as_json):
+        made = _plan_of(target, gpus, cluster=cluster, memory=memory, pins=_pins(pin), optimizer=optimizer, precision=precision, loss=loss)
+        if out is not None:
+            made.save(out)
+    written = {"written": str(out)} if out is not None else {}
+    if as_json:
+        _answer({**plan_json(made), **written})
+    else:
+        print(plan_text(made))
+        if out is not None:
+            print(f"\nwritten to {out}")
+
+
+@app.command()
+def explain(
+    target: Annotated[str, typer.Argument(help="a TARGET (file.py:name or package.module:name), or a plan.json")],
+    gpus: Annotated[int | None, typer.Option("--gpus", help="number of GPUs; a plan file states its own")] = None,
+    cluster: Cluster = "auto",
+    memory: Memory = None,
+    pin: PinList = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    loss: Loss = None,
+    form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
+    out: Annotated[Path | None, typer.Option("--out", help="write the explanation to this file instead")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
+) -> None:
+    """Say what a plan is: what was chosen and why, what it costs, and what limits it."""
+    from autopar.report.text import plan_json, plan_text
+
+    if form in (Format.HTML, Format.PERFETTO):
+        raise UsageError(f"--format {form} is not available yet; text and json are")
+    form = Format.JSON if as_json else form
+    _writable(out)
+    with _answers_only(form is Format.JSON):
+        made = _explained(target, gpus, cluster=cluster, memory=memory, pins=pin, optimizer=optimizer, precision=precision, loss=loss)
+    text = _json_line(plan_json(made)) if form is Format.JSON else plan_text(made)
+    if out is None:
+        print(text)
+        return
+    out.write_text(text + "\n", encoding="utf-8")
+    if form is Format.JSON:
+        _answer({"written": str(out)})
+    else:
+        print(f"written to {out}")
+
+
+@app.command()
+def verify(
+    target: Target,
+    gpus: Gpus,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="verify this plan instead of making one")] = None,
+    cluster: Cluster = "auto",
+    memory: Memory = None,
+    pin: PinList = None,
+    loss: Loss = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Run the plan on local workers in float64 and compare loss, gradients and parameters with the single-process model."""
+    from autopar.plan import Plan
+    from autopar.verify import verify as run_verify
+
+    if plan_file is not None and pin:
+        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
+    with _answers_only(as_json):
+        _check_gpus(gpus)
+        result = run_verify(
+            target, gpus, plan=Plan.load(_readable(plan_file)) if plan_file else None, pins=_pins(pin), cluster=cluster,
+            memory=_memory(memory), loss=_loss(loss), steps=steps,
+        )  # fmt: skip
+    if as_json:
+        _answer(result.to_json())
+    else:
+        print(result.text())
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(first: Path, second: Path, as_json: Json = False) -> None:
+    """What differs between two plan files."""
+    from autopar.plan import Plan
+    from autopar.report.diff import diff_text, differences
+    from autopar.report.text import plan_json
+
+    found = list(differences(*(plan_json(Plan.load(_readable(path))) for path in (first, second))))
+    if as_json:
+        _answer({"differences": [{"path": path, "first": a, "second": b} for path, a, b in found]})
+    else:
+        print(diff_text(found, (str(first), str(second))))
+
+
+@app.command()
+def profile(
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="the cluster file to write")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine's devices and links, and write them as a cluster file. Not available yet."""
+    raise UsageError("profile is not available yet; name a catalogued cluster with --cluster, or write a FILE.toml after one of those")
+
+
+@app.command()
+def demo(
+    gpus: Annotated[int, typer.Option("--gpus", help="number of local workers")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="training steps")] = 20,
+    out: Annotated[Path, typer.Option("--out", help="folder for the plan, the emitted module and the curves")] = Path("autopar-demo"),
+    pin: PinList = None,
+    as_json: Json = False,
+) -> None:
+    """Plan and train a small GPT-2 on this machine, beside the same model on one process."""
+    from autopar.demo import run_demo
+
+    _check_gpus(gpus)
+    with _answers_only(as_json):
+        result = run_demo(gpus=gpus, steps=steps, folder=out, pins=_pins(pin))
+    if as_json:
+        _answer(result.to_json())
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Whether this machine has what autopar needs; exit code 1 if something is missing."""
+    from autopar.report.doctor import checks, checks_text
+
+    with _answers_only(as_json):
+        found = checks()
+    failed = [check.name for check in found if check.failed]
+    if as_json:
+        _answer({"ok": not failed, "checks": [{"name": c.name, "state": c.state, "found": c.found} for c in found]})
+    else:
+        print(checks_text(found))
+        print(f"\nmissing: {', '.join(failed)}" if failed else "\nall that is needed is there")
+    if failed:
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------------------------------------ options to values
+def _plan_of(
+    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None
+) -> Plan:
+    import autopar
+    from autopar.targets import load_target
+
+    _check_gpus(gpus)
+    memory_bytes, loss_fn = _memory(memory), _loss(loss)
+    model, example_inputs = load_target(target)
+    return autopar.plan(
+        model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
+        precision=precision, pins=pins,
+    )  # fmt: skip
+
+
+def _explained(target: str, gpus: int | None, *, pins: list[str] | None, **options: Any) -> Plan:
+    """The plan in a file, or the plan made for a TARGET."""
+    from autopar.plan import Plan
+
+    if ":" not in target and (target.endswith(".json") or Path(target).is_file()):
+        loaded = Plan.load(_readable(Path(target)))
+        if gpus not in (None, loaded.gpus):
+            raise UsageError(f"{target} is a plan for {loaded.gpus} GPUs, and --gpus says {gpus}")
+        if pins:
+            raise UsageError(f"{target} is a plan, in which every choice is made; --pin is for a TARGET")
+        return loaded
+    if gpus is None:
+        raise UsageError("--gpus N is missing: for how many GPUs is the plan to be?")
+    return _plan_of(target, gpus, pins=_pins(pins), **options)
+
+
+def _check_gpus(gpus: int) -> None:
+    if gpus < 1:
+        raise UsageError(f"--gpus must be 1 or more, not {gpus}")
+
+
+def _memory(text: str | None) -> int | None:
+    from autopar.report.units import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--memory: {error}") from error
+
+
+def _loss(target: str | None) -> Any:
+    from autopar.targets import load_object
+
+    if target is None:
+        return None
+    loss = load_object(target)
+    if not callable(loss):
+        raise UsageError(f"--loss {target} is of type {type(loss).__name__}; needed is a function of the model's output")
+    return loss
+
+
+def _pins(texts: list[str] | None) -> Pins | None:
+    """['tp=2', 'schedule=1f1b'] to Pins(tp=2, schedule='1f1b'); None if there are none."""
+    import inspect
+
+    from autopar import Pins
+    from autopar.targets import did_you_mean
+
+    known = list(inspect.signature(Pins).parameters)
+    values: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise UsageError(f"--pin {text!r} is not NAME=VALUE, such as --pin tp=2")
+        if name not in known:
+            raise UsageError(f"--pin {text}: there is no pin {name!r}{did_you_mean(name, known)}")
+        if name in values:
+            raise UsageError(f"--pin {name} is given twice: {values[name]} and {value}")
+        values[name] = _pin_value(value)
+    if not values:
+        return None
+    try:
+        return Pins(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--pin {' --pin '.join(texts or ())}: {error}") from error
+
+
+def _pin_value(text: str) -> int | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+def _readable(path: Path) -> Path:
+    if not path.is_file():
+        from autopar.targets import did_you_mean
+
+        known = [p.name for p in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        raise UsageError(f"there is no plan file {path}{did_you_mean(path.name, known)}")
+    return path
+
+
+def _writable(path: Path | None) -> None:
+    """Said before the plan is made, not after."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else f'there is no folder {path.absolute().parent}'}")
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+@contextlib.contextmanager
+def _answers_only(as_json: bool) -> Iterator[None]:
+    """While standard output is for the answer alone, what the model and the passes print goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+def _answer(value: dict[str, Any]) -> None:
+    print(_json_line(value), flush=True)
+
+
+def _json_line(value: dict[str, Any]) -> str:
+    return msgspec.json.encode(value).decode()  # json.dumps would write NaN, which is not JSON
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; raises SystemExit with the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    as_json = not {"--json", "json", "--format=json"}.isdisjoint(arguments)
+    try:
+        app(args=arguments)
+    except AutoparError as error:
+        print(f"autopar: {error}", file=sys.stderr, flush=True)
+        if as_json:
+            _answer({"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code})
+        raise SystemExit(error.exit_code) from error
+    except SystemExit as stop:
+        if as_json and stop.code == UsageError.exit_code:  # typer has said on standard error what is wrong
+            _answer({"error": "UsageError", "message": "wrong usage, see standard error", "exit_code": stop.code})
+        raise
+
+
+if __name__ == "__main__":
+    main()

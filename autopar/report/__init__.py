@@ -1,0 +1,1 @@
+"""What a person reads: plans as text, JSON and differences; the state of the machine."""

@@ -1,0 +1,134 @@
+"""Whether this machine has what autopar needs, and what it has besides: `autopar doctor`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+import cost_models
+from autopar.report.units import bytes_text, table
+
+__all__ = ["Check", "checks", "checks_text"]
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that was looked at. state: 'ok', 'missing' (autopar needs it) or 'none' (it can do without)."""
+
+    name: str
+    state: str
+    found: str
+    remedy: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.state == "missing"
+
+
+def checks() -> tuple[Check, ...]:
+    """Look at everything; nothing is changed (a process group of one rank is started and ended)."""
+    return (_python(), _torch(), _gloo(), *_gpus(), _solver(), _cores(), _catalogue(), _transformers())
+
+
+def checks_text(found: tuple[Check, ...]) -> str:
+    return table(("what", "state", "found"), [(c.name, c.state, c.found + (f"; {c.remedy}" if c.remedy else "")) for c in found], indent="")
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < OLDEST_PYTHON:
+        return Check(name="python", state="missing", found=version, remedy="3.11 or newer is needed")
+    return Check(name="python", state="ok", found=f"{version} at {sys.executable}")
+
+
+def _torch() -> Check:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        return Check(name="torch", state="missing", found=torch.__version__, remedy="2.11 or newer is needed")
+    return Check(name="torch", state="ok", found=torch.__version__)
+
+
+def _gloo() -> Check:
+    remedy = "workers on the CPU (verify, demo) need a torch that was built with it"
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return Check(name="gloo", state="missing", found="not in this build of torch", remedy=remedy)
+    if dist.is_initialized():
+        return Check(name="gloo", state="ok", found="in this build of torch")
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return Check(name="gloo", state="missing", found=f"does not start: {str(error).splitlines()[0]}", remedy=remedy)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return Check(name="gloo", state="ok", found="starts and reduces")
+
+
+def _gpus() -> tuple[Check, ...]:
+    if not torch.cuda.is_available():
+        built = f"torch was built for CUDA {torch.version.cuda}, but sees no device" if torch.version.cuda else "torch is a CPU build"
+        return (Check(name="GPUs", state="none", found=f"{built}; planning needs none, and workers run on the CPU"),)
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    named = ", ".join(f"{d.name} {bytes_text(d.total_memory)}" for d in devices)
+    if not dist.is_nccl_available():
+        return (
+            Check(name="GPUs", state="ok", found=named),
+            Check(name="NCCL", state="missing", found="not in this build of torch", remedy="GPUs talk to each other through it"),
+        )
+    return (
+        Check(name="GPUs", state="ok", found=named),
+        Check(name="NCCL", state="ok", found=".".join(map(str, torch.cuda.nccl.version()))),
+    )
+
+
+def _solver() -> Check:
+    import pulp
+
+    program = pulp.LpProblem("doctor", pulp.LpMaximize)
+    x = pulp.LpVariable("x", lowBound=0, upBound=10, cat="Integer")
+    program += x
+    program += 3 * x <= 20
+    for name, solver in (("HiGHS", pulp.HiGHS(msg=False)), ("CBC", pulp.PULP_CBC_CMD(msg=False))):
+        if solver.available():
+            status = program.solve(solver)
+            if pulp.LpStatus[status] == "Optimal" and x.value() == 6:
+                return Check(name="solver", state="ok", found=f"{name} through pulp {metadata.version('pulp')}")
+    return Check(name="solver", state="missing", found="neither HiGHS nor CBC answers", remedy="pip install highspy pulp")
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Check(name="cores, memory", state="ok", found=f"{cores} cores, {bytes_text(memory)}")
+
+
+def _catalogue() -> Check:
+    folder = Path(cost_models.__path__[0])
+    files = sorted(folder.rglob("*.toml"))
+    for path in files:
+        try:
+            tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            return Check(name="cost models", state="missing", found=f"{path.name}: {error}", remedy="reinstall autopar, or mend the file")
+    if not files:
+        return Check(name="cost models", state="missing", found=f"no *.toml under {folder}", remedy="reinstall autopar")
+    kinds = ", ".join(f"{sum(p.parent == d for p in files)} {d.name}" for d in sorted({p.parent for p in files}))
+    return Check(name="cost models", state="ok", found=kinds)
+
+
+def _transformers() -> Check:
+    try:
+        return Check(name="transformers", state="ok", found=metadata.version("transformers"))
+    except metadata.PackageNotFoundError:
+        return Check(name="transformers", state="none", found="not installed; only `autopar demo` uses it")
