@@ -17,7 +17,7 @@ def reduced_dims(view: OpView) -> set[int]:
     dims = args.get("dim", args.get("dims"))
     if dims is None or dims == ():
         return set(range(ndim))
-    return {d % max(ndim, 1) for d in ((dims,) if isinstance(dims, int) else dims)}  # type: ignore[union-attr,operator]
+    return {d % ndim for d in ((dims,) if isinstance(dims, int) else dims)} if ndim else set()  # type: ignore[union-attr,operator]
 
 
 def kept(view: OpView) -> Iterable[Strategy]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autopar.catalog.schema import bind, parameters, tensor_refs
-from autopar.ir import Arg, I, Op, P, R, Strategy, TensorType
+from autopar.ir import Arg, I, Layout, Op, P, R, Strategy, TensorType
 
 __all__ = [
     "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "is_random", "local_code", "localized",

@@ -70,6 +70,8 @@ def mapped(view: OpView, source: dict[int, int]) -> Iterable[Strategy]:
 
 def permute(view: OpView) -> Iterable[Strategy]:
     args, ndim = view.args(), len(view.ins[0].shape)
+    if ndim == 0:
+        return
     name = view.op.target.split(".")[1]
     order = list(range(ndim))
     if name == "permute":
@@ -130,12 +132,17 @@ def select(view: OpView) -> Iterable[Strategy]:
 
 
 def unbind(view: OpView) -> Iterable[Strategy]:
-    yield from select(view)
+    dim = view.args()["dim"]
+    assert isinstance(dim, int)
+    dim %= len(view.ins[0].shape)
+    yield from mapped(view, {d: d + (d >= dim) for d in range(len(view.outs[0].shape))})
     yield view.strategy([P], [P] * len(view.outs))
 
 
 def slice_(view: OpView) -> Iterable[Strategy]:
     """Other dims pass. The sliced dim passes where the slice is whole segments of S(dim, groups)."""
+    if len(view.ins) != 1:
+        return  # its start is a tensor
     dim, start, stop, step = _slice_bounds(view)
     ndim = len(view.ins[0].shape)
     yield from mapped(view, {d: d for d in range(ndim) if d != dim})
@@ -264,6 +271,8 @@ def _repeat(op: Op, view: OpView, strategy: Strategy) -> Op:
 
 @localizes("aten.slice aten.narrow")
 def _slice(op: Op, view: OpView, strategy: Strategy) -> Op:
+    if not strategy.inputs[0].is_shard:
+        return op
     dim, start, stop, _ = _slice_bounds(view)
     if strategy.inputs[0].dim != dim:
         return op
@@ -273,12 +282,13 @@ def _slice(op: Op, view: OpView, strategy: Strategy) -> Op:
     return set_args(op, start=start, end=stop)
 
 
-@localizes("aten.split aten.split_with_sizes aten.chunk")
+@localizes("aten.split aten.split_with_sizes aten.chunk aten.unsafe_chunk aten.unsafe_split")
 def _split(op: Op, view: OpView, strategy: Strategy) -> Op:
     dim = view.args()["dim"]
     assert isinstance(dim, int)
     dim %= len(view.ins[0].shape)
-    if strategy.inputs[0].dim != dim or op.target.split(".")[1] == "chunk":
+    equal = len({o.shape[dim] for o in view.outs}) == 1
+    if strategy.inputs[0].dim != dim or (op.target.endswith("chunk.default") and equal and view.args()["chunks"] == len(view.outs)):
         return op
     sizes = tuple(o.shape[dim] // view.n for o in view.outs)
     if op.target.startswith("aten.split_with_sizes"):

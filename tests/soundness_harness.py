@@ -1,0 +1,348 @@
+"""Executes strategies of operators on simulated ranks and compares them with the unsplit operator, in float64.
+
+A case is one call of an aten overload with concrete tensors. Each strategy of it is run as n ranks would run it: operands
+are cut by their layouts, every rank runs the localized operators, results are put together by theirs. Then the gradient
+of the results is laid out by the transposed table (S: slices; R: terms of a sum; I and P: the same on every rank), every
+rank runs backward on its own, and the gradients of the operands are put together and compared with the true ones.
+No process group is needed: local code that communicates is reported as skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from autopar.catalog import OpView, localized, strategies_of
+from autopar.catalog.rule import is_random, rule_of
+from autopar.catalog.schema import resolve
+from autopar.ir import Arg, I, Kind, Layout, Op, R, Ref, Strategy, TensorType, refs
+
+# What an operator raises that was given operands that it does not take.
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, KeyError, AssertionError)
+UNDEFINED = frozenset("empty_like new_empty empty empty_strided new_empty_strided empty_permuted".split())
+SIZES = {"XS": (3, 4), "S": (5, 8), "M": (10, 16), "L": (20, 16)}  # op_db's sizes hardly divide: name -> (as it is, as we want it)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the operator, its tensor operands in the order of refs(op), its results."""
+
+    op: Op
+    values: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]
+
+    def view(self, n: int, groups: Iterable[int] = (1,)) -> OpView:
+        ins = tuple(TensorType(tuple(v.shape), v.dtype, differentiable(v)) for v in self.values)
+        outs = tuple(TensorType(tuple(v.shape), v.dtype, v.requires_grad) for v in self.results)
+        return OpView(self.op, ins, outs, n, frozenset(groups))
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, v.shape)) or "scalar" for v in self.values)
+        return f"{self.op.target} {self.op.args} {dict(self.op.kwargs)} of {shapes}"
+
+
+class Unusable(Exception):
+    """A call that is no case: results that are no tensors, or operands that the operator refuses."""
+
+
+def case_of(target: str, *args: Any, **kwargs: Any) -> Case:
+    """The case of this call; tensors anywhere in args and kwargs are its operands. Unusable if it cannot be run."""
+    values: list[torch.Tensor] = []
+
+    def lift(arg: Any) -> Arg:
+        if isinstance(arg, torch.Tensor):
+            values.append(arg.detach().clone())
+            return Ref(f"x{len(values) - 1}")
+        if isinstance(arg, (list, tuple)):
+            return tuple(lift(a) for a in arg)
+        if isinstance(arg, (torch.device, torch.layout)):
+            return str(arg).removeprefix("torch.")
+        return arg
+
+    op_args = tuple(lift(a) for a in args)
+    op_kwargs = tuple((k, lift(v)) for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory"))
+    op = Op(target=target, args=op_args, kwargs=op_kwargs, outputs=("y0",))
+    try:
+        results = run_ops((op,), leaves(values), None)
+    except REFUSALS as error:
+        raise Unusable(str(error)) from error
+    if results is None or not all(isinstance(r, torch.Tensor) and r.layout is torch.strided for r in results):
+        raise Unusable("its results are not all tensors")
+    multi = any(r.type.kind() == "ListType" for r in resolve(target)._schema.returns) or len(resolve(target)._schema.returns) > 1
+    op = Op(target=target, args=op_args, kwargs=op_kwargs, outputs=tuple(f"y{k}" for k in range(len(results))), multi=multi)
+    return Case(op, tuple(values), results)
+
+
+def differentiable(v: torch.Tensor) -> bool:
+    return v.dtype.is_floating_point or v.dtype.is_complex
+
+
+def leaves(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [v.detach().clone().requires_grad_(differentiable(v)) for v in values]
+
+
+def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], names: tuple[str, ...] | None) -> tuple[torch.Tensor, ...] | None:
+    """Run operators one after another; the results of the last (names None: of whatever number), or None if some cannot
+    be run without other ranks. The operands are copied first, so that operators may write to them."""
+    env: dict[str, Any] = {f"x{k}": v.clone() for k, v in enumerate(operands)}
+
+    def value(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return env[arg.name]
+        return [value(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    result: Any = None
+    for op in ops:
+        if op.target.startswith("autopar."):
+            return None
+        result = resolve(op.target)(*map(value, op.args), **{k: value(v) for k, v in op.kwargs})
+        results = tuple(result) if isinstance(result, (list, tuple)) else (result,)
+        env.update({k: v for k, v in zip(op.outputs, results) if k is not None})
+        result = results
+    return result if names is None else tuple(env[name] for name in names)
+
+
+# ----------------------------------------------------------------------------------------------- layouts, executed
+def cut(x: torch.Tensor, layout: Layout, n: int, rank: int) -> torch.Tensor:
+    """A rank's part of a sharded tensor."""
+    segments = x.unflatten(layout.dim, (layout.groups, x.shape[layout.dim] // layout.groups))
+    return segments.chunk(n, layout.dim + 1)[rank].flatten(layout.dim, layout.dim + 1)
+
+
+def join(parts: list[torch.Tensor], layout: Layout) -> torch.Tensor:
+    segments = [p.unflatten(layout.dim, (layout.groups, p.shape[layout.dim] // layout.groups)) for p in parts]
+    return torch.cat(segments, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
+
+
+def terms(x: torch.Tensor, n: int) -> list[torch.Tensor]:
+    """n random tensors whose sum is x."""
+    if x.dtype is torch.bool:
+        return [x, *[torch.zeros_like(x)] * (n - 1)]
+    draw = torch.randn_like if differentiable(x) else lambda t: torch.randint_like(t, -3, 4)
+    first = [draw(x) for _ in range(n - 1)]
+    return [*first, x - sum(first)]  # type: ignore[list-item]
+
+
+def laid_out(x: torch.Tensor, layout: Layout, n: int) -> list[torch.Tensor]:
+    """The value of x on each of n ranks."""
+    if layout.is_shard:
+        return [cut(x, layout, n, r) for r in range(n)]
+    return terms(x, n) if layout.kind is Kind.PARTIAL else [x] * n
+
+
+def gradient_laid_out(g: torch.Tensor, layout: Layout, n: int) -> list[torch.Tensor]:
+    """The gradient g of a value with this layout, on each of n ranks."""
+    if layout.is_shard:
+        return [cut(g, layout, n, r) for r in range(n)]
+    return terms(g, n) if layout.kind is Kind.REPLICATE else [g] * n
+
+
+def differs(parts: list[torch.Tensor], truth: torch.Tensor, layout: Layout, tolerance: float, *, gradient: bool) -> str | None:
+    """What is wrong with these parts of a value (or of its gradient) that lies so, or None."""
+    summed = layout.kind is (Kind.REPLICATE if gradient else Kind.PARTIAL)
+    if layout.is_shard:
+        expected = layout.local_shape(tuple(truth.shape), len(parts))
+        if any(tuple(p.shape) != expected for p in parts):
+            return f"local shapes {[tuple(p.shape) for p in parts]}, not {expected}"
+        wholes = [join(parts, layout)]
+    else:
+        if any(p.shape != truth.shape for p in parts):
+            return f"shapes {[tuple(p.shape) for p in parts]}, not {tuple(truth.shape)}"
+        wholes = [sum(parts[1:], parts[0])] if summed else parts
+    for whole in wholes:
+        if whole.dtype != truth.dtype:
+            return f"dtype {whole.dtype}, not {truth.dtype}"
+        if not differentiable(truth):
+            if not torch.equal(whole, truth):
+                return "other values"
+            continue
+        if summed:  # the terms of what is not finite cancel
+            whole, truth = whole.where(truth.isfinite(), 0), truth.where(truth.isfinite(), 0)
+        scale = max(1.0, float(truth.abs().nan_to_num(0, 0, 0).max())) if truth.numel() else 1.0
+        if not torch.allclose(whole, truth, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+            return f"off by {float((whole - truth).abs().max()):.3g}"
+    return None
+
+
+SKIPPED = "skipped"
+
+
+def tolerance_of(tensors: Iterable[torch.Tensor]) -> float:
+    """1e-10, or what the coarsest of these tensors can hold."""
+    coarsest = max((torch.finfo(t.dtype).eps for t in tensors if differentiable(t)), default=0.0)
+    return 1e-10 if coarsest < 1e-15 else 20 * coarsest
+
+
+def unsound(case: Case, view: OpView, strategy: Strategy) -> str | None:
+    """Run one strategy; None if it computes what the operator computes, SKIPPED if it cannot be run here, else what is wrong."""
+    n = view.n
+    if any(x.kind is Kind.PARTIAL and not bool(torch.isfinite(v).all()) for x, v in zip(strategy.inputs, case.values)):
+        return SKIPPED
+    try:
+        ops = localized(view, strategy, "a")
+    except REFUSALS as error:
+        return f"it cannot be localized: {type(error).__name__}: {error}"
+    whole = leaves(case.values)
+    truth = run_ops((case.op,), whole, case.op.outputs)  # type: ignore[arg-type]
+    assert truth is not None
+    tolerance = tolerance_of((*truth, *whole))
+    locals_ = [laid_out(v, layout, n) for v, layout in zip(case.values, strategy.inputs)]
+    operands = [leaves(parts[r] for parts in locals_) for r in range(n)]
+    results = []
+    for r in range(n):
+        try:
+            result = run_ops(ops, operands[r], case.op.outputs)  # type: ignore[arg-type]
+        except REFUSALS as error:
+            return f"a rank refuses it: {type(error).__name__}: {error}"
+        if result is None:
+            return SKIPPED
+        results.append(result)
+    for k, (t, layout) in enumerate(zip(truth, strategy.outputs)):
+        if wrong := differs([results[r][k].detach() for r in range(n)], t.detach(), layout, tolerance, gradient=False):
+            return f"result {k} is wrong: {wrong}"
+    flowing = [k for k, t in enumerate(truth) if t.requires_grad]
+    if not flowing:
+        return None
+    gradients = [torch.randn_like(truth[k]) for k in flowing]
+    try:
+        true_grads = grads([truth[k] for k in flowing], whole, gradients)
+    except REFUSALS:
+        return None  # torch has no derivative for it
+    laid = [gradient_laid_out(g, strategy.outputs[k], n) for g, k in zip(gradients, flowing)]
+    local_grads = [grads([results[r][k] for k in flowing], operands[r], [parts[r] for parts in laid]) for r in range(n)]
+    for i, (g, layout) in enumerate(zip(true_grads, strategy.inputs)):
+        if g is not None:
+            if wrong := differs([local_grads[r][i] for r in range(n)], g, layout, tolerance, gradient=True):  # type: ignore[misc]
+                return f"gradient of operand {i} is wrong: {wrong}"
+    return None
+
+
+def grads(outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of the inputs (zeros where none flows; None for those that cannot have one)."""
+    asked = [x for x in inputs if x.requires_grad]
+    pairs = [(o, g) for o, g in zip(outputs, gradients) if o.requires_grad]
+    found: Iterable[Any] = [None] * len(asked)
+    if asked and pairs:
+        found = torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True)
+    given = iter(found)
+    filled = []
+    for x in inputs:
+        g = next(given) if x.requires_grad else None
+        filled.append((torch.zeros_like(x) if g is None else g) if x.requires_grad else None)
+    return filled
+
+
+# ----------------------------------------------------------------------------------------------- the tally
+@dataclass
+class Tally:
+    """operator -> [strategies executed, of these with a shard, with a partial operand, skipped]; the unsound ones in words."""
+
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seen: set[object] = field(default_factory=set)
+
+    def run(self, case: Case, *, sizes: Iterable[int] = (2, 4), groups: Iterable[int] = (1, 2, 3)) -> None:
+        """Execute every strategy of a case that has a rule (each kind of call once), for these numbers of ranks."""
+        if rule_of(case.op.target) is None or is_random(case.op.target) or case.op.target.split(".")[1] in UNDEFINED:
+            return
+        key = (case.op.target, repr(case.op.args), repr(case.op.kwargs), tuple((v.shape, v.dtype) for v in case.values))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        for n in sizes:
+            view = case.view(n, groups)
+            try:
+                strategies = strategies_of(view)
+            except REFUSALS as error:
+                self.failures.append(f"{case}, n={n}: its rule raises {type(error).__name__}: {error}")
+                continue
+            for s in strategies:
+                if set(s.inputs) | set(s.outputs) == {I} or (n > 2 and set(s.inputs) | set(s.outputs) == {R}):
+                    continue
+                count = self.counts.setdefault(case.op.target, [0, 0, 0, 0])
+                wrong = unsound(case, view, s)
+                if wrong is SKIPPED:
+                    count[3] += 1
+                    continue
+                count[0] += 1
+                count[1] += s.splits_work
+                count[2] += any(x.kind is Kind.PARTIAL for x in s.inputs)
+                if wrong is not None:
+                    self.failures.append(f"{case}, n={n}: {s}: {wrong}")
+
+    def table(self) -> str:
+        lines = [f"{'operator':50} executed sharded partial skipped"]
+        lines += [f"{name:50} {a:8} {b:7} {c:7} {d:7}" for name, (a, b, c, d) in sorted(self.counts.items())]
+        return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------- op_db
+class Recorder(torch.fx.Interpreter):
+    """Runs a traced graph and keeps every call of an aten operator."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, torch._ops.OpOverload):
+            self.calls.append((str(target), *pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, dict(kwargs)))))
+        return super().call_function(target, args, kwargs)
+
+
+def cases_within(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Case]:
+    """The aten operators that a call reaches above autograd (composite ones such as linear stay whole), each as a case."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    where = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        leaves_ = list(flat)
+        for k, t in zip(where, tensors):
+            leaves_[k] = t
+        a, kw = pytree.tree_unflatten(leaves_, spec)
+        return pytree.tree_leaves(fn(*a, **kw))
+
+    tensors = [flat[k].detach() for k in where]
+    if any(t.layout is not torch.strided for t in tensors):
+        return
+    try:
+        recorder = Recorder(make_fx(call, pre_dispatch=True)(*tensors))
+        recorder.run(*[t.clone() for t in tensors])
+    except REFUSALS:
+        return
+    for target, a, kw in recorder.calls:
+        if rule_of(target) is not None:
+            try:
+                yield case_of(target, *a, **kw)
+            except Unusable:
+                continue
+
+
+def op_db(*, divisible: bool) -> list[Any]:
+    """PyTorch's operator samples; divisible: with its sizes (5, 10, 20 ...) replaced by multiples of 4."""
+    from torch.testing._internal.common_methods_invocations import op_db as database
+
+    for module in [m for name, m in sys.modules.items() if name.startswith("torch.testing._internal")]:
+        for name, (own, ours) in SIZES.items():
+            if getattr(module, name, None) in (own, ours):
+                setattr(module, name, ours if divisible else own)
+    return list(database)
+
+
+def op_db_cases(info: Any, *, limit: int) -> Iterator[Case]:
+    """Cases of at most `limit` samples of one entry of op_db."""
+    if not info.supports_dtype(torch.float64, "cpu"):
+        return
+    samples = info.sample_inputs("cpu", torch.float64, requires_grad=False)
+    try:
+        for sample in itertools.islice(samples, limit):
+            yield from cases_within(info.op, sample.input, *sample.args, **sample.kwargs)
+    except REFUSALS:
+        return  # a sample that op_db itself cannot make at this size
