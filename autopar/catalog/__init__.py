@@ -1,9 +1,9 @@
 """What the compiler knows about operators: one file per family, one mechanism (`rule`). The only folder that grows."""
 
-from autopar.catalog import contraction, factories, pointwise, reductions, transitions, views
+from autopar.catalog import contraction, embedding, experts, factories, indexing, losses, pointwise, reductions, transitions, views
 from autopar.catalog.rule import OpView, localized, rule_of, strategies_of
 from autopar.catalog.transitions import needs_transition, transition, transition_op
 
 __all__ = ["OpView", "localized", "needs_transition", "rule_of", "strategies_of", "transition", "transition_op"]
 
-FAMILIES = (contraction, factories, pointwise, reductions, transitions, views)
+FAMILIES = (contraction, embedding, experts, factories, indexing, losses, pointwise, reductions, transitions, views)
