@@ -1,0 +1,6 @@
+"""Lowered program -> Python source that a person reads, steps through and keeps."""
+
+from autopar.render.check import check_source, load
+from autopar.render.module import manifest_source, render
+
+__all__ = ["check_source", "load", "manifest_source", "render"]

@@ -1,0 +1,184 @@
+"""The body of one emitted function: operators and block calls as statements with comments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import RenderError
+from autopar.ir import Layout, Op, TensorType, refs
+from autopar.render.blocks import relative
+from autopar.render.calls import call
+from autopar.render.literals import INDENT, WIDTH, Code, statement, string
+from autopar.render.names import Names, comment_text, short
+
+__all__ = ["Facts", "Function", "Item"]
+
+BIG = 4  # a dead local of at least 1/BIG of the largest one's bytes is deleted, so that it does not outlive its last use
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What comments and expressions need to know. usual: the dtype that comments leave out. axes: the mesh, axis -> size."""
+
+    types: Mapping[str, TensorType]
+    layouts: Mapping[str, Mapping[str, Layout]]
+    axes: Mapping[str, int]
+    usual: str
+
+    def comment(self, value: str) -> str:
+        """'(4, 16, 64) bfloat16 dp=S(0) tp=I': shape on one rank, dtype if unusual, layout on each axis of more than one rank."""
+        parts = []
+        if value in self.types:
+            t = self.types[value]
+            parts.append(str(t.shape))
+            if dtype_name(t) != self.usual:
+                parts.append(dtype_name(t))
+        for axis, size in self.axes.items():
+            if size > 1 and value in self.layouts.get(axis, {}):
+                parts.append(f"{axis}={self.layouts[axis][value]}")
+        return " ".join(parts)
+
+
+def dtype_name(t: TensorType) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One statement to be: an operator, or a block call (op None) with the source of its expression."""
+
+    takes: tuple[str, ...]
+    gives: tuple[str | None, ...]
+    op: Op | None = None
+    code: Callable[[Callable[[str], str]], Code] | None = None
+    unpack: bool = False  # the expression is a tuple of the results, even of one
+
+    @staticmethod
+    def of(op: Op) -> Item:
+        return Item(takes=refs(op), gives=op.outputs, op=op, unpack=op.multi or len(op.outputs) > 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Statements [start, stop) that stem from one line of the user's model, or one block call."""
+
+    start: int
+    stop: int
+    module: str = ""
+    source: str = ""
+    no_grad: bool = False
+    is_call: bool = False
+
+
+class Function:
+    """Writes one function. `weights`: value -> fqn of what is looked up in w; `prefix`: the path that w stands at."""
+
+    def __init__(self, facts: Facts, weights: Mapping[str, str], prefix: str = "", depth: int = 1, taken: Sequence[str] = ()) -> None:
+        self.facts, self.weights, self.prefix, self.depth = facts, weights, prefix, depth
+        self.names = Names(taken)
+        self.local: dict[str, str] = {}  # value -> its local name
+        self.arguments: set[str] = set()
+
+    def argument(self, value: str, name: str = "") -> str:
+        """Take a value as an argument; its name in the signature (`name`, where that is not free to choose)."""
+        self.arguments.add(value)
+        self.local[value] = self.names.hold(value, name or short(value, self.prefix))
+        return self.local[value]
+
+    def source(self, value: str) -> str:
+        """The expression that reads a value."""
+        if value in self.local:
+            return self.local[value]
+        if value in self.weights:
+            name = relative(self.weights[value], self.prefix)
+            assert name is not None, (value, self.prefix)
+            return f"w[{string(name)}]"
+        raise RenderError(f"{value!r} is read before it is made")
+
+    # ------------------------------------------------------------------------------------------------------ writing
+    def write(self, items: Sequence[Item], keep: Sequence[str]) -> list[str]:
+        """The lines of all statements in order; `keep`: values that must stay readable after them."""
+        last = {value: index for index, item in enumerate(items) for value in item.takes}
+        last.update(dict.fromkeys(keep, len(items)))
+        biggest = max((self._nbytes(v) for item in items for v in item.gives if v is not None), default=0)
+        lines: list[str] = []
+        before = Piece(start=0, stop=0)
+        for piece in pieces(items):
+            depth = self.depth + int(piece.no_grad)
+            if piece.no_grad and not before.no_grad:
+                lines.append(f"{INDENT * self.depth}with torch.no_grad():")
+            lines += self._heading(before, piece, depth)
+            dead: list[str] = []  # values made in this function that have their last use in this piece
+            for index in range(piece.start, piece.stop):
+                item = items[index]
+                code = self._code(item)
+                for value in dict.fromkeys(item.takes):
+                    if last[value] == index and value in self.local:
+                        self.names.release(self.local[value])
+                        dead += [value] if value not in self.arguments else []
+                comment = "; ".join(dict.fromkeys(filter(None, (self.facts.comment(v) for v in item.gives if v is not None))))
+                lines += statement(self._targets(item, last), code, comment, depth)
+            big = {self.local[v] for v in dead if self._nbytes(v) * BIG >= biggest > 0}
+            stale = [name for name in dict.fromkeys(self.local[v] for v in dead) if name in big and self.names.is_free(name)]
+            if stale and piece.stop < len(items):
+                lines.append(f"{INDENT * depth}del {', '.join(stale)}")
+                for name in stale:
+                    self.names.forget(name)
+            before = piece
+        return lines
+
+    def _code(self, item: Item) -> Code:
+        if item.op is None:
+            assert item.code is not None
+            return item.code(self.source)
+        try:
+            return call(item.op, self.source, self.facts.types, self.facts.axes)
+        except RenderError as error:
+            where = f" ({item.op.source})" if item.op.source else ""
+            raise RenderError(f"writing {item.op.target} -> {item.op.outputs}{where}: {error}") from error
+
+    def _targets(self, item: Item, last: Mapping[str, int]) -> str:
+        names = []
+        for value in item.gives:
+            if value is None or value not in last:
+                names.append("_")
+                continue
+            self.local[value] = self.names.hold(value, short(value, self.prefix))
+            names.append(self.local[value])
+        if all(n == "_" for n in names):
+            return ""
+        return f"({names[0]},)" if item.unpack and len(names) == 1 else ", ".join(names)
+
+    def _heading(self, before: Piece, piece: Piece, depth: int) -> list[str]:
+        """The comment above a piece: the module's path, if it is another than before, and the user's line."""
+        if (piece.module, piece.source) == (before.module, before.source):
+            return []
+        path = "" if piece.module in (before.module, self.prefix) else relative(piece.module, self.prefix) or piece.module
+        text = comment_text("  ".join(filter(None, (path, without_directory(piece.source)))))
+        room = WIDTH - len(INDENT * depth) - 2
+        return [f"{INDENT * depth}# {text if len(text) <= room else text[: room - 3] + '...'}"] if text else []
+
+    def _nbytes(self, value: str) -> int:
+        return self.facts.types[value].nbytes if value in self.facts.types else 0
+
+
+def pieces(items: Sequence[Item]) -> list[Piece]:
+    """Runs of operators of one line of the user's. Operators that autopar added belong to the piece that they stand in."""
+    found: list[Piece] = []
+    for index, item in enumerate(items):
+        op = item.op
+        module, source = (op.module, op.source) if op is not None else ("", "")
+        no_grad = op is not None and op.no_grad
+        if found and found[-1].no_grad == no_grad and op is not None and not found[-1].is_call:
+            if (module, source) in ((found[-1].module, found[-1].source), ("", "")):
+                found[-1] = replace(found[-1], stop=index + 1)
+                continue
+        found.append(Piece(start=index, stop=index + 1, module=module, source=source, no_grad=no_grad, is_call=op is None))
+    return found
+
+
+def without_directory(source: str) -> str:
+    """'/home/me/model.py:12: code' -> 'model.py:12: code': the emitted file must not depend on where the user's lies."""
+    return re.sub(r"\A(?:[A-Za-z]:)?[^:]*[/\\]", "", source)

@@ -1,0 +1,85 @@
+"""Python literals of plan data, and statements laid out within the line length."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from autopar.errors import RenderError
+from autopar.ir import Ref
+
+__all__ = ["INDENT", "WIDTH", "Code", "literal", "statement", "string"]
+
+WIDTH = 120  # columns of the emitted file
+INDENT = "    "
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """An expression: head + items joined with commas + tail; items may be spread over lines. Without items: head alone."""
+
+    head: str
+    items: tuple[str, ...] = ()
+    tail: str = ""
+
+    def __str__(self) -> str:
+        return self.head + ", ".join(self.items) + self.tail
+
+
+def string(text: str) -> str:
+    """A string literal in double quotes where that needs no escapes; always ASCII, always one line."""
+    shown = ascii(text)
+    return f'"{shown[1:-1]}"' if shown[0] == "'" and '"' not in shown else shown
+
+
+def literal(value: object, ref: Callable[[str], str] | None = None) -> str:
+    """The Python source of an argument or a manifest value; `ref` gives the source of a Ref.
+
+    Raises RenderError for what has no exact literal.
+    """
+    if isinstance(value, Ref):
+        if ref is None:
+            raise RenderError(f"a reference to {value.name!r} stands where only literals can")
+        return ref(value.name)
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
+    if isinstance(value, complex):
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
+    if isinstance(value, str):
+        return string(value)
+    if isinstance(value, torch.dtype | torch.memory_format):
+        return str(value)
+    if isinstance(value, tuple):
+        inner = ", ".join(literal(v, ref) for v in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, list):
+        return f"[{', '.join(literal(v, ref) for v in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{literal(k, ref)}: {literal(v, ref)}" for k, v in value.items()) + "}"
+    raise RenderError(f"a value of type {type(value).__name__} has no literal form: {value!r}")
+
+
+def statement(targets: str, code: Code, comment: str = "", depth: int = 1) -> list[str]:
+    """The lines of `targets = code  # comment` (targets '': an expression statement) at an indentation of depth levels."""
+    pad = INDENT * depth
+    note = f"  # {comment}" if comment else ""
+    start = f"{pad}{targets} = " if targets else pad
+    line = f"{start}{code}"
+    if len(line + note) <= WIDTH:
+        return [line + note]
+    if not code.items:
+        if len(line) <= WIDTH:
+            return [f"{pad}# {comment}", line]
+        return [f"{start}({note}", f"{pad}{INDENT}{code}", f"{pad})"]
+    inner = f"{pad}{INDENT}{', '.join(code.items)},"
+    body = [inner] if len(inner) <= WIDTH else [f"{pad}{INDENT}{item}," for item in code.items]
+    opening = f"{start}{code.head}"
+    first = [opening + note] if len(opening + note) <= WIDTH else [f"{pad}# {comment}", opening]
+    return [*first, *body, f"{pad}{code.tail}"]
