@@ -197,7 +197,8 @@ class Op:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
     """A tensor leaf of the batch. path: how to reach it: ('input_ids',) in keyword inputs, (0,) in positional ones,
-    longer where the user nests. Non-tensor leaves are constants of the program (`Program.constant_inputs`)."""
+    longer where the user nests; (): the prologue makes it (see Lowered). Non-tensor leaves are constants of the program
+    (`Program.constant_inputs`)."""
 
     value: str
     path: tuple[str | int, ...]

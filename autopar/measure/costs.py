@@ -1,0 +1,112 @@
+"""Counts -> seconds, on a described cluster. Every time is a roofline or latency-bandwidth estimate of cost_models; its
+provenance is stated in `OpCosts.provenance`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
+from autopar.ir import Op, Program, TensorType, refs
+from autopar.measure.count import Counts, count
+from cost_models.cluster import Cluster
+from cost_models.collectives import collective_time_s
+from cost_models.compute import op_time_s
+
+__all__ = ["BUCKET_BYTES", "OpCost", "OpCosts", "Pricer"]
+
+BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torch DDP's bucket_cap_mb default, 25 MiB)
+
+_TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCost:
+    """Seconds of one call on one rank; communication_s is the part of both that is collectives."""
+
+    counts: Counts
+    forward_s: float
+    backward_s: float
+    communication_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCosts:
+    """The cost of every operator of a program by its name, and where the figures come from."""
+
+    ops: Mapping[str, OpCost]
+    provenance: str
+
+
+class Pricer:
+    """Times on one cluster with one mesh. mesh: axis -> size, outermost first (pp, dp, tp); tp neighbours are adjacent
+    ranks, so that inner axes lie inside nodes as far as they fit."""
+
+    def __init__(self, cluster: Cluster, mesh: Mapping[str, int]) -> None:
+        self.cluster, self.mesh = cluster, dict(mesh)
+        self._collective: dict[tuple[str, int, str], float] = {}
+
+    def per_node(self, axis: str) -> int:
+        """How many consecutive ranks of the axis share a node."""
+        stride = 1
+        for name in reversed(list(self.mesh)):
+            if name == axis:
+                break
+            stride *= self.mesh[name]
+        return max(1, min(self.mesh[axis], self.cluster.gpus_per_node // stride))
+
+    def collective_s(self, kind: str | None, nbytes: float, axis: str) -> float:
+        """Seconds of one collective over a whole tensor of nbytes (gathered size)."""
+        ranks = self.mesh.get(axis, 1)
+        if kind is None or ranks == 1 or nbytes == 0:
+            return 0.0
+        key = (kind, int(nbytes), axis)
+        if key not in self._collective:
+            self._collective[key] = collective_time_s(kind, int(nbytes), ranks, self.cluster, ranks_per_node=self.per_node(axis))
+        return self._collective[key]
+
+    def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
+        """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
+        return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
+
+    def counted_s(self, c: Counts, dtype: str, *, parts: int = 1, nbytes: float | None = None) -> tuple[float, float]:
+        """(forward, backward) seconds of an operator; parts: its work is split in so many; nbytes: what a rank moves."""
+        moved = c.bytes_read + c.bytes_written if nbytes is None else nbytes
+        if c.op_class == "view":
+            return 0.0, 0.0
+        gpu = self.cluster.gpu
+        forward = op_time_s(c.op_class, c.flops / parts, moved, dtype, gpu)
+        if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
+            return forward, 0.0
+        backward = op_time_s(c.op_class, c.backward_flops / parts, 2.0 * moved, dtype, gpu)
+        return forward, backward
+
+    def op(self, op: Op, program: Program) -> OpCost:
+        """The cost of an operator of a sharded program on one rank (local types, transitions included)."""
+        ins = tuple(program.types[r] for r in refs(op))
+        outs = tuple(program.types[o] for o in op.outputs if o is not None)
+        counts = count(op, ins, outs)
+        if op.target.startswith("autopar.C."):
+            return self._transition(op, counts, ins[0], outs[0])
+        dtype = _dtype(outs, ins)
+        forward, backward = self.counted_s(counts, dtype)
+        grad = any(t.grad for t in outs) and not op.no_grad
+        return OpCost(counts=counts, forward_s=forward, backward_s=backward if grad else 0.0)
+
+    def _transition(self, op: Op, counts: Counts, have: TensorType, made: TensorType) -> OpCost:
+        axis = str(op.kwarg("axis"))
+        t = _TRANSITION[op.target.rpartition(".")[2]]
+        whole = have.nbytes * self.mesh[axis] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
+        forward = self.collective_s(t.forward, whole, axis)
+        backward = self.collective_s(t.backward, whole, axis) if have.grad else 0.0
+        return OpCost(counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward)
+
+    def program(self, program: Program) -> OpCosts:
+        return OpCosts(ops={op.name: self.op(op, program) for op in program.ops}, provenance=f"roofline of {self.cluster.gpu.name}, links of {self.cluster.name}")
+
+
+def _dtype(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:
+    for t in (*outs, *ins):
+        if t.dtype.is_floating_point:
+            return str(t.dtype).removeprefix("torch.")
+    return "float32"

@@ -1,0 +1,110 @@
+"""What an operator does, counted on fake tensors: FLOPs, bytes, and what autograd saves of it for backward.
+
+Nothing is computed and nothing is allocated: the operator runs under FakeTensorMode once for each distinct signature
+(target, arguments, operand types). FLOPs come from torch.utils.flop_counter; saved tensors from saved_tensors_hooks, by
+storage, so that a view of an operand counts as the operand.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.capture.interpret import run_op
+from autopar.ir import Op, Ref, TensorType, map_refs
+
+__all__ = ["Counts", "OP_CLASSES", "count", "op_class"]
+
+OP_CLASSES: dict[str, str] = {
+    name: cls
+    for cls, names in {
+        "matmul": "linear mm bmm matmul addmm baddbmm einsum dot mv outer bilinear _grouped_mm grouped_mm_fallback lstm gru",
+        "attention": "scaled_dot_product_attention",
+        "conv": "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
+        "view": "view reshape flatten unflatten transpose permute unsqueeze squeeze expand select slice narrow split chunk "
+        "split_with_sizes unbind t numpy_T detach alias movedim swapaxes broadcast_to expand_as view_as reshape_as unfold "
+        "diagonal copy_to narrow split keep_one own broadcast_tensors",
+        "reduction": "sum mean amax amin softmax log_softmax layer_norm rms_norm group_norm batch_norm instance_norm logsumexp "
+        "var std cumsum sort topk cross_entropy_loss nll_loss linalg_vector_norm max min sync_batch_norm",
+        "gather": "embedding index gather scatter scatter_add index_select index_put masked_embedding",
+    }.items()
+    for name in names.split()
+}
+
+
+def op_class(target: str) -> str:
+    """The class whose efficiency a cost model knows: matmul, attention, conv, view, reduction, gather or pointwise."""
+    return OP_CLASSES.get(target.split(".")[-1] if target.startswith("autopar.") else target.split(".")[1], "pointwise")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """flops: forward; backward_flops. bytes_read, bytes_written: of the forward. saved_inputs: indices of refs(op) that
+    autograd keeps; saved_outputs: indices of results; saved_other_bytes: kept tensors that are neither."""
+
+    op_class: str
+    flops: float
+    backward_flops: float
+    bytes_read: int
+    bytes_written: int
+    saved_inputs: tuple[int, ...] = ()
+    saved_outputs: tuple[int, ...] = ()
+    saved_other_bytes: int = 0
+
+
+def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:
+    """The counts of one operator on operands of these types."""
+    numbered = iter(range(len(ins)))
+    anonymous = map_refs(op, lambda _: Ref(f"x{next(numbered)}"))
+    return _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+
+
+@functools.lru_cache(maxsize=100_000)
+def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:  # type: ignore[type-arg]
+    op = Op(target=target, args=args, kwargs=kwargs, outputs=tuple(f"y{k}" for k in range(len(outs))), no_grad=no_grad)
+    cls = op_class(target)
+    read, written = sum(t.nbytes for t in ins), sum(t.nbytes for t in outs)
+    differentiable = any(t.grad for t in ins) and any(t.grad for t in outs)
+    if cls == "view" or target.startswith("autopar."):
+        return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=0 if cls == "view" else read, bytes_written=0 if cls == "view" else written)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(t.shape, dtype=t.dtype, requires_grad=t.grad and not no_grad) for t in ins]
+        env = {f"x{k}": t for k, t in enumerate(tensors)}
+        saved: list[torch.Tensor] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            saved.append(t)
+            return t
+
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            results = run_op(op, env)
+        flops = float(counter.get_total_flops())
+        where_in: dict[int, int] = {}
+        for k, t in enumerate(tensors):
+            where_in.setdefault(_storage(t), k)
+        where_out = {_storage(t): k for k, t in enumerate(results) if isinstance(t, torch.Tensor)}
+        saved_in, saved_out, other = set(), set(), {}
+        for t in saved if differentiable else ():
+            key = _storage(t)
+            if key in where_in:
+                saved_in.add(where_in[key])
+            elif key in where_out:
+                saved_out.add(where_out[key])
+            else:
+                other[key] = t.untyped_storage().nbytes()
+    passes = sum(t.grad for t in ins) if cls in ("matmul", "conv", "attention") else 1
+    backward = flops * {"attention": 2.5, "matmul": min(passes, 2), "conv": min(passes, 2)}.get(cls, 2.0) if differentiable else 0.0
+    return Counts(
+        op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
+        saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
+    )  # fmt: skip
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+

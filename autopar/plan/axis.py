@@ -1,0 +1,227 @@
+"""The integer program of one mesh axis: a strategy for every operator, a layout for every leaf, transitions between.
+
+    minimise   sum_{g,s} cost(g,s) x[g,s]  +  sum_{v,a,b} change(v,a,b) z[v,a,b]                            objective()
+    one        sum_s x[g,s] = 1                                      for every group g                      add_groups()
+    made       sum_a z[v,a,b] >= sum_{s reads v as b} x[c,s]         for every value v, layout b, reader c   add_values()
+    had        z[v,a,b] <= sum_{s makes v as a} x[g,s]               for every value v, layouts a, b         add_values()
+
+x is binary; z is continuous, in [0, 1], and integral wherever x is. A value is brought into a layout once, however many
+operators read it so: `made` is one row for each reader on one shared z. cost is seconds of forward and backward, plus
+`memory_price` (seconds for each byte) times the bytes that the choice keeps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pulp
+
+from autopar.catalog import needs_transition, transition
+from autopar.ir import Kind, Layout, Strategy, TensorType
+from autopar.measure import Pricer, count
+from autopar.measure.costs import _dtype
+from autopar.plan.choices import Choices, Edge, Group, Source
+from autopar.plan.shard import Assignment
+from autopar.plan.solver import Outcome, solve
+
+__all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisProblem:
+    """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward;
+    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states. fixed: values that
+    may not change their layout after they are made (mutated buffers). sync_params: price the reduction of gradients
+    of parameters that are used as R (on a data axis it is a cost that every plan has)."""
+
+    axis: str
+    n: int
+    choices: Choices
+    pricer: Pricer
+    params: frozenset[str]
+    fixed: frozenset[str] = frozenset()
+    sync_params: bool = True
+    memory_price_s_per_byte: float = 0.0
+    state_price_s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisSolution:
+    assignment: Assignment
+    outcome: Outcome
+
+
+def solve_axis(problem: AxisProblem, *, time_limit_s: float = 20.0) -> AxisSolution:
+    """The best assignment, with its objective, bound and gap. Infeasible cannot happen: all-I is always a choice, unless
+    leaves are restricted to layouts that no operator can read; then Infeasible is raised by the solver."""
+    model = _Model(problem)
+    outcome = solve(model.problem, time_limit_s=time_limit_s, name=f"axis {problem.axis}")
+    chosen = {g: model.chosen(g) for g in problem.choices.groups}
+    ops: dict[str, Strategy] = {}
+    leaves: dict[str, Layout] = {}
+    for key, group in problem.choices.groups.items():
+        for member in group.members:
+            if group.op is None:
+                leaves[member] = chosen[key].outputs[0]
+            else:
+                ops[member] = chosen[key]
+    return AxisSolution(assignment=Assignment(axis=problem.axis, n=problem.n, ops=ops, leaves=leaves), outcome=outcome)
+
+
+def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
+    """Seconds of all members under this strategy, with the priced bytes."""
+    if group.op is None:
+        return _leaf_cost(problem, group, s)
+    counts = count(group.op, group.ins, group.outs)
+    n = problem.n
+    local_in = [_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
+    local_out = [_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
+    parts = n if s.splits_work else 1
+    moved = float(sum(local_in) + sum(local_out)) if counts.op_class != "gather" else float(2 * sum(local_out))
+    forward, backward = problem.pricer.counted_s(counts, _dtype(group.outs, group.ins), parts=parts, nbytes=moved)
+    if not any(t.grad for t in group.outs):
+        backward = 0.0
+    if s.collective:
+        forward += 3 * problem.pricer.collective_s("all_reduce", min(local_in, default=0), problem.axis)
+    saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
+    saved += counts.saved_other_bytes // parts
+    return len(group.members) * (forward + backward + problem.memory_price_s_per_byte * saved)
+
+
+def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
+    if group.key not in problem.params:
+        return 0.0
+    layout, t = s.outputs[0], group.outs[0]
+    cost = problem.state_price_s_per_byte * _bytes(t, layout, problem.n)
+    if layout.kind is Kind.REPLICATE and t.grad and problem.sync_params:
+        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes, problem.axis)
+    return cost
+
+
+def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
+    """Seconds of a change of layout, forward and backward; None if it cannot be made."""
+    if not needs_transition(have, want, t):
+        return 0.0
+    if not (want.divides(t.shape, problem.n) and have.divides(t.shape, problem.n)):
+        return None
+    change = transition(have, want)
+    whole = t.nbytes
+    seconds = problem.pricer.collective_s(change.forward, whole, problem.axis)
+    if t.grad:
+        seconds += problem.pricer.collective_s(change.backward, whole, problem.axis)
+    touched = 2 * t.nbytes / problem.pricer.cluster.gpu.memory_bandwidth_bytes_per_s if change.function not in ("copy_to", "own", "keep_one") else 0.0
+    return times * (seconds + touched + 1e-9)
+
+
+class _Model:
+    def __init__(self, problem: AxisProblem) -> None:
+        self.given = problem
+        self.problem = pulp.LpProblem(f"axis_{problem.axis}", pulp.LpMinimize)
+        self.x: dict[str, list[pulp.LpVariable | float]] = {}
+        self.terms: list[tuple[pulp.LpVariable, float]] = []
+        self.constant = 0.0
+        self.add_groups()
+        self.add_values()
+        self.problem.setObjective(pulp.LpAffineExpression(self.terms, constant=self.constant))
+
+    def add_groups(self) -> None:
+        for index, (key, group) in enumerate(self.given.choices.groups.items()):
+            costs = [group_cost(self.given, group, s) * 1e6 for s in group.strategies]  # microseconds
+            if len(costs) == 1:
+                self.x[key] = [1.0]
+                self.constant += costs[0]
+                continue
+            xs = [pulp.LpVariable(f"x_{index}_{k}", cat=pulp.LpBinary) for k in range(len(costs))]
+            self.x[key] = list(xs)
+            self.terms += zip(xs, costs, strict=True)
+            self.problem.addConstraint(pulp.LpConstraint(pulp.lpSum(xs), pulp.LpConstraintEQ, f"one_{index}", 1))
+
+    def add_values(self) -> None:
+        readers: dict[Source, list[Edge]] = defaultdict(list)
+        for e in self.given.choices.edges:
+            readers[e.source].append(e)
+        for index, source in enumerate(dict.fromkeys([*readers, self.given.choices.loss])):
+            self._add_value(index, source, readers[source])
+
+    def _add_value(self, index: int, source: Source, edges: list[Edge]) -> None:
+        group = self.given.choices.groups[source.group]
+        t = group.outs[source.output]
+        makers: dict[Layout, list[pulp.LpVariable | float]] = defaultdict(list)
+        for x, s in zip(self.x[source.group], group.strategies, strict=True):
+            makers[s.outputs[source.output]].append(x)
+        takers: dict[Layout, list[list[pulp.LpVariable | float]]] = defaultdict(list)
+        times = max((e.count for e in edges), default=1)
+        for e in edges:
+            reader = self.given.choices.groups[e.consumer]
+            by_layout: dict[Layout, list[pulp.LpVariable | float]] = defaultdict(list)
+            for x, s in zip(self.x[e.consumer], reader.strategies, strict=True):
+                by_layout[s.inputs[e.operand]].append(x)
+            for layout, xs in by_layout.items():
+                takers[layout].append(xs)
+        if source == self.given.choices.loss:
+            takers[Layout(Kind.INVARIANT)].append([1.0])
+        for j, (want, rows) in enumerate(takers.items()):
+            ways: list[pulp.LpVariable | float] = []
+            for i, (have, xs) in enumerate(makers.items()):
+                fixed = source.group in self.given.fixed and needs_transition(have, want, t)
+                cost = None if fixed else change_cost(self.given, have, want, t, times)
+                if cost is None:
+                    continue
+                if cost == 0.0:
+                    ways += xs
+                    continue
+                z = pulp.LpVariable(f"z_{index}_{i}_{j}", 0, 1)
+                self.terms.append((z, cost * 1e6))
+                ways.append(z)
+                self._row(f"had_{index}_{i}_{j}", [*((x, 1.0) for x in xs), (z, -1.0)])
+            for k, xs in enumerate(rows):
+                self._row(f"made_{index}_{j}_{k}", [*((w, 1.0) for w in ways), *((x, -1.0) for x in xs)])
+
+    def _row(self, name: str, terms: list[tuple[pulp.LpVariable | float, float]]) -> None:
+        """sum of terms >= 0, where a term's variable may be the constant 1."""
+        weights: dict[pulp.LpVariable, float] = defaultdict(float)
+        constant = 0.0
+        for v, c in terms:
+            if isinstance(v, float):
+                constant += c * v
+            else:
+                weights[v] += c
+        rest = [(v, c) for v, c in weights.items() if c]
+        if rest:
+            self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(rest), pulp.LpConstraintGE, name, -constant))
+        else:
+            assert constant >= 0, f"{name}: no way to make the layout that its only reader needs"
+
+    def chosen(self, key: str) -> Strategy:
+        strategies = self.given.choices.groups[key].strategies
+        if len(strategies) == 1:
+            return strategies[0]
+        values = [x.value() or 0.0 for x in self.x[key]]  # type: ignore[union-attr]
+        return strategies[max(range(len(values)), key=values.__getitem__)]
+
+
+def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> float:
+    """The objective of given choices, in microseconds, computed without the integer program (for brute force and checks)."""
+    groups: Mapping[str, Group] = problem.choices.groups
+    total = sum(group_cost(problem, g, chosen(k)) for k, g in groups.items())
+    wanted: dict[Source, dict[Layout, None]] = defaultdict(dict)
+    times: dict[Source, int] = defaultdict(lambda: 1)
+    for e in problem.choices.edges:
+        wanted[e.source][chosen(e.consumer).inputs[e.operand]] = None
+        times[e.source] = max(times[e.source], e.count)
+    wanted[problem.choices.loss][Layout(Kind.INVARIANT)] = None
+    for source, layouts in wanted.items():
+        have = chosen(source.group).outputs[source.output]
+        t = groups[source.group].outs[source.output]
+        for want in layouts:
+            cost = change_cost(problem, have, want, t, times[source])
+            if cost is None or (source.group in problem.fixed and needs_transition(have, want, t)):
+                return float("inf")
+            total += cost
+    return total * 1e6
+
+
+def _bytes(t: TensorType, layout: Layout, n: int) -> int:
+    return t.nbytes // n if layout.is_shard else t.nbytes

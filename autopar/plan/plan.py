@@ -1,0 +1,215 @@
+"""The plan: everything that was decided, and what it is predicted to cost. It is data, saved as JSON and validated when
+read; it is never executed. A plan names operators by their value names, and the program it was made for by its hash."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from autopar.errors import PlanError
+from autopar.ir import Layout, Strategy
+
+__all__ = ["AxisPlan", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
+
+FORMAT = "autopar-plan"
+VERSION = 1
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
+    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
+    recompute: 'none', 'full' or 'auto'. sequence_parallel: False forbids sharding a dim other than parameters' between
+    blocks on the tp axis (not decided by itself yet). virtual_stages: of interleaved schedules (only 1 for now)."""
+
+    dp: Positive | None = None
+    tp: Positive | None = None
+    pp: Positive | None = None
+    micro_batch: Positive | None = None
+    micro_batches: Positive | None = None
+    schedule: str | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+    virtual_stages: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and self.schedule not in ("gpipe", "1f1b"):
+            raise PlanError(f"schedule must be 'gpipe' or '1f1b', not {self.schedule!r}")
+        if self.zero is not None and self.zero not in (0, 1, 3):
+            raise PlanError(f"zero must be 0, 1 or 3, not {self.zero!r}")
+        if self.recompute is not None and self.recompute not in ("none", "full", "auto"):
+            raise PlanError(f"recompute must be 'none', 'full' or 'auto', not {self.recompute!r}")
+        if self.virtual_stages not in (None, 1):
+            raise PlanError("interleaved schedules (virtual_stages > 1) are not supported yet")
+        if self.micro_batch is not None and self.micro_batches is not None:
+            raise PlanError("pin micro_batch or micro_batches, not both")
+
+
+class AxisPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One axis of n ranks: operator -> strategy, leaf -> layout, as text. Operators of a repeated block are named once, by
+    the first instance."""
+
+    n: Positive
+    ops: dict[str, str]
+    leaves: dict[str, str]
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Predicted bytes on one rank of a stage, by term (cost_models.memory)."""
+
+    parameters_bytes: Count
+    gradients_bytes: Count
+    optimizer_states_bytes: Count
+    saved_activations_bytes: Count
+    largest_temporary_bytes: Count
+    communication_buffers_bytes: Count
+    framework_context_bytes: Count
+    allocator_slack_bytes: Count
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pipeline stage. first_op: where it begins. blocks: instances of repeated blocks in it, by module path; recomputed:
+    those of them that are recomputed. forward_s, backward_s: of one micro-batch. split_flops, flops: of one micro-batch on one
+    rank; split: share of the model's FLOPs that the tp axis divides."""
+
+    first_op: str
+    blocks: list[str]
+    recomputed: list[str]
+    forward_s: Seconds
+    backward_s: Seconds
+    communication_s: Seconds
+    flops: Seconds
+    memory: MemoryPlan
+    parameters: Count
+    micro_batches_in_flight: Count
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute).
+    objective_s, bound_s, gap: of the search (see plan.search). split_share: share of FLOPs that tp really divides."""
+
+    model: str
+    program_hash: str
+    gpus: Positive
+    cluster: str
+    memory_limit_bytes: Count
+    optimizer: str
+    precision: str
+    global_batch: Count
+    samples_unit: str
+    mesh: dict[str, int]
+    micro_batches: Positive
+    schedule: str
+    zero: int
+    cuts: list[int]
+    recompute: list[tuple[int, int]]
+    stages: list[StagePlan]
+    axes: dict[str, AxisPlan]
+    zero_dims: dict[str, int]
+    step_time_s: Seconds
+    compute_s: Seconds
+    bubble_s: Seconds
+    gradient_sync_s: Seconds
+    optimizer_s: Seconds
+    objective_s: Seconds
+    bound_s: Seconds
+    gap: float
+    work_per_step: Seconds
+    tensor_split_share: float
+    provenance: str
+    notes: list[str]
+    limits: list[str]
+    alternatives: list[str] = []
+    pins: dict[str, Any] = {}
+    planning_s: dict[str, float] = {}
+    format: str = FORMAT
+    version: int = VERSION
+
+    @property
+    def memory_bytes(self) -> list[int]:
+        """Predicted peak bytes on one rank, for each stage."""
+        return [s.memory.total_bytes for s in self.stages]
+
+    @property
+    def tokens_or_samples_per_s(self) -> float:
+        """Tokens (sequence models) or samples of the global batch per second, over all GPUs."""
+        return self.work_per_step / self.step_time_s if self.step_time_s else 0.0
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON, atomically."""
+        target = Path(path)
+        scratch = target.with_name(target.name + ".part")
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1) + b"\n")
+        os.replace(scratch, target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read and validate. PlanError if the file is missing, no plan, of another version, or inconsistent."""
+        try:
+            data = Path(path).read_bytes()
+        except OSError as e:
+            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {e.strerror or e}") from e
+        return Plan.from_json(data, os.fspath(path))
+
+    @staticmethod
+    def from_json(data: bytes, name: str = "<plan>") -> Plan:
+        try:
+            head = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise PlanError(f"{name} is not JSON: {e}") from e
+        if not isinstance(head, dict) or head.get("format") != FORMAT:
+            raise PlanError(f"{name} is not an autopar plan (it has no format: {FORMAT!r})")
+        if head.get("version") != VERSION:
+            raise PlanError(f"{name} is a plan of version {head.get('version')!r}; this autopar reads version {VERSION}. Plan again.")
+        try:
+            plan = msgspec.convert(head, Plan)
+        except msgspec.ValidationError as e:
+            raise PlanError(f"{name} is a damaged plan: {e}") from e
+        plan.check(name)
+        return plan
+
+    def check(self, name: str = "<plan>") -> None:
+        """Consistency that types cannot say. PlanError."""
+        product = self.mesh.get("pp", 0) * self.mesh.get("dp", 0) * self.mesh.get("tp", 0)
+        if set(self.mesh) != {"pp", "dp", "tp"} or product != self.gpus:
+            raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
+        if len(self.stages) != self.mesh["pp"] or len(self.cuts) != self.mesh["pp"] - 1 or sorted(self.cuts) != self.cuts:
+            raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks")
+        if self.schedule not in ("gpipe", "1f1b") or self.zero not in (0, 1, 3):
+            raise PlanError(f"{name}: unknown schedule {self.schedule!r} or zero {self.zero!r}")
+        for axis in self.axes.values():
+            for text in axis.leaves.values():
+                _parsed(name, Layout.parse, text)
+            for text in axis.ops.values():
+                _parsed(name, parse_strategy, text)
+
+
+def _parsed(name: str, parse: Any, text: str) -> None:
+    try:
+        parse(text)
+    except ValueError as e:
+        raise PlanError(f"{name}: {e}") from e
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The inverse of str(Strategy), without `collective` (which the rule knows). ValueError if it is none."""
+    body, _, local = text.partition(" [")
+    ins, arrow, outs = body.partition("->")
+    if not arrow or (local and not local.endswith("]")):
+        raise ValueError(f"not a strategy: {text!r}")
+    return Strategy(
+        inputs=tuple(Layout.parse(x) for x in ins.split()),
+        outputs=tuple(Layout.parse(x) for x in outs.split()),
+        local=local[:-1] or None if local else None,
+    )

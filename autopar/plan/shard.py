@@ -1,0 +1,137 @@
+"""Program x one axis' assignment -> the program that each rank of that axis runs.
+
+Axes compose: the result is a Program again, whose transitions are operators with rules of their own, so that the next
+axis is laid over it in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autopar.catalog import OpView, localized, needs_transition, transition_op
+from autopar.ir import Block, Buffer, I, Input, Layout, Op, Param, Program, Ref, Span, Strategy, TensorType, map_refs, refs
+
+LeafT = TypeVar("LeafT", Input, Param, Buffer)
+
+__all__ = ["Assignment", "shard", "view_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What was chosen on one axis of n ranks: a strategy for every operator (by its name), a layout for every leaf
+    (inputs, parameters, buffers)."""
+
+    axis: str
+    n: int
+    ops: Mapping[str, Strategy]
+    leaves: Mapping[str, Layout]
+
+
+def view_of(program: Program, op: Op, n: int, groups: frozenset[int] = frozenset({1})) -> OpView:
+    """The operator as its rule sees it."""
+    types = program.types
+    return OpView(op, tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o is not None), n, groups)
+
+
+def shard(program: Program, assignment: Assignment, *, final: Layout = I) -> Program:
+    """The program of one rank: local types, local arguments, and a transition wherever an operator wants a value in
+    another layout than it has. A transition is made once for each value and layout within a block instance (so that
+    instances stay alike) and once outside of all blocks. final: the layout in which the loss is wanted."""
+    return _Sharder(program, assignment).run(final)
+
+
+class _Sharder:
+    def __init__(self, program: Program, assignment: Assignment) -> None:
+        self.program, self.assignment = program, assignment
+        self.axis, self.n = assignment.axis, assignment.n
+        self.layouts: dict[str, Layout] = dict(assignment.leaves)
+        self.types: dict[str, TensorType] = {v: self._local(program.types[v], layout) for v, layout in self.layouts.items()}
+        self.ops: list[Op] = []
+        self.made: dict[tuple[str, Layout, object], str] = {}
+        self.names = set(program.types)
+
+    def run(self, final: Layout) -> Program:
+        program = self.program
+        segment_of = {i: (b, k) for b, block in enumerate(program.blocks) for k, span in enumerate(block.spans) for i in range(span.start, span.stop)}
+        starts: dict[tuple[int, int], int] = {}
+        stops: dict[tuple[int, int], int] = {}
+        for index, op in enumerate(program.ops):
+            segment = segment_of.get(index)
+            if segment is not None:
+                starts.setdefault(segment, len(self.ops))
+            self._emit(op, segment)
+            if segment is not None:
+                stops[segment] = len(self.ops)
+        loss = self._as(program.loss, final, None)
+        mutations = tuple((b, self._as(v, self.layouts[b], None)) for b, v in program.mutations)
+        blocks = tuple(
+            dataclasses.replace(b, spans=tuple(Span(starts[i, k], stops[i, k]) for k in range(len(b.spans))))
+            for i, b in enumerate(program.blocks)
+        )
+        return program.replace(
+            ops=tuple(self.ops),
+            types=self.types,
+            loss=loss,
+            mutations=mutations,
+            blocks=alike(blocks, self.ops),
+            inputs=tuple(self._leaf(x) for x in program.inputs),
+            params=tuple(self._leaf(x) for x in program.params),
+            buffers=tuple(self._leaf(x) for x in program.buffers),
+            layouts={**program.layouts, self.axis: self.layouts},
+        )
+
+    def _leaf(self, leaf: LeafT) -> LeafT:
+        return dataclasses.replace(leaf, layouts=(*leaf.layouts, (self.axis, self.layouts[leaf.value])))
+
+    def _local(self, t: TensorType, layout: Layout) -> TensorType:
+        return dataclasses.replace(t, shape=layout.local_shape(t.shape, self.n))
+
+    def _emit(self, op: Op, segment: object) -> None:
+        strategy = self.assignment.ops[op.name]
+        wanted = iter(strategy.inputs)
+        renamed = map_refs(op, lambda value: Ref(self._as(value, next(wanted), segment, op)))
+        view = view_of(self.program, op, self.n)
+        view = dataclasses.replace(view, op=renamed)
+        for output, layout in zip([o for o in op.outputs if o is not None], strategy.outputs, strict=True):
+            self.layouts[output] = layout
+            self.types[output] = self._local(self.program.types[output], layout)
+        for local in localized(view, strategy, self.axis):
+            for output in local.outputs:
+                if output is not None and output not in self.types:
+                    self.types[output], self.layouts[output] = self.types[op.name], self.layouts[op.name]
+                    self.names.add(output)
+            self.ops.append(local)
+
+    def _as(self, value: str, want: Layout, segment: object, consumer: Op | None = None) -> str:
+        """The name of `value` in layout `want`, by a transition if it lies otherwise."""
+        have, t = self.layouts[value], self.program.types[value]
+        if not needs_transition(have, want, t):
+            return value
+        key = (value, want, segment)
+        if key not in self.made:
+            stem = f"{value}_{self.axis}_{want.kind.value.lower()}{want.dim if want.is_shard else ''}"
+            name = stem
+            count = 1
+            while name in self.names:
+                count += 1
+                name = f"{stem}_{count}"
+            self.names.add(name)
+            op = transition_op(value, have, want, self.axis, name)
+            module, source = (consumer.module, consumer.source) if consumer is not None else ("", "")
+            self.ops.append(dataclasses.replace(op, module=module, source=source))
+            self.types[name], self.layouts[name] = self._local(t, want), want
+            self.made[key] = name
+        return self.made[key]
+
+
+def alike(blocks: tuple[Block, ...], ops: list[Op] | tuple[Op, ...]) -> tuple[Block, ...]:
+    """The blocks whose instances still correspond operator by operator; others are no longer blocks."""
+    kept = []
+    for block in blocks:
+        shapes = [tuple((o.target, len(o.outputs), len(refs(o))) for o in ops[s.start : s.stop]) for s in block.spans]
+        if all(shape == shapes[0] for shape in shapes):
+            kept.append(block)
+    return tuple(kept)

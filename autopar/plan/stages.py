@@ -1,0 +1,157 @@
+"""A program of one rank and one micro-batch, cut into pipeline stages.
+
+A stage is a run of operators. Values that derive from inputs alone are recomputed on every stage that needs them; all
+others that cross a cut are sent from stage to stage, passing through the stages between. They must be differentiable:
+the schedule sends a gradient back for every value that it sends forward, so a cut that anything else crosses is no cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import Infeasible
+from autopar.ir import BlockCall, Lowered, Op, Program, Span, StageProgram, refs
+from autopar.plan.moments import Moments, derived_from_inputs
+
+__all__ = ["Cuts", "Segment", "cut_stages", "legal_cuts", "segments_of"]
+
+MAX_SEGMENTS = 96  # candidates for cuts in one program; beyond it only the cheapest to cross are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Operators [start, stop) between two neighbouring legal cuts. block, instance: if it is exactly one block instance."""
+
+    span: Span
+    block: int = -1
+    instance: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """Legal positions (a cut stands before operator p) and the values that cross each."""
+
+    crossing: Mapping[int, tuple[str, ...]]
+
+
+def legal_cuts(program: Program) -> Cuts:
+    """Every position at which the program can be cut, with the values to send there."""
+    derived = derived_from_inputs(program)
+    leaves = {x.value for x in (*program.inputs, *program.params, *program.buffers)}
+    last: dict[str, int] = {}
+    for index, op in enumerate(program.ops):
+        for r in refs(op):
+            last[r] = index
+    last[program.loss] = len(program.ops)
+    for _, v in program.mutations:
+        last[v] = max(last.get(v, 0), 0)
+    ends: dict[int, list[str]] = {}
+    alive: dict[str, None] = {}
+    crossing: dict[int, tuple[str, ...]] = {}
+    for index, op in enumerate(program.ops):
+        if index:
+            values = tuple(alive)
+            if values and all(program.types[v].grad for v in values):
+                crossing[index] = values
+        for o in op.outputs:
+            if o is not None and o not in derived and o not in leaves and last.get(o, -1) > index:
+                alive[o] = None
+                ends.setdefault(last[o], []).append(o)
+        for v in ends.pop(index, ()):
+            alive.pop(v, None)
+    return Cuts(crossing=crossing)
+
+
+def segments_of(program: Program, cuts: Cuts, wanted: int) -> tuple[Segment, ...]:
+    """The program between candidate cuts: block boundaries where they give at least `wanted` pieces, else any legal cut,
+    the cheapest to cross first."""
+    block_at: dict[tuple[int, int], tuple[int, int]] = {}
+    edges: set[int] = set()
+    for b, block in enumerate(program.blocks):
+        for k, span in enumerate(block.spans):
+            edges |= {span.start, span.stop}
+            block_at[span.start, span.stop] = (b, k)
+    positions = sorted(p for p in edges if p in cuts.crossing)
+    if len(positions) + 1 < 2 * wanted:
+        cost = {p: sum(program.types[v].nbytes for v in values) for p, values in cuts.crossing.items()}
+        ranked = sorted(cost, key=lambda p: (p not in edges, cost[p], p))
+        if len(ranked) > MAX_SEGMENTS:
+            cheap = set(ranked[:MAX_SEGMENTS // 2])
+            even = sorted(cost)
+            cheap |= {even[k * len(even) // (MAX_SEGMENTS // 2)] for k in range(MAX_SEGMENTS // 2)}
+            ranked = sorted(cheap)
+        positions = sorted(ranked)
+    bounds = [0, *positions, len(program.ops)]
+    spans = [Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return tuple(Segment(s, *block_at.get((s.start, s.stop), (-1, -1))) for s in spans)
+
+
+def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], recompute: frozenset[tuple[int, int]]) -> Lowered:
+    """The lowered program with cuts before the operators at `positions`. recompute: (block, instance) pairs. program:
+    moments.body sharded over the remaining axes. Raises Infeasible if a position is no legal cut."""
+    cuts = legal_cuts(program)
+    for p in positions:
+        if p not in cuts.crossing:
+            raise Infeasible(f"the program cannot be cut before operator {p} ({program.ops[p].name if 0 <= p < len(program.ops) else 'none'})")
+    derived = derived_from_inputs(program)
+    bounds = (0, *positions, len(program.ops))
+    by_output = {o: (k, op) for k, op in enumerate(program.ops) for o in op.outputs if o is not None}
+    stages = []
+    for s, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        receives = cuts.crossing[start] if s else ()
+        sends = cuts.crossing[stop] if stop in cuts.crossing and s < len(positions) else (program.loss,)
+        indices = _needed(program, start, stop, derived, by_output, last=s == len(positions))
+        ops = tuple(program.ops[k] for k in indices)
+        made = {o for op in ops for o in op.outputs}
+        stages.append(
+            StageProgram(
+                index=s,
+                ops=ops,
+                receives=receives,
+                sends=sends,
+                calls=_calls(program, indices, recompute),
+                mutations=tuple((b, v) for b, v in program.mutations if v in made and _owner(program, v, bounds) == s),
+            )
+        )
+    return Lowered(
+        program=program,
+        stages=tuple(stages),
+        prologue=moments.prologue,
+        prologue_outputs=moments.prologue_outputs,
+        prologue_types=moments.prologue_types,
+    )
+
+
+def _owner(program: Program, value: str, bounds: tuple[int, ...]) -> int:
+    index = next(k for k, op in enumerate(program.ops) if value in op.outputs)
+    return max(s for s, b in enumerate(bounds[:-1]) if b <= index)
+
+
+def _needed(program: Program, start: int, stop: int, derived: frozenset[str], by_output: Mapping[str, tuple[int, Op]], last: bool) -> list[int]:
+    """Operators of [start, stop) that are not derived, and the derived ones that they need, wherever they stand."""
+    own = [k for k in range(start, stop) if not all(o in derived for o in program.ops[k].outputs if o is not None)]
+    roots = [*(r for k in own for r in refs(program.ops[k])), *((program.loss,) if last else ())]
+    mutated = [v for _, v in program.mutations if v in derived]
+    roots += mutated if start == 0 else []
+    chosen = set(own)
+    stack = [r for r in roots if r in derived]
+    while stack:
+        found = by_output.get(stack.pop())
+        if found is not None and found[0] not in chosen:
+            chosen.add(found[0])
+            stack += [r for r in refs(found[1]) if r in derived]
+    return sorted(chosen)
+
+
+def _calls(program: Program, indices: list[int], recompute: Iterable[tuple[int, int]]) -> tuple[BlockCall, ...]:
+    """The block instances that lie whole in the stage."""
+    position = {index: k for k, index in enumerate(indices)}
+    again = set(recompute)
+    calls = []
+    for b, block in enumerate(program.blocks):
+        for k, (span, prefix) in enumerate(zip(block.spans, block.prefixes, strict=True)):
+            inside = [position[i] for i in range(span.start, span.stop) if i in position]
+            if len(inside) == len(span) and inside[-1] - inside[0] + 1 == len(span):
+                calls.append(BlockCall(span=Span(inside[0], inside[-1] + 1), block=b, instance=k, prefix=prefix, recompute=(b, k) in again))
+    return tuple(sorted(calls, key=lambda c: c.span.start))
