@@ -1,0 +1,204 @@
+"""Parameters on one rank: the part that rests here, and the buckets in which they are gathered and their gradients reduced.
+
+A parameter lies over tp as its layout says, then over dp along `zero_dim` if it has one (the part at rest). At its use it
+is whole over dp again: gathered once a step with its bucket (gather='step'), or where it is read (gather='use').
+
+Gradients of what is used become gradients of what rests: over an axis on which the use is R they are partial and summed
+(reduce-scattered over dp where the parameter rests in slices); on which it is I they are the same everywhere; on which it
+is S they are this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.ir import Kind, Layout
+from autopar.run import comm
+from autopar.run.manifest import BufferSpec, ParamSpec
+from autopar.run.mesh import Axis, Mesh
+from autopar.run.slices import cut, joined, local_slice, parted
+
+__all__ = ["BUCKET_BYTES", "Bucket", "Held", "gather_use", "make_buckets", "rest", "scatter_use"]
+
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a link, small enough to overlap
+
+
+def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
+    """The layout of a parameter or buffer over 'tp' and 'dp' at its use, in the order in which it is cut."""
+    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """One parameter on one rank. param: the part at rest. zero: its dim sharded over dp at rest, None if it rests whole.
+    partial: the axes over which the gradient of its use is partial. tied: the pipeline stages that share it, None if
+    it is on one stage."""
+
+    spec: ParamSpec
+    param: nn.Parameter
+    zero: int | None
+    partial: tuple[str, ...]
+    tied: Axis | None
+
+    @property
+    def gathered_when_used(self) -> bool:
+        return self.zero is not None and self.spec.gather == "use"
+
+
+def rest(spec: ParamSpec | BufferSpec, full: Tensor, mesh: Mesh) -> Tensor:
+    """The part of a global tensor that rests on this rank, as memory of its own."""
+    part = full
+    for name, layout in layouts_of(spec).items():
+        axis = mesh.axis(name)
+        part = local_slice(part, layout, axis.rank, axis.size)
+    if isinstance(spec, ParamSpec) and spec.zero_dim is not None:
+        part = cut(part, mesh.dp.size, spec.zero_dim, 1, mesh.dp.rank)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def hold(spec: ParamSpec, full: Tensor, mesh: Mesh, tied: Axis | None) -> Held:
+    """Keep this rank's part of a global parameter."""
+    layouts = layouts_of(spec)
+    return Held(
+        spec=spec,
+        param=nn.Parameter(rest(spec, full, mesh), requires_grad=spec.trainable),
+        zero=spec.zero_dim if mesh.dp.size > 1 else None,
+        partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
+        tied=tied,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ ZeRO-3: where it is used
+def gather_use(held: Held, part: Tensor, mesh: Mesh) -> Tensor:
+    """The parameter as it is used, from its part at rest; a new tensor."""
+    assert held.zero is not None
+    return joined(comm.all_gather(part, mesh.dp), held.zero)
+
+
+def scatter_use(held: Held, grad: Tensor, mesh: Mesh) -> Tensor:
+    """The gradient of the part at rest (over dp), from the gradient of the use."""
+    assert held.zero is not None
+    if "dp" in held.partial:
+        return comm.reduce_scatter(parted(grad, mesh.dp.size, held.zero), mesh.dp)
+    return cut(grad, mesh.dp.size, held.zero, 1, mesh.dp.rank).contiguous()
+
+
+# -------------------------------------------------------------------------------------------------------------- buckets
+class Bucket:
+    """Parameters of one dtype that are gathered and reduced the same way, together.
+
+    `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction
+    of gradients and `Reduction.finish` gives the gradients of what rests.
+    """
+
+    def __init__(self, held: Sequence[Held], mesh: Mesh) -> None:
+        first = held[0]
+        self.held = tuple(held)
+        self.mesh = mesh
+        self.scattered = first.zero is not None and not first.gathered_when_used
+        self.partial_over_dp = "dp" in first.partial
+        remaining = [name for name in first.partial if not (name == "dp" and first.zero is not None)]
+        self.summed_over = mesh.joint(remaining) if remaining else None
+
+    def gather(self) -> Gathering:
+        return Gathering(self)
+
+    def reduce(self, grads: Mapping[str, Tensor]) -> Reduction:
+        return Reduction(self, grads)
+
+
+class Gathering:
+    """An all-gather over dp of a bucket's parameters, on its way."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        parts = [held.param.detach() for held in bucket.held]
+        flat = _flat(parts)
+        self._out = flat.new_empty(bucket.mesh.dp.size * flat.numel())
+        self._flat = flat  # kept until the work is done
+        self._work: dist.Work | None = comm.gather_flat(self._out, flat, bucket.mesh.dp)
+
+    def finish(self) -> dict[str, Tensor]:
+        """name -> the parameter as it is used."""
+        if self._work is not None:
+            self._work.wait()
+        rows = self._out.view(self.bucket.mesh.dp.size, -1)
+        found: dict[str, Tensor] = {}
+        offset = 0
+        for held in self.bucket.held:
+            assert held.zero is not None
+            size = held.param.numel()
+            parts = rows[:, offset : offset + size].view(-1, *held.param.shape)
+            found[held.spec.name] = joined(parts, held.zero)
+            offset += size
+        return found
+
+
+class Reduction:
+    """A reduction of a bucket's gradients, on its way. Parameters without a gradient are left out of it."""
+
+    def __init__(self, bucket: Bucket, grads: Mapping[str, Tensor]) -> None:
+        self.bucket = bucket
+        self.held = [held for held in bucket.held if held.spec.name in grads]
+        self._flat: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._kept: Tensor | None = None
+        found = [grads[held.spec.name] for held in self.held]
+        if not found:
+            return
+        if bucket.scattered:
+            self._scatter(found)
+        else:
+            self._flat = _flat(found)
+            if bucket.summed_over is not None:
+                self._work = comm.all_reduce_(self._flat, bucket.summed_over, wait=False)
+
+    def _scatter(self, grads: list[Tensor]) -> None:
+        dp = self.bucket.mesh.dp
+        zeros = [held.zero for held in self.held]
+        rows = [parted(g, dp.size, zero) for g, zero in zip(grads, zeros, strict=True) if zero is not None]
+        if not self.bucket.partial_over_dp:
+            self._flat = _flat([r[dp.rank] for r in rows])
+            return
+        whole = rows[0].reshape(-1) if len(rows) == 1 else torch.cat([r.reshape(dp.size, -1) for r in rows], dim=1).view(-1)
+        self._kept = whole
+        self._flat = whole.new_empty(whole.numel() // dp.size)
+        self._work = comm.scatter_flat(self._flat, whole, dp)
+
+    def finish(self) -> dict[str, Tensor]:
+        """name -> gradient of the part at rest."""
+        if self._flat is None:
+            return {}
+        if self._work is not None:
+            self._work.wait()
+        self._kept = None
+        if self.bucket.scattered and self.bucket.summed_over is not None:
+            comm.all_reduce_(self._flat, self.bucket.summed_over)
+        sizes = [held.param.numel() for held in self.held]
+        return {
+            held.spec.name: part.view(held.param.shape) for held, part in zip(self.held, self._flat.split(sizes), strict=True)
+        }
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One contiguous vector; of a single contiguous tensor, a view."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+
+
+def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """Buckets in the order in which backward fills them: the parameters, given in the order of use, are taken from the
+    last; those tied across stages, which wait for the other stages, come at the end."""
+    open_: dict[tuple[object, ...], list[Held]] = {}
+    done: list[list[Held]] = []
+    for one in sorted(reversed(tuple(held)), key=lambda h: h.tied is not None):
+        key = (one.param.dtype, one.zero is not None, one.spec.gather, one.partial, one.tied is not None, one.param.requires_grad)
+        bucket = open_.setdefault(key, [])
+        bucket.append(one)
+        if sum(h.param.numel() * h.param.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:
+            done.append(open_.pop(key))
+    return tuple(Bucket(b, mesh) for b in (*done, *open_.values()))

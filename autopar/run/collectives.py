@@ -1,0 +1,184 @@
+"""Changes of layout over one mesh axis: the whole table, each an autograd function.
+
+| from -> to   | function          | forward     | backward    |
+|--------------|-------------------|-------------|-------------|
+| I -> R       | copy_to           | nothing     | all-reduce  |
+| I -> S       | split             | local slice | all-gather  |
+| R -> S       | narrow            | local slice | pad         |
+| S -> R       | all_gather        | all-gather  | reduce-scatter |
+| S -> I       | gather            | all-gather  | local slice |
+| P -> I       | all_reduce        | all-reduce  | nothing     |
+| P -> R       | all_reduce_shared | all-reduce  | all-reduce  |
+| P -> S       | reduce_scatter    | reduce-scatter | all-gather |
+| S(d) -> S(e) | all_to_all        | all-to-all  | all-to-all  |
+| S -> S       | regroup           | all-to-all  | all-to-all  |
+| S -> P       | pad               | pad         | local slice |
+| I -> P       | keep_one          | keep one    | nothing     |
+| R -> P       | mask_one          | keep one    | keep one    |
+| R -> I       | own               | nothing     | keep one    |
+
+"pad": the slice in its place, zeros elsewhere. "keep one": the value on rank 0 of the axis, zeros on the others. S has a
+dim and groups (see `autopar.ir.Layout`). All work on tensors of any dtype (those without gradient too) and any strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.run import comm
+from autopar.run.mesh import Axis
+from autopar.run.slices import cut, join, joined, local_slice, parted
+
+__all__ = [
+    "all_gather", "all_reduce", "all_reduce_shared", "all_to_all", "copy_to", "gather", "join", "keep_one", "local_slice",
+    "mask_one", "narrow", "own", "pad", "reduce_scatter", "regroup", "split",
+]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------- the moves, without autograd
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    return comm.all_reduce(x, axis)
+
+
+def _slice(x: Tensor, axis: Axis, dim: int, groups: int) -> Tensor:
+    return cut(x, axis.size, dim, groups, axis.rank).contiguous()
+
+
+def _gather(x: Tensor, axis: Axis, dim: int, groups: int) -> Tensor:
+    return joined(comm.all_gather(x, axis), dim, groups)
+
+
+def _scatter(x: Tensor, axis: Axis, dim: int, groups: int) -> Tensor:
+    return comm.reduce_scatter(parted(x, axis.size, dim, groups), axis)
+
+
+def _pad(x: Tensor, axis: Axis, dim: int, groups: int) -> Tensor:
+    out = x.new_zeros((*x.shape[:dim], x.shape[dim] * axis.size, *x.shape[dim + 1 :]))
+    out.unflatten(dim, (groups, axis.size, x.shape[dim] // groups)).select(dim + 1, axis.rank).copy_(x.unflatten(dim, (groups, x.shape[dim] // groups)))
+    return out
+
+
+def _keep(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
+
+
+def _exchange(x: Tensor, axis: Axis, dim: int, groups: int, to_dim: int, to_groups: int) -> Tensor:
+    parts = parted(x, axis.size, to_dim, to_groups)  # part j goes to rank j
+    return joined(comm.all_to_all(parts, axis), dim, groups)
+
+
+def _regroup(x: Tensor, axis: Axis, dim: int, groups: int, to_groups: int) -> Tensor:
+    """Each rank sends every other the positions that both its old slice and the other's new slice have."""
+    n, me = axis.size, axis.rank
+    whole = torch.arange(x.shape[dim] * n)
+    held = [cut(whole, n, 0, groups, j) for j in range(n)]
+    wanted = [cut(whole, n, 0, to_groups, j) for j in range(n)]
+    sent = [torch.isin(held[me], wanted[j]).nonzero()[:, 0] for j in range(n)]
+    received = [torch.isin(wanted[me], held[j]).nonzero()[:, 0] for j in range(n)]
+    rows = x.movedim(dim, 0)
+    got = comm.all_to_all(
+        rows[torch.cat(sent).to(x.device)], axis, sends=[len(i) for i in sent], receives=[len(i) for i in received]
+    )
+    place = torch.cat(received).argsort().to(x.device)
+    return got[place].movedim(0, dim).contiguous()
+
+
+# ----------------------------------------------------------------------------------------------------------- transitions
+class _Transition(torch.autograd.Function):
+    """Run one move forward and another backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.move = backward
+        return forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.move(grad), None, None
+
+
+def _apply(x: Tensor, axis: Axis, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    return x if axis.size == 1 else _Transition.apply(x, forward, backward)  # type: ignore[no-any-return]
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """I -> R."""
+    return _apply(x, axis, _same, lambda g: _sum(g, axis))
+
+
+def split(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
+    """I -> S(dim, groups)."""
+    return _apply(x, axis, lambda v: _slice(v, axis, dim, groups), lambda g: _gather(g, axis, dim, groups))
+
+
+def narrow(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
+    """R -> S(dim, groups)."""
+    return _apply(x, axis, lambda v: _slice(v, axis, dim, groups), lambda g: _pad(g, axis, dim, groups))
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
+    """S(dim, groups) -> R."""
+    return _apply(x, axis, lambda v: _gather(v, axis, dim, groups), lambda g: _scatter(g, axis, dim, groups))
+
+
+def gather(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
+    """S(dim, groups) -> I."""
+    return _apply(x, axis, lambda v: _gather(v, axis, dim, groups), lambda g: _slice(g, axis, dim, groups))
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """P -> I."""
+    return _apply(x, axis, lambda v: _sum(v, axis), _same)
+
+
+def all_reduce_shared(x: Tensor, axis: Axis) -> Tensor:
+    """P -> R."""
+    return _apply(x, axis, lambda v: _sum(v, axis), lambda g: _sum(g, axis))
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
+    """P -> S(dim, groups)."""
+    return _apply(x, axis, lambda v: _scatter(v, axis, dim, groups), lambda g: _gather(g, axis, dim, groups))
+
+
+def all_to_all(x: Tensor, axis: Axis, dim: int, groups: int, to_dim: int, to_groups: int) -> Tensor:
+    """S(dim, groups) -> S(to_dim, to_groups), of another dim. ValueError if the dims are equal (see `regroup`)."""
+    if dim == to_dim:
+        raise ValueError(f"all_to_all is between two dims, and both are {dim}; use regroup")
+    return _apply(
+        x, axis, lambda v: _exchange(v, axis, dim, groups, to_dim, to_groups), lambda g: _exchange(g, axis, to_dim, to_groups, dim, groups)
+    )
+
+
+def regroup(x: Tensor, axis: Axis, dim: int, groups: int, to_groups: int) -> Tensor:
+    """S(dim, groups) -> S(dim, to_groups)."""
+    return _apply(x, axis, lambda v: _regroup(v, axis, dim, groups, to_groups), lambda g: _regroup(g, axis, dim, to_groups, groups))
+
+
+def pad(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
+    """S(dim, groups) -> P."""
+    return _apply(x, axis, lambda v: _pad(v, axis, dim, groups), lambda g: _slice(g, axis, dim, groups))
+
+
+def keep_one(x: Tensor, axis: Axis) -> Tensor:
+    """I -> P."""
+    return _apply(x, axis, lambda v: _keep(v, axis), _same)
+
+
+def mask_one(x: Tensor, axis: Axis) -> Tensor:
+    """R -> P."""
+    return _apply(x, axis, lambda v: _keep(v, axis), lambda g: _keep(g, axis))
+
+
+def own(x: Tensor, axis: Axis) -> Tensor:
+    """R -> I."""
+    return _apply(x, axis, _same, lambda g: _keep(g, axis))

@@ -1,0 +1,119 @@
+"""Collectives on plain tensors: no autograd, any dtype, any strides, any backend.
+
+The table of transitions (`collectives`) and the care of parameters (`buckets`) are written with these. Over an axis of
+size 1 each of them is the identity. Where a backend cannot carry a dtype the tensor is carried as another: one that is
+only moved as bytes, one that is summed as the dtype that `_summed_as` names. Nothing is tried and caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.run.mesh import Axis
+
+__all__ = [
+    "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "gather_flat", "reduce_scatter", "scatter_flat",
+]  # fmt: skip
+
+_INTO: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_CARRIED = frozenset(  # by NCCL and by gloo; gloo refuses int16 and the float8 types
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """x, contiguous, as a tensor that a backend can move (its last dim is then longer)."""
+    x = x.contiguous()
+    if x.dtype in _CARRIED:
+        return x
+    return torch.view_as_real(x) if x.is_complex() else x.unsqueeze(-1).view(torch.uint8)
+
+
+def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_moved`."""
+    if x.dtype == dtype:
+        return x
+    return torch.view_as_complex(x) if dtype.is_complex else x.view(dtype).squeeze(-1)
+
+
+def _summed_as(x: Tensor, *, fresh: bool) -> Tensor:
+    """x, contiguous, as a tensor that a backend can sum; fresh: never x itself. TypeError if there is no exact way."""
+    if x.dtype in (torch.bool, torch.int16):  # terms of a sum of which at most one is True; a sum that fits in int16
+        return x.to(torch.int32, memory_format=torch.contiguous_format)
+    if not (x.is_complex() or x.dtype in _CARRIED):
+        raise TypeError(f"a partial value of dtype {x.dtype} cannot be summed over ranks")
+    x = x.clone(memory_format=torch.contiguous_format) if fresh else x.contiguous()
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _summed_from(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[*shape] on each of n ranks -> [n, *shape], the same on all."""
+    if axis.size == 1:
+        return x.unsqueeze(0)
+    moved = _moved(x)
+    out = moved.new_empty((axis.size, *moved.shape))
+    _INTO(out.view(-1), moved.view(-1), group=axis.group)
+    return _restored(out, x.dtype)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, as a new tensor (x itself if the axis has size 1)."""
+    if axis.size == 1:
+        return x
+    summed = _summed_as(x, fresh=True)
+    dist.all_reduce(summed, group=axis.group)
+    return _summed_from(summed, x.dtype)
+
+
+def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, wait: bool = True) -> dist.Work | None:
+    """Reduce x, which is contiguous and of a carried dtype, in place. wait=False: returns the work to wait for."""
+    if axis.size == 1:
+        return None
+    return dist.all_reduce(x, op=op, group=axis.group, async_op=not wait)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """[n, *shape] -> [*shape]: rank i gets the sum over the ranks of x[i]."""
+    if axis.size == 1:
+        return x.squeeze(0)
+    summed = _summed_as(x, fresh=False)
+    out = summed.new_empty(summed.shape[1:])
+    _SCATTER(out.view(-1), summed.view(-1), group=axis.group)
+    return _summed_from(out, x.dtype)
+
+
+def gather_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+    """Start an all-gather of the flat x into the flat out [n * numel of x]."""
+    return _INTO(out, x, group=axis.group, async_op=True)
+
+
+def scatter_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+    """Start a reduce-scatter of the flat x [n * numel of out] into the flat out."""
+    return _SCATTER(out, x, group=axis.group, async_op=True)
+
+
+def all_to_all(x: Tensor, axis: Axis, *, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:
+    """x [m, ...]: its dim 0 is cut into one part for each rank, of `sends` rows each (equal parts without it); the result
+    has the parts that the ranks sent here, in their order, of `receives` rows each."""
+    if axis.size == 1:
+        return x
+    moved = _moved(x)
+    rows = sum(receives) if receives is not None else len(moved)
+    out = moved.new_empty((rows, *moved.shape[1:]))
+    dist.all_to_all_single(out, moved, receives, sends, group=axis.group)
+    return _restored(out, x.dtype)
+
+
+def broadcast_(x: Tensor, source: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Overwrite the contiguous x with that of global rank `source`; group None is the default group."""
+    dist.broadcast(_moved(x), source, group=group)
+    return x

@@ -1,0 +1,160 @@
+"""The batch: from the user's call to the tensors that a rank's stages read, checked on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import LaunchError
+from autopar.ir import Layout
+from autopar.run.manifest import InputSpec, Manifest
+from autopar.run.mesh import Mesh
+from autopar.run.slices import local_slice
+
+__all__ = ["Batch", "micro_batch"]
+
+Path = tuple[str | int, ...]
+
+
+class Batch:
+    """How the arguments of a call become the inputs of the stages, by what the manifest states.
+
+    local: each dp rank is given only its own part of the batch.
+    """
+
+    def __init__(self, manifest: Manifest, mesh: Mesh, device: torch.device, *, local: bool) -> None:
+        self._manifest, self._mesh, self._device, self._local = manifest, mesh, device, local
+        self._positional = manifest.positional
+        self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
+
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
+        """name of the input -> the tensor that the call gives for it.
+
+        Raises TypeError (missing, unknown, not a tensor, wrong dtype) or ValueError (wrong shape or batch size, another
+        constant than captured); each names the input.
+        """
+        found = {self._by_name(path): leaf for path, leaf in self._leaves(args, kwargs)}
+        bound: dict[str, Tensor] = {}
+        missing: list[str] = []
+        for spec in self._manifest.inputs:
+            path = self._by_name(spec.path)
+            if path in found:
+                bound[spec.name] = self._checked(spec, found.pop(path))
+            else:
+                missing.append(_text(path))
+        if missing:
+            raise TypeError(f"{self._manifest.model} needs inputs that the call does not give: {', '.join(missing)}")
+        for path, leaf in found.items():
+            self._check_constant(path, leaf)
+        return bound
+
+    def own_parts(self, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of each input, on the device."""
+        parts: dict[str, Tensor] = {}
+        for spec in self._manifest.inputs:
+            value = bound[spec.name]
+            for name in ("tp", "dp"):
+                axis = self._mesh.axis(name)
+                if not (name == "dp" and self._local):
+                    value = local_slice(value, Layout.parse(spec.layouts.get(name, "I")), axis.rank, axis.size)
+            parts[spec.name] = value.to(self._device, non_blocking=True)
+        return parts
+
+    def check_equal(self, bound: Mapping[str, Tensor]) -> None:
+        """Collective: raise LaunchError unless all ranks were given the same data (local: all of one data-parallel rank)."""
+        if self._mesh.world == 1:
+            return
+        sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
+        mine = torch.tensor([self._mesh.dp.rank if self._local else 0, *sums], device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.world)]
+        dist.all_gather(everyone, mine)
+        first: dict[int, tuple[int, list[int]]] = {}
+        for rank, (part, *theirs) in enumerate(torch.stack(everyone).tolist()):
+            other, expected = first.setdefault(part, (rank, theirs))
+            for name, a, b in zip(bound, expected, theirs, strict=True):
+                if a != b:
+                    raise LaunchError(
+                        f"input {name!r} differs between rank {other} and rank {rank}, which must be given the same data. "
+                        "Give every rank the same global batch (no DistributedSampler, the same seed for shuffling), or pass "
+                        "local_batch=True if each data-parallel rank loads its own part."
+                    )
+
+    def _by_name(self, path: Path) -> Path:
+        """A positional argument's path begins with the name of its parameter, where that is known."""
+        first = path[0]
+        return (self._positional[first], *path[1:]) if isinstance(first, int) and first < len(self._positional) else tuple(path)
+
+    def _leaves(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[tuple[Path, object]]:
+        if len(args) > len(self._positional) > 0:
+            raise TypeError(f"{self._manifest.model} takes {len(self._positional)} positional inputs; the call gives {len(args)}")
+        for index, value in enumerate(args):
+            if index < len(self._positional) and self._positional[index] in kwargs:
+                raise TypeError(f"input {self._positional[index]!r} is given twice: by position and by name")
+            yield from _walk((index,), value)
+        for name, value in kwargs.items():
+            yield from _walk((name,), value)
+
+    def _checked(self, spec: InputSpec, value: object) -> Tensor:
+        name = _text(self._by_name(spec.path))
+        if not isinstance(value, Tensor):
+            raise TypeError(f"input {name} must be a tensor; got {type(value).__name__}")
+        if _dtype(value) != spec.dtype:
+            raise TypeError(f"input {name} must be {spec.dtype}, as it was when the model was captured; got {_dtype(value)}")
+        layout = Layout.parse(spec.layouts.get("dp", "I"))
+        expected = layout.local_shape(spec.shape, self._mesh.dp.size) if self._local else spec.shape
+        if tuple(value.shape) == expected:
+            return value
+        split = {Layout.parse(text).dim for text in spec.layouts.values()} - {-1}
+        same_but_batch = value.dim() == len(expected) and all(
+            a == b or dim in split for dim, (a, b) in enumerate(zip(value.shape, expected, strict=True))
+        )
+        kind = "the part of one data-parallel rank" if self._local else "the global batch"
+        hint = (
+            f" This module was planned for batches of this size ({kind}); give such batches (drop the last short one), or compile "
+            "again for the other size."
+            if same_but_batch
+            else ""
+        )
+        raise ValueError(f"input {name} must have shape {expected}; got {tuple(value.shape)}.{hint}")
+
+    def _check_constant(self, path: Path, value: object) -> None:
+        if path in self._constants:
+            captured = self._constants[path]
+            if isinstance(value, Tensor) or value != captured:
+                raise ValueError(f"input {_text(path)} was {captured!r} when the model was captured, and is fixed; got {value!r}")
+        elif value is not None:
+            known = ", ".join(_text(self._by_name(spec.path)) for spec in self._manifest.inputs)
+            raise TypeError(f"{self._manifest.model} was captured without input {_text(path)}; its inputs are: {known}")
+
+
+def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: int, n: int) -> dict[str, Tensor]:
+    """Micro-batch `index` of n of the inputs; those without a layout over 'time' are whole in each."""
+    return {s.name: local_slice(bound[s.name], Layout.parse(s.layouts.get("time", "I")), index, n) for s in specs}
+
+
+def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _walk((*path, key), child)
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield from _walk((*path, index), child)
+    else:
+        yield path, value
+
+
+def _text(path: Path) -> str:
+    return f"{path[0]!r}" + "".join(f"[{part!r}]" for part in path[1:])
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,153 @@
+"""Code that stands in for an operator on one rank, where the operator itself on local tensors would be wrong.
+
+Layouts are over `axis`; every function is exact, also where the axis has size 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.run import comm
+from autopar.run.mesh import Axis
+
+__all__ = ["cross_entropy_sum_vocab", "dropout", "masked_embedding", "sync_batch_norm"]
+
+
+def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
+    """F.embedding with the vocabulary split: indices R [*], weight S(0) [vocab/n, d] -> P [*, d].
+
+    A rank looks up the rows that it holds and gives zeros for the others. padding_idx (global, may be negative as in
+    F.embedding): this row gets no gradient. An index outside of the whole vocabulary is an error of the caller that
+    F.embedding would report and this does not: it gives zeros.
+    """
+    rows = weight.shape[0]
+    local = indices - axis.rank * rows
+    outside = (local < 0) | (local >= rows)
+    local = local.masked_fill(outside, 0)
+    if padding_idx is not None:
+        padding_idx %= rows * axis.size
+        frozen = outside | (indices == padding_idx)
+        looked_up = F.embedding(local, weight)
+        looked_up = torch.where(frozen.unsqueeze(-1), looked_up.detach(), looked_up)
+    else:
+        looked_up = F.embedding(local, weight)
+    return looked_up.masked_fill(outside.unsqueeze(-1), 0)
+
+
+class _CrossEntropySumVocab(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, ignore_index: int) -> Tensor:
+        classes = logits.shape[1]
+        peak = logits.detach().amax(dim=1)
+        comm.all_reduce_(peak, axis, torch.distributed.ReduceOp.MAX)
+        shifted = logits - peak.unsqueeze(1)
+        exponentials = shifted.exp()
+        total = comm.all_reduce(exponentials.sum(dim=1), axis)
+        counted = labels != ignore_index
+        local = labels - axis.rank * classes
+        here = counted & (local >= 0) & (local < classes)
+        local = local.masked_fill(~here, 0)
+        target = shifted.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+        target = comm.all_reduce(target, axis)
+        probabilities = exponentials.div_(total.unsqueeze(1))
+        ctx.save_for_backward(probabilities, local, here, counted)
+        return (total.log() - target).masked_fill(~counted, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, local, here, counted = ctx.saved_tensors
+        gradient = probabilities.clone()
+        gradient.scatter_add_(1, local.unsqueeze(1), -here.to(gradient.dtype).unsqueeze(1))
+        return gradient.mul_(counted.unsqueeze(1)).mul_(grad), None, None, None
+
+
+def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_index: int = -100) -> Tensor:
+    """F.cross_entropy(..., reduction='sum') with the classes split: logits S(1) [N, classes/n], labels I [N] (global
+    classes) -> I scalar.
+
+    The maximum, the sum of exponentials and the target's logit are reduced over the axis, N values each; the gradient of
+    the local logits is exact and needs no communication.
+    """
+    if logits.dim() != 2 or labels.dim() != 1:
+        raise ValueError(f"logits must be [N, classes] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
+    return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)  # type: ignore[no-any-return]
+
+
+class _NormaliseOverAxis(torch.autograd.Function):
+    """(x - mean) * rsqrt(var + eps) with the statistics of all ranks' x; also returns mean and biased variance."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+        dims = [0, *range(2, x.dim())]
+        count = x.numel() // x.shape[1] * axis.size
+        mean = comm.all_reduce(x.sum(dims, keepdim=True), axis) / count
+        centred = x - mean
+        variance = comm.all_reduce(centred.square().sum(dims, keepdim=True), axis) / count
+        inverse = torch.rsqrt(variance + eps)
+        normal = centred.mul_(inverse)
+        ctx.save_for_backward(normal, inverse)
+        ctx.axis, ctx.dims, ctx.count = axis, dims, count
+        ctx.mark_non_differentiable(mean, variance)
+        return normal, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+        normal, inverse = ctx.saved_tensors
+        sums = torch.cat([grad.sum(ctx.dims, keepdim=True), (grad * normal).sum(ctx.dims, keepdim=True)])
+        along, onto = (comm.all_reduce(sums, ctx.axis) / ctx.count).split(1)
+        return (grad - along - normal * onto) * inverse, None, None
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    axis: Axis,
+) -> Tensor:
+    """F.batch_norm(training=True) with the statistics of the whole batch: x S(0) [N/n, C, *], weight and bias R [C]
+    (their gradients are partial), running statistics I [C], updated in place with the unbiased variance -> S(0)."""
+    shape = (1, -1, *([1] * (x.dim() - 2)))
+    exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # as F.batch_norm does
+    normal, mean, variance = _NormaliseOverAxis.apply(exact, eps, axis)
+    with torch.no_grad():
+        count = x.numel() // x.shape[1] * axis.size
+        if count < 2:
+            raise ValueError(f"batch norm needs more than one value per channel; the whole batch of x has shape {tuple(x.shape)}")
+        if running_mean is not None:
+            running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_(variance.flatten().mul(count / (count - 1)).to(running_var.dtype), momentum)
+    if weight is not None:
+        normal = normal * weight.view(shape)
+    if bias is not None:
+        normal = normal + bias.view(shape)
+    return normal.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def dropout(x: Tensor, p: float, axis: Axis | tuple[Axis, ...] | None = None) -> Tensor:
+    """F.dropout(training=True). axis None: x is I or R, and its mask is the same on every rank. An axis, or several: x is
+    S over them, and every shard has a mask of its own.
+
+    Random numbers come from the CPU generator, which a parallel module keeps equal on the ranks of a stage during a step
+    and which recompute puts back.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability must be in [0, 1]; got {p}")
+    shard = 0
+    for a in () if axis is None else axis if isinstance(axis, tuple) else (axis,):
+        shard = shard * a.size + a.rank
+    seed = int(torch.randint(2**31, ()))  # equal on all ranks
+    generator = torch.Generator(x.device).manual_seed(seed * 2**31 + shard)
+    kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p, generator=generator)
+    return x * kept.div_(1 - p) if p < 1 else x * kept

@@ -1,0 +1,128 @@
+"""The device mesh of a parallel module: axes 'pp', 'dp' and 'tp' over the ranks of the default process group.
+
+Ranks are numbered with pp outermost and tp innermost, so that the axis that communicates most has neighbouring ranks.
+An axis of size 1 has no group, and every collective over it is the identity.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from autopar.errors import LaunchError
+
+__all__ = ["AXES", "Axis", "Mesh"]
+
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis of the mesh as one rank sees it.
+
+    rank: the index of this rank on the axis, 0 <= rank < size. ranks: the global ranks along the axis through this one,
+    in order. group: their process group, None if size is 1.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+
+class Mesh:
+    """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group.
+
+    Collective over all ranks: every rank must build the same meshes in the same order. Groups are kept and used again by
+    later meshes of the same process group. Raises LaunchError if the world size is not the product of the sizes.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        unknown = set(sizes) - set(AXES)
+        if unknown or any(size < 1 for size in sizes.values()):
+            raise ValueError(f"a mesh has axes {AXES} of positive size; got {dict(sizes)}")
+        self.sizes = {name: sizes.get(name, 1) for name in AXES}
+        world = math.prod(self.sizes.values())
+        initialised = dist.is_available() and dist.is_initialized()
+        found = dist.get_world_size() if initialised else 1
+        if found != world:
+            shape = " x ".join(f"{name}={size}" for name, size in self.sizes.items())
+            script = os.path.basename(sys.argv[0]) or "train.py"
+            raise LaunchError(
+                f"this parallel module is made for {world} processes ({shape}), and the process group has {found}. Launch it with\n"
+                f"    torchrun --nproc-per-node={world} {script}\nor start local workers with autopar.launch(fn, gpus={world})."
+            )
+        self.world = world
+        self.rank = dist.get_rank() if initialised else 0
+        self.coordinates = dict(zip(AXES, self._unflatten(self.rank), strict=True))
+        self.pp, self.dp, self.tp = (self._axis((name,)) for name in AXES)
+        self.dp_tp = self._axis(("dp", "tp"))
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{k}={v}' for k, v in self.sizes.items())}, rank={self.rank})"
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name: 'pp', 'dp' or 'tp'."""
+        found: dict[str, Axis] = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        return found[name]
+
+    def joint(self, names: Iterable[str]) -> Axis:
+        """'dp' and 'tp' as one axis, or one of them."""
+        wanted = tuple(sorted(names))
+        return self.dp_tp if wanted == ("dp", "tp") else self.axis(wanted[0])
+
+    def stages(self, stages: Iterable[int]) -> Axis:
+        """The part of axis 'pp' that holds these stages; collective over all ranks, also over those outside of it (for
+        which `rank` of the result is -1)."""
+        return self._axis(("pp",), tuple(sorted(set(stages))))
+
+    def rank_at(self, **changes: int) -> int:
+        """The global rank at this rank's coordinates with some of them changed."""
+        at = {**self.coordinates, **changes}
+        pp, dp, tp = (at[name] for name in AXES)
+        return (pp * self.sizes["dp"] + dp) * self.sizes["tp"] + tp
+
+    def _unflatten(self, rank: int) -> tuple[int, int, int]:
+        outer, tp = divmod(rank, self.sizes["tp"])
+        pp, dp = divmod(outer, self.sizes["dp"])
+        return pp, dp, tp
+
+    def _axis(self, names: tuple[str, ...], only: tuple[int, ...] | None = None) -> Axis:
+        """The lines of ranks in which the axes `names` vary and the others are fixed; `only`: the coordinates to keep."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for at in itertools.product(*(range(self.sizes[name]) for name in AXES)):
+            coordinates = dict(zip(AXES, at, strict=True))
+            if only is not None and coordinates[names[0]] not in only:
+                continue
+            fixed = tuple(coordinates[name] for name in AXES if name not in names)
+            lines.setdefault(fixed, []).append(self.rank_at(**coordinates))
+        mine: tuple[int, ...] = ()
+        group = None
+        for line in map(tuple, lines.values()):
+            made = _group(line) if len(line) > 1 else None
+            if self.rank in line:
+                mine, group = line, made
+        index = mine.index(self.rank) if mine else -1
+        return Axis(name="_".join(names), size=len(next(iter(lines.values()))), rank=index, ranks=mine, group=group)
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups_world: dist.ProcessGroup | None = None
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these global ranks, made once for each default process group."""
+    global _groups_world
+    if _groups_world is not dist.group.WORLD:
+        _groups.clear()
+        _groups_world = dist.group.WORLD
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks))
+    return _groups[ranks]

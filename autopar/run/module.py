@@ -1,0 +1,285 @@
+"""The module that a user trains: an emitted module, its mesh, and this rank's part of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from autopar.run import comm, state
+from autopar.run.buckets import hold, make_buckets, rest
+from autopar.run.inputs import Batch, micro_batch
+from autopar.run.launch import default_device, join_process_group
+from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
+from autopar.run.mesh import Mesh
+from autopar.run.schedule import Pipeline, accumulate
+from autopar.run.stage import Stage
+from autopar.run.weights import Step, Weights
+
+__all__ = ["Emitted", "ParallelModule"]
+
+
+class Emitted(Protocol):
+    """What an emitted module has; it may also have `prologue(mesh, *, ...)`, see ParallelModule."""
+
+    @property
+    def MANIFEST(self) -> Manifest: ...  # noqa: N802
+
+    @property
+    def STAGES(self) -> tuple[type[Stage], ...]: ...  # noqa: N802
+
+
+class _Deposit(torch.autograd.Function):
+    """loss -> loss, whose backward returns the gradients of the parameters at rest."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *params: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("backward() a second time on the loss of one step: call the model again")
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *gradients(grad)
+
+
+class ParallelModule(nn.Module):
+    """A model that several processes train together, each with a part of it.
+
+        loss = model(**batch)   # the global batch on every rank; the global loss on every rank
+        loss.backward()         # reduces gradients; with a pipeline or micro-batches the rest of backward is done by now
+        optimizer.step()        # on the parts of the parameters that rest here
+
+    Under torch.no_grad() a call computes the loss alone.
+
+    emitted: the emitted module (MANIFEST, STAGES and perhaps prologue). tensors: global tensors by name, of the parameters,
+    buffers and constants in the manifest; rank 0's are given to all ranks, and the other ranks' are not read.
+    device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
+    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1).
+
+    Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
+    that of the mesh, ValueError if `tensors` do not fit the manifest.
+    """
+
+    def __init__(
+        self,
+        emitted: Emitted,
+        tensors: Mapping[str, Tensor],
+        *,
+        device: torch.device | str | None = None,
+        local_batch: bool = False,
+        debug: bool | None = None,
+    ) -> None:
+        super().__init__()
+        manifest = emitted.MANIFEST
+        # These are kept from nn.Module's registry, which has the user's names alone.
+        keep = self.__dict__
+        keep["manifest"] = manifest
+        keep["device"] = device = torch.device(device) if device is not None else default_device()
+        join_process_group(device)
+        keep["mesh"] = mesh = Mesh(manifest.mesh)
+        keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
+        if len(emitted.STAGES) != mesh.pp.size:
+            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
+        keep["_tied"] = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
+        keep["_held"], keep["_constants"], keep["_names"] = {}, {}, {}
+        self._take(tensors)
+        keep["_buckets"] = make_buckets(self._held.values(), mesh)
+        keep["_batch"] = Batch(manifest, mesh, device, local=local_batch)
+        keep["_prologue"] = getattr(emitted, "prologue", None)
+        keep["_loss_dtype"] = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else None
+        keep["_stage"] = stage = emitted.STAGES[mesh.pp.rank]()
+        stage.mesh = mesh
+        keep["_wanted"] = _keywords(stage.forward)
+        keep["_pipeline"] = None
+        if mesh.pp.size > 1:
+            keep["_pipeline"] = Pipeline(
+                stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
+            )
+        seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
+        keep["_seed"] = int(comm.broadcast_(seed, 0, None)) if mesh.world > 1 else int(seed)
+        keep["_steps"] = 0
+
+    # --------------------------------------------------------------------------------------------------------- training
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """The loss of a batch (a scalar, the same on every rank). The arguments are those of the original model.
+
+        Raises TypeError or ValueError naming the input that is missing, unknown or not as planned; LaunchError in debug
+        mode if ranks were given different batches.
+        """
+        manifest, mesh = self.manifest, self.mesh
+        bound = self._batch.bind(args, kwargs)
+        if self.debug:
+            self._batch.check_equal(bound)
+        inputs = self._batch.own_parts(bound)
+        n = manifest.micro_batches
+        step = Step(held=self._held, names=self._names, buffer=self._buffer, buckets=self._buckets, mesh=mesh, passes=n)
+        self._stage.train(self.training)
+        self._stage.weights = Weights(step)
+        with self._random_numbers():
+            extra = self._run_prologue(inputs)
+            parts = [
+                {k: v for k, v in {**micro_batch(manifest.inputs, inputs, i, n), **extra}.items() if k in self._wanted}
+                for i in range(n)
+            ]
+            if mesh.pp.size == 1 and n == 1:
+                with step.saving():
+                    (loss,) = self._stage(**parts[0])
+            elif self._pipeline is None:
+                loss = accumulate(self._stage, parts, step.saving)
+            else:
+                loss = self._pipeline.run(parts, step.saving)
+        del self._stage.weights  # so that gathered copies live no longer than the step
+        if mesh.pp.size > 1:
+            loss = torch.empty((), dtype=self._loss_dtype, device=self.device) if loss is None else loss
+            comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp.group)
+        trainable = [one for one in self._held.values() if one.param.requires_grad]
+        if not (torch.is_grad_enabled() and trainable):
+            return loss.detach()
+
+        def gradients(grad: Tensor) -> list[Tensor | None]:
+            whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
+            if whole:
+                loss.backward(grad)
+            found = step.finish()
+            if not whole:
+                for value in found.values():
+                    value.mul_(grad)
+            return [found.get(one.spec.name) for one in trainable]
+
+        return _Deposit.apply(loss.detach(), gradients, *(one.param for one in trainable))  # type: ignore[no-any-return]
+
+    def train_step(self, *args: object, **kwargs: object) -> Tensor:
+        """Forward and backward; returns the loss, detached. A single mapping is taken as keyword inputs."""
+        if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
+            args, kwargs = (), dict(args[0])
+        loss: Tensor = self(*args, **kwargs)
+        loss.backward()
+        return loss.detach()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it.
+        The figures are those of torch.nn.utils.clip_grad_norm_ on the original model."""
+        return state.clip_grad_norm_(self._held.values(), self.mesh, max_norm, norm_type, self.device)
+
+    # ------------------------------------------------------------------------------------------------------------ state
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Collective: the state_dict of the original model (all aliases, persistent buffers), on the CPU; it loads there
+        with strict=True. rank0_only: the other ranks get an empty dict."""
+        kept = not rank0_only or self.mesh.rank == 0
+        full: dict[str, Tensor] = {}
+        for spec, tensor in state.assemble(self._persistent(), self._at_rest, self.mesh, self.device):
+            if kept:
+                value = tensor.to("cpu", copy=True)
+                full.update((name, value) for name in (spec.name, *_aliases(spec)))
+        return full
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
+        """Collective: take the state_dict of the original model; rank 0's is given to all, and other ranks may pass None.
+
+        Raises ValueError on every rank if names are missing or unknown, or a shape or dtype differs.
+        """
+        given = dict(state_dict or {})
+        specs = self._persistent()
+        known = {name: spec.name for spec in specs for name in (spec.name, *_aliases(spec))}
+        tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
+        unknown = [sorted(set(given) - set(known)) if self.mesh.rank == 0 else []]
+        if self.mesh.world > 1:
+            dist.broadcast_object_list(unknown, src=0, device=self.device)
+        if unknown[0]:
+            raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown[0])}")
+        with torch.no_grad():
+            for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
+                if self._holds(spec):
+                    self._at_rest(spec.name).copy_(rest(spec, full, self.mesh))
+
+    # ---------------------------------------------------------------------------------------------------------- private
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep this rank's parts of the global tensors, under their original names."""
+        specs = (*self.manifest.params, *self.manifest.buffers)
+        aliases: list[tuple[str, nn.Parameter]] = []
+        for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
+            if not self._holds(spec):
+                continue
+            if isinstance(spec, ParamSpec):
+                one = hold(spec, full, self.mesh, self._tied.get(spec.stages))
+                self._held[spec.name] = one
+                self._names.update((name, spec.name) for name in (spec.name, *spec.aliases))
+                _register(self, spec.name, one.param)
+                aliases.extend((alias, one.param) for alias in spec.aliases)
+            elif spec.constant:
+                self._constants[spec.name] = rest(spec, full, self.mesh)
+            else:
+                _register(self, spec.name, rest(spec, full, self.mesh), persistent=spec.persistent)
+        for name, param in aliases:
+            _register(self, name, param)
+
+    def _holds(self, spec: ParamSpec | BufferSpec) -> bool:
+        return self.mesh.pp.rank in (spec.stages or (0,))
+
+    def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
+        return (*self.manifest.params, *(b for b in self.manifest.buffers if b.persistent and not b.constant))
+
+    def _at_rest(self, name: str) -> Tensor:
+        return self._held[name].param if name in self._held else self._buffer(name)
+
+    def _buffer(self, name: str) -> Tensor:
+        if name in self._constants:
+            return self._constants[name]  # type: ignore[no-any-return]
+        path, _, last = name.rpartition(".")
+        module: nn.Module | None = self
+        for part in path.split(".") if path else ():
+            module = module._modules.get(part) if module is not None else None
+        found = module._buffers.get(last) if module is not None else None
+        if found is None:
+            raise KeyError(f"stage {self.mesh.pp.rank} of {self.manifest.model} holds nothing named {name!r}")
+        return found
+
+    def _run_prologue(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._prologue is None:
+            return {}
+        wanted = _keywords(self._prologue)
+        with torch.no_grad():
+            return dict(self._prologue(self.mesh, **{k: v for k, v in inputs.items() if k in wanted}))
+
+    @contextlib.contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        """Generators that are equal on all ranks and differ from step to step; the user's are left as they were."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
+            self.__dict__["_steps"] += 1
+            yield
+
+
+def _keywords(fn: Callable[..., object]) -> frozenset[str]:
+    return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:
+    return spec.aliases if isinstance(spec, ParamSpec) else ()
+
+
+def _register(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+    """Make a parameter or buffer known to nn.Module under a dotted name, through empty modules that hold it. Straight into
+    the registries: the user's names may be those of attributes here."""
+    *path, last = name.split(".")
+    module = root
+    for part in path:
+        module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[last] = tensor
+    else:
+        module._buffers[last] = tensor
+        if not persistent:
+            module._non_persistent_buffers_set.add(last)
