@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,23 @@ SIZES = {"XS": (3, 4), "S": (5, 8), "M": (10, 16), "L": (20, 16)}  # op_db's siz
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """Marks an operand of a call for which torch has no derivative (the class weights of a loss)."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Case:
-    """One call: the operator, its tensor operands in the order of refs(op), its results."""
+    """One call: the operator, its tensor operands in the order of refs(op), its results; fixed: operands without gradient."""
 
     op: Op
     values: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
+    fixed: frozenset[int] = frozenset()
 
     def view(self, n: int, groups: Iterable[int] = (1,)) -> OpView:
-        ins = tuple(TensorType(tuple(v.shape), v.dtype, differentiable(v)) for v in self.values)
+        ins = tuple(TensorType(tuple(v.shape), v.dtype, differentiable(v) and k not in self.fixed) for k, v in enumerate(self.values))
         outs = tuple(TensorType(tuple(v.shape), v.dtype, v.requires_grad) for v in self.results)
         return OpView(self.op, ins, outs, n, frozenset(groups))
 
@@ -55,8 +63,12 @@ class Unusable(Exception):
 def case_of(target: str, *args: Any, **kwargs: Any) -> Case:
     """The case of this call; tensors anywhere in args and kwargs are its operands. Unusable if it cannot be run."""
     values: list[torch.Tensor] = []
+    fixed: set[int] = set()
 
     def lift(arg: Any) -> Arg:
+        if isinstance(arg, Fixed):
+            fixed.add(len(values))
+            arg = arg.tensor
         if isinstance(arg, torch.Tensor):
             values.append(arg.detach().clone())
             return Ref(f"x{len(values) - 1}")
@@ -70,22 +82,22 @@ def case_of(target: str, *args: Any, **kwargs: Any) -> Case:
     op_kwargs = tuple((k, lift(v)) for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory"))
     op = Op(target=target, args=op_args, kwargs=op_kwargs, outputs=("y0",))
     try:
-        results = run_ops((op,), leaves(values), None)
+        results = run_ops((op,), leaves(values, fixed), None)
     except REFUSALS as error:
         raise Unusable(str(error)) from error
     if results is None or not all(isinstance(r, torch.Tensor) and r.layout is torch.strided for r in results):
         raise Unusable("its results are not all tensors")
     multi = any(r.type.kind() == "ListType" for r in resolve(target)._schema.returns) or len(resolve(target)._schema.returns) > 1
     op = Op(target=target, args=op_args, kwargs=op_kwargs, outputs=tuple(f"y{k}" for k in range(len(results))), multi=multi)
-    return Case(op, tuple(values), results)
+    return Case(op, tuple(values), results, frozenset(fixed))
 
 
 def differentiable(v: torch.Tensor) -> bool:
     return v.dtype.is_floating_point or v.dtype.is_complex
 
 
-def leaves(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [v.detach().clone().requires_grad_(differentiable(v)) for v in values]
+def leaves(values: Iterable[torch.Tensor], fixed: Collection[int] = ()) -> list[torch.Tensor]:
+    return [v.detach().clone().requires_grad_(differentiable(v) and k not in fixed) for k, v in enumerate(values)]
 
 
 def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], names: tuple[str, ...] | None) -> tuple[torch.Tensor, ...] | None:
@@ -189,12 +201,12 @@ def unsound(case: Case, view: OpView, strategy: Strategy) -> str | None:
         ops = localized(view, strategy, "a")
     except REFUSALS as error:
         return f"it cannot be localized: {type(error).__name__}: {error}"
-    whole = leaves(case.values)
+    whole = leaves(case.values, case.fixed)
     truth = run_ops((case.op,), whole, case.op.outputs)  # type: ignore[arg-type]
     assert truth is not None
     tolerance = tolerance_of((*truth, *whole))
     locals_ = [laid_out(v, layout, n) for v, layout in zip(case.values, strategy.inputs)]
-    operands = [leaves(parts[r] for parts in locals_) for r in range(n)]
+    operands = [leaves((parts[r] for parts in locals_), case.fixed) for r in range(n)]
     results = []
     for r in range(n):
         try:

@@ -47,8 +47,10 @@ def _reduced(view: OpView, rule: Rule, unreduced: tuple[int, ...]) -> Iterable[S
 
 
 def elementwise(view: OpView) -> Iterable[Strategy]:
-    """A loss of each element, operands broadcast."""
-    yield from _reduced(view, pointwise, tuple(torch.broadcast_shapes(*(t.shape for t in view.ins))))
+    """A loss of each element, weights broadcast. The functions of torch.nn.functional broadcast the first two themselves; called
+    without that, aten's gradient of a mean is not that of its value, and not a thing to preserve."""
+    if view.ins[0].shape == view.ins[1].shape:
+        yield from _reduced(view, pointwise, tuple(torch.broadcast_shapes(*(t.shape for t in view.ins))))
 
 
 def per_sample(line: str) -> Rule:
