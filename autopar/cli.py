@@ -18,9 +18,10 @@ import msgspec
 import typer
 
 from autopar.errors import AutoparError
+from cost_models.cluster import HardwareFileError, UnknownHardware
 
 if TYPE_CHECKING:
-    from autopar import Pins, Plan
+    from autopar.plan.plan import Pins, Plan
 
 # What a command needs is imported inside it: `autopar --help` must not wait seconds for torch.
 
@@ -130,7 +131,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the plan on local workers in float64 and compare loss, gradients and parameters with the single-process model."""
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
     from autopar.verify import verify as run_verify
 
     if plan_file is not None and pin:
@@ -152,11 +153,12 @@ def verify(
 @app.command()
 def diff(first: Path, second: Path, as_json: Json = False) -> None:
     """What differs between two plan files."""
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
     from autopar.report.diff import diff_text, differences
     from autopar.report.text import plan_json
 
-    found = list(differences(*(plan_json(Plan.load(_readable(path))) for path in (first, second))))
+    first_plan, second_plan = (plan_json(Plan.load(_readable(path))) for path in (first, second))
+    found = list(differences(first_plan, second_plan))
     if as_json:
         _answer({"differences": [{"path": path, "first": a, "second": b} for path, a, b in found]})
     else:
@@ -227,7 +229,7 @@ def _plan_of(
 
 def _explained(target: str, gpus: int | None, *, pins: list[str] | None, **options: Any) -> Plan:
     """The plan in a file, or the plan made for a TARGET."""
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
 
     if ":" not in target and (target.endswith(".json") or Path(target).is_file()):
         loaded = Plan.load(_readable(Path(target)))
@@ -268,34 +270,23 @@ def _loss(target: str | None) -> Any:
 
 def _pins(texts: list[str] | None) -> Pins | None:
     """['tp=2', 'schedule=1f1b'] to Pins(tp=2, schedule='1f1b'); None if there are none."""
-    import inspect
-
-    from autopar import Pins
+    from autopar.plan.plan import Pins
     from autopar.targets import did_you_mean
 
-    known = list(inspect.signature(Pins).parameters)
-    values: dict[str, Any] = {}
+    values: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
             raise UsageError(f"--pin {text!r} is not NAME=VALUE, such as --pin tp=2")
-        if name not in known:
-            raise UsageError(f"--pin {text}: there is no pin {name!r}{did_you_mean(name, known)}")
+        if name not in Pins.__struct_fields__:
+            raise UsageError(f"--pin {text}: there is no pin {name!r}{did_you_mean(name, Pins.__struct_fields__)}")
         if name in values:
             raise UsageError(f"--pin {name} is given twice: {values[name]} and {value}")
-        values[name] = _pin_value(value)
-    if not values:
-        return None
+        values[name] = value
     try:
-        return Pins(**values)
-    except (TypeError, ValueError) as error:
+        return msgspec.convert(values, Pins, strict=False) if values else None
+    except msgspec.ValidationError as error:
         raise UsageError(f"--pin {' --pin '.join(texts or ())}: {error}") from error
-
-
-def _pin_value(text: str) -> int | bool | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def _readable(path: Path) -> Path:
@@ -335,11 +326,12 @@ def main(argv: list[str] | None = None) -> None:
     as_json = not {"--json", "json", "--format=json"}.isdisjoint(arguments)
     try:
         app(args=arguments)
-    except AutoparError as error:
+    except (AutoparError, HardwareFileError, UnknownHardware) as error:
+        code = error.exit_code if isinstance(error, AutoparError) else UsageError.exit_code
         print(f"autopar: {error}", file=sys.stderr, flush=True)
         if as_json:
-            _answer({"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code})
-        raise SystemExit(error.exit_code) from error
+            _answer({"error": type(error).__name__, "message": str(error), "exit_code": code})
+        raise SystemExit(code) from error
     except SystemExit as stop:
         if as_json and stop.code == UsageError.exit_code:  # typer has said on standard error what is wrong
             _answer({"error": "UsageError", "message": "wrong usage, see standard error", "exit_code": stop.code})

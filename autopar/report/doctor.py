@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from torch import distributed as dist
 
-import cost_models
 from autopar.report.units import bytes_text, table
+from cost_models.cluster import (
+    HardwareFileError,
+    UnknownHardware,
+    list_clusters,
+    list_gpus,
+    list_links,
+    load_cluster,
+    load_gpu,
+    load_link,
+)
 
 __all__ = ["Check", "checks", "checks_text"]
 
@@ -114,17 +121,16 @@ def _cores() -> Check:
 
 
 def _catalogue() -> Check:
-    folder = Path(cost_models.__path__[0])
-    files = sorted(folder.rglob("*.toml"))
-    for path in files:
+    kinds = (("clusters", list_clusters, load_cluster), ("gpus", list_gpus, load_gpu), ("links", list_links, load_link))
+    counts = []
+    for kind, names, load in kinds:
         try:
-            tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            return Check(name="cost models", state="missing", found=f"{path.name}: {error}", remedy="reinstall autopar, or mend the file")
-    if not files:
-        return Check(name="cost models", state="missing", found=f"no *.toml under {folder}", remedy="reinstall autopar")
-    kinds = ", ".join(f"{sum(p.parent == d for p in files)} {d.name}" for d in sorted({p.parent for p in files}))
-    return Check(name="cost models", state="ok", found=kinds)
+            counts.append(f"{len([load(name) for name in names()])} {kind}")
+        except (HardwareFileError, UnknownHardware) as error:
+            return Check(name="cost models", state="missing", found=str(error), remedy="reinstall autopar, or mend the file")
+        if not names():
+            return Check(name="cost models", state="missing", found=f"no {kind}", remedy="reinstall autopar")
+    return Check(name="cost models", state="ok", found=", ".join(counts))
 
 
 def _transformers() -> Check:

@@ -2,90 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from autopar.plan import Plan
-from autopar.report.units import bytes_text, seconds_text, table
+from autopar.plan.plan import AxisPlan, Plan
+from autopar.report.units import bytes_text, count_text, seconds_text, table
 
 __all__ = ["plan_json", "plan_text"]
 
 GIB = 2**30
+AXES = {"pp": "pipeline stages", "dp": "data parallel", "tp": "tensor parallel"}
+ZERO = {
+    0: "replicated over dp",
+    1: "ZeRO-1: gradients and optimizer states sharded over dp",
+    3: "ZeRO-3: sharded over dp, gathered where they are used",
+}
+MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its column
+    "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer", "saved_activations": "activations",
+    "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context", "allocator_slack": "slack",
+}  # fmt: skip
 
 
 def plan_text(plan: Plan) -> str:
     """What was chosen, what it costs, what limits it, and what is out of the ordinary; sections without content are left out."""
-    sections = (_heading, _choice, _cost, _stages, _memory, _strategies, _limits, _notes)
+    sections = (_heading, _choice, _cost, _stages, _memory, _strategies, _limits, _notes, _alternatives)
     return "\n\n".join(text for text in (section(plan) for section in sections) if text)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, with the derived figures that scripts ask for under the names of the Plan's properties."""
     fields: dict[str, Any] = msgspec.to_builtins(plan)
-    return fields | {
-        "step_time_s": plan.step_time_s,
-        "memory_bytes": list(plan.memory_bytes),
-        "tokens_or_samples_per_s": plan.tokens_or_samples_per_s,
-        "gap": plan.gap,
-    }
+    return fields | {"memory_bytes": plan.memory_bytes, "tokens_or_samples_per_s": plan.tokens_or_samples_per_s}
 
 
 def _heading(plan: Plan) -> str:
-    return f"{plan.model} on {plan.gpus} {'GPU' if plan.gpus == 1 else 'GPUs'} (program {plan.program_hash[:12]})"
+    return (
+        f"{plan.model} on {_count(plan.gpus, 'GPU')} of {plan.cluster}: global batch {plan.global_batch}, {plan.precision}, "
+        f"{plan.optimizer} (program {plan.program_hash[:12]})"
+    )
 
 
 def _choice(plan: Plan) -> str:
-    used = {"pp": "pipeline stages", "dp": "data parallel", "tp": "tensor parallel"}
-    axes = [f"{axis}={plan.mesh[axis]} ({words})" for axis, words in used.items() if plan.mesh.get(axis, 1) > 1]
-    lines = [f"  mesh           {', '.join(axes) or 'one rank'}"]
-    if plan.micro_batches > 1 or plan.mesh.get("pp", 1) > 1:
-        lines.append(f"  micro-batches  {plan.micro_batches}, schedule {plan.schedule}")
-    zero = {0: "replicated over dp", 1: "ZeRO-1: optimizer states sharded over dp", 3: "ZeRO-3: sharded over dp, gathered at use"}
-    lines.append(f"  parameters     {zero[plan.zero]}")
-    segments = [segment for stage in plan.stages for segment in stage.segments]
-    recomputed = sum(segment.recompute for segment in segments)
-    lines.append(f"  recompute      {f'{recomputed} of {len(segments)} segments' if recomputed else 'none'}")
-    return "chosen\n" + "\n".join(lines)
+    axes = [f"{axis}={plan.mesh[axis]} ({words})" for axis, words in AXES.items() if plan.mesh[axis] > 1]
+    blocks = [path for stage in plan.stages for path in stage.blocks]
+    recomputed = [path for stage in plan.stages for path in stage.recomputed]
+    lines = [
+        ("mesh", ", ".join(axes) or "one rank, nothing is split"),
+        ("micro-batches", f"{plan.micro_batches}" + (f", schedule {plan.schedule}" if plan.mesh["pp"] > 1 else "")),
+        ("parameters", ZERO[plan.zero] if plan.mesh["dp"] > 1 else "whole on every rank of a stage, but for what tp splits"),
+        ("recompute", f"{len(recomputed)} of {_count(len(blocks), 'block')}: {_ranges(recomputed)}" if recomputed else "none"),
+    ]
+    if plan.mesh["tp"] > 1:
+        lines.append(("split by tp", f"{plan.tensor_split_share:.1%} of the FLOPs"))
+    if plan.pins:
+        lines.append(("pinned", ", ".join(f"{name}={value}" for name, value in plan.pins.items())))
+    return "chosen\n" + _pairs(lines)
 
 
 def _cost(plan: Plan) -> str:
     fullest = max(plan.memory_bytes)
+    parts = {"compute": plan.compute_s, "bubble": plan.bubble_s, "gradient sync": plan.gradient_sync_s, "optimizer": plan.optimizer_s}
+    shown = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
+    of_limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
     lines = [
-        f"  step time      {seconds_text(plan.step_time_s)} predicted ({plan.provenance})",
-        f"  throughput     {plan.tokens_or_samples_per_s:,.4g} a second",
-        f"  memory         {bytes_text(fullest)} on the fullest GPU (stage {plan.memory_bytes.index(fullest)})",
-        f"  optimality     objective {seconds_text(plan.objective)}, bound {seconds_text(plan.bound)}, gap {plan.gap:.2%}",
+        ("step time", f"{seconds_text(plan.step_time_s)} = {shown}"),
+        ("throughput", f"{plan.tokens_or_samples_per_s:,.4g} {plan.samples_unit} a second"),
+        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank of the fullest stage ({plan.memory_bytes.index(fullest)})"),
+        ("optimality", f"objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {plan.gap:.2%}"),
+        ("figures are", plan.provenance),
     ]
-    return "costs\n" + "\n".join(lines)
+    if plan.planning_s:
+        lines.append(("planning took", ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in plan.planning_s.items())))
+    return "predicted\n" + _pairs(lines)
 
 
 def _stages(plan: Plan) -> str:
     rows = [
-        (i, f"{stage.start}..{stage.stop - 1}", len(stage.segments), seconds_text(stage.forward_s), seconds_text(stage.backward_s))
+        (
+            i, stage.first_op, _ranges(stage.blocks) or "-", count_text(stage.parameters), seconds_text(stage.forward_s),
+            seconds_text(stage.backward_s), seconds_text(stage.communication_s), stage.micro_batches_in_flight,
+        )
         for i, stage in enumerate(plan.stages)
-    ]
-    return "stages (times of one micro-batch)\n" + table(("stage", "operators", "segments", "forward", "backward"), rows)
+    ]  # fmt: skip
+    headings = ("stage", "from", "blocks", "parameters", "forward", "backward", "of both comm.", "in flight")
+    return "stages (one rank; times of one micro-batch)\n" + table(headings, rows)
 
 
 def _memory(plan: Plan) -> str:
-    terms = list(dict.fromkeys(term for stage in plan.stages for term in stage.memory))
     rows = [
-        (i, *(f"{stage.memory.get(term, 0) / GIB:.3f}" for term in terms), f"{plan.memory_bytes[i] / GIB:.3f}")
+        (i, *(f"{getattr(stage.memory, f'{term}_bytes') / GIB:.3f}" for term in MEMORY_TERMS), f"{stage.memory.total_bytes / GIB:.3f}")
         for i, stage in enumerate(plan.stages)
     ]
-    return "memory of a GPU, GiB\n" + table(("stage", *terms, "all"), rows)
+    return "memory of one rank, GiB\n" + table(("stage", *MEMORY_TERMS.values(), "all"), rows)
 
 
 def _strategies(plan: Plan) -> str:
-    axes = [axis for axis, size in plan.mesh.items() if size > 1 and axis != "pp"]
-    parts = []
-    for block, operators in plan.strategies.items():
-        rows = [(name, *(by_axis.get(axis, "") for axis in axes)) for name, by_axis in operators.items()]
-        if rows and axes:
-            parts.append(f"strategies in {block} (S split, R replicated for different work, I for the same, P partial sums)\n")
-            parts[-1] += table(("operator", *axes), rows)
-    return "\n\n".join(parts)
+    """Operators by the module that they come from would be too long for a large model: equal strategies share a line."""
+    axes = {axis: made for axis, made in plan.axes.items() if made.n > 1}
+    if not axes:
+        return ""
+    parts = [_axis_strategies(axis, made) for axis, made in axes.items()]
+    legend = "S(d) split on dim d, R the same for different work, I the same for the same work, P terms of a sum"
+    return f"strategies ({legend})\n" + "\n".join(parts)
+
+
+def _axis_strategies(axis: str, made: AxisPlan) -> str:
+    groups: dict[str, list[str]] = {}
+    for name, text in made.ops.items():
+        groups.setdefault(text, []).append(name)
+    rows = [(text, len(names), _few(names)) for text, names in sorted(groups.items(), key=lambda item: -len(item[1]))]
+    leaves: dict[str, list[str]] = {}
+    for name, text in made.leaves.items():
+        leaves.setdefault(text, []).append(name)
+    rows += [(f"stored {text}", len(names), _few(names)) for text, names in leaves.items()]
+    return table((f"{axis}={made.n}", "count", "operators, or parameters, buffers and inputs"), rows)
 
 
 def _limits(plan: Plan) -> str:
@@ -96,5 +128,45 @@ def _notes(plan: Plan) -> str:
     return _list("notes", plan.notes)
 
 
-def _list(heading: str, lines: tuple[str, ...] | list[str]) -> str:
+def _alternatives(plan: Plan) -> str:
+    return _list("also considered", plan.alternatives)
+
+
+# ------------------------------------------------------------------------------------------------------------- wording
+def _list(heading: str, lines: list[str]) -> str:
     return heading + "\n" + "\n".join(f"  - {line}" for line in lines) if lines else ""
+
+
+def _pairs(lines: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
+
+
+def _count(amount: int, noun: str) -> str:
+    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f", ... (+{len(names) - most})" if len(names) > most else "")
+
+
+def _ranges(paths: Iterable[str]) -> str:
+    """['h.0', 'h.1', 'h.2', 'ln'] to 'h.0-2, ln': consecutive module paths that differ in their last figure."""
+    shown: list[tuple[str, int, int] | str] = []
+    for path in paths:
+        prefix, _, last = path.rpartition(".")
+        previous = shown[-1] if shown else None
+        if not last.isdecimal():
+            shown.append(path)
+        elif isinstance(previous, tuple) and previous[0] == prefix and previous[2] + 1 == int(last):
+            shown[-1] = (prefix, previous[1], int(last))
+        else:
+            shown.append((prefix, int(last), int(last)))
+
+    def written(item: tuple[str, int, int] | str) -> str:
+        if isinstance(item, str):
+            return item
+        prefix, first, last = item
+        return f"{prefix}.{first}" + (f"-{last}" if last > first else "")
+
+    return ", ".join(map(written, shown))

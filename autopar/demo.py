@@ -1,0 +1,257 @@
+"""The whole pipeline on real input: a GPT-2 of 10M parameters on the sources of Python's standard library.
+
+It is planned for a few workers of this machine, explained, and trained with `autopar.compile` beside the same model on
+one process: the same initial weights, the same batches. What comes out is both loss curves, and what was predicted beside
+what was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.plan.plan import Plan
+from autopar.report.text import plan_text
+from autopar.report.units import bytes_text, count_text, seconds_text, table
+
+__all__ = ["Measured", "Outcome", "build_model", "corpus", "draw_batches", "run_demo"]
+
+BATCH, SEQUENCE = 8, 128  # a step of one process takes under a second on two cores
+CORPUS_BYTES = 8 * 2**20
+LEARNING_RATE = 5e-4
+WARM_UP = 2  # steps not timed: the first allocate, and start the links between workers
+TOLERANCE = 1e-3  # relative, of every step's loss in float32: sums are taken in another order than on one process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One training run. memory_bytes: growth of the resident set (CPU) or allocated memory (GPU) from before the model
+    was built to the peak of the timed steps, None where the system does not tell."""
+
+    losses: tuple[float, ...]
+    step_times_s: tuple[float, ...]
+    memory_bytes: int | None
+
+    @property
+    def step_time_s(self) -> float:
+        return statistics.median(self.step_times_s[WARM_UP:] or self.step_times_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What the demo showed. fullest_memory_bytes: measured, of the worker that took most."""
+
+    gpus: int
+    single: Measured
+    parallel: Measured
+    fullest_memory_bytes: int | None
+    predicted_step_time_s: float
+    predicted_memory_bytes: int
+    written: tuple[str, ...]
+
+    @property
+    def worst_difference(self) -> float:
+        """Of the two loss curves, relative."""
+        return max(abs(a - b) / abs(a) for a, b in zip(self.single.losses, self.parallel.losses, strict=True))
+
+    @property
+    def ok(self) -> bool:
+        return self.worst_difference <= TOLERANCE
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "worst_difference": self.worst_difference, "ok": self.ok}
+
+
+def run_demo(*, gpus: int, steps: int, folder: Path, pins: autopar.Pins | None = None) -> Outcome:
+    """Plan, explain, train both ways, compare; prints as it goes. Writes the plan and the emitted module to `folder`."""
+    console = Console(highlight=False)
+    text = corpus()
+    batches = draw_batches(text, steps)
+    model = build_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(
+        f"GPT-2 with {count_text(parameters)} parameters, bytes of Python's standard library ({bytes_text(text.numel())}), "
+        f"{steps} steps of {BATCH} x {SEQUENCE} bytes\n"
+    )
+    with console.status(f"planning for {gpus} workers"):
+        start = time.perf_counter()
+        plan = autopar.plan(model, gpus, example_inputs=_inputs(batches[0]), optimizer="adamw", pins=pins)
+        took = time.perf_counter() - start
+    folder.mkdir(parents=True, exist_ok=True)
+    plan_file = folder / "plan.json"
+    plan.save(plan_file)
+    console.print(plan_text(plan), markup=False, soft_wrap=True)
+    console.print(f"\nplanned in {seconds_text(took)}\n")
+
+    single = train_single(batches)
+    workers = autopar.launch(train_worker, batches, str(plan_file), str(folder), gpus=gpus)
+    outcome = Outcome(
+        gpus=gpus, single=single, parallel=workers[0],
+        fullest_memory_bytes=max((w.memory_bytes for w in workers if w.memory_bytes is not None), default=None),
+        predicted_step_time_s=plan.step_time_s, predicted_memory_bytes=max(plan.memory_bytes),
+        written=tuple(str(path) for path in sorted(folder.iterdir())),
+    )  # fmt: skip
+    console.print(outcome_text(outcome), markup=False, soft_wrap=True)
+    return outcome
+
+
+# ------------------------------------------------------------------------------------------------- the job: data, model
+def corpus() -> Tensor:
+    """Sources of the standard library in the order of their paths, as bytes (uint8[n])."""
+    chunks, length = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        chunks.append(path.read_bytes())
+        length += len(chunks[-1])
+        if length >= CORPUS_BYTES:
+            break
+    if length < 2 * SEQUENCE:
+        raise AutoparError(f"there are no sources of the standard library in {sysconfig.get_paths()['stdlib']}, which the demo trains on")
+    return torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)
+
+
+def draw_batches(text: Tensor, steps: int) -> Tensor:
+    """Random windows of the text, the same for every caller: uint8[steps, BATCH, SEQUENCE]."""
+    starts = torch.randint(text.numel() - SEQUENCE, (steps * BATCH,), generator=torch.Generator().manual_seed(0))
+    return torch.stack([text[s : s + SEQUENCE] for s in starts.tolist()]).view(steps, BATCH, SEQUENCE)
+
+
+def build_model() -> nn.Module:
+    """GPT-2 of six layers over bytes, without dropout, the same weights for every caller."""
+    config_class, model_class = _gpt2()
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=256, n_positions=SEQUENCE, n_embd=384, n_layer=6, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model: nn.Module = model_class(config)
+    model.__dict__["loss_type"] = "ForCausalLM"  # transformers warns where it has to guess this
+    return model
+
+
+def _gpt2() -> tuple[Any, Any]:
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ModuleNotFoundError as error:
+        raise AutoparError("the demo trains a model of transformers, which cannot be imported; pip install 'autopar[demo]'") from error
+    return GPT2Config, GPT2LMHeadModel
+
+
+def _inputs(batch: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": batch.long(), "labels": batch.long()}
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def train_single(batches: Tensor) -> Measured:
+    """The model as it is, on this process."""
+    before = _memory_before()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return _train(build_model().to(device), batches, before, "one process", device)
+
+
+def train_worker(batches: Tensor, plan_file: str, folder: str) -> Measured:
+    """The compiled model, on one worker of several; the loop is the same."""
+    before = _memory_before()
+    model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=Plan.load(plan_file))
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        (Path(folder) / "module.py").write_text(model.source, encoding="utf-8")
+    words = f"{torch.distributed.get_world_size()} workers" if rank == 0 else ""
+    return _train(model, batches, before, words, str(model.device))
+
+
+def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: str, device: str) -> Measured:
+    """The training loop. words: what the progress bar says; nothing for no bar."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, times = [], []
+    words_column, loss_column = TextColumn("{task.description:<14}"), TextColumn("loss {task.fields[loss]}")
+    columns = (words_column, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column)
+    with Progress(*columns, console=Console(stderr=True), disable=not words) as progress:
+        task = progress.add_task(words, total=len(batches), loss="")
+        for i, batch in enumerate(batches):
+            if i == WARM_UP:
+                _forget_peak()
+            start = time.perf_counter()
+            loss = model(**{name: value.to(device) for name, value in _inputs(batch).items()})
+            loss = loss if isinstance(loss, Tensor) else loss.loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            times.append(time.perf_counter() - start)
+            progress.update(task, advance=1, loss=f"{losses[-1]:.4f}")
+    peak = _memory_peak()
+    memory = None if peak is None or memory_before is None else peak - memory_before
+    return Measured(losses=tuple(losses), step_times_s=tuple(times), memory_bytes=memory)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _memory_before() -> int | None:
+    _gpt2()  # its code is not to be counted
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident("VmRSS")
+
+
+def _memory_peak() -> int | None:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident("VmHWM")
+
+
+def _forget_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif CLEAR.exists():
+        CLEAR.write_text("5")  # resets the peak of the resident set (proc(5))
+
+
+def _resident(key: str) -> int | None:
+    """VmRSS or VmHWM of this process in bytes; None where the system has no /proc."""
+    if not (STATUS.exists() and CLEAR.exists()):
+        return None
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+def outcome_text(outcome: Outcome) -> str:
+    """Both loss curves side by side, and what was predicted beside what was measured."""
+    single, parallel = outcome.single, outcome.parallel
+    top, width = max(*single.losses, *parallel.losses), 24
+    rows = [
+        (i + 1, f"{a:.4f}", "#" * round(width * a / top), f"{b:.4f}", "#" * round(width * b / top), f"{abs(a - b) / abs(a):.1e}")
+        for i, (a, b) in enumerate(zip(single.losses, parallel.losses, strict=True))
+    ]
+    words = f"{outcome.gpus} workers"
+    curves = table(("step", "one process", "loss", words, "loss", "difference"), rows)
+    tokens = BATCH * SEQUENCE
+    kind = "allocated" if torch.cuda.is_available() else "resident set, growth to its peak"
+    memory = bytes_text(outcome.fullest_memory_bytes) if outcome.fullest_memory_bytes is not None else "not told by this system"
+    figures = table(
+        ("", "one process", words, "predicted"),
+        [
+            ("step time", *(seconds_text(m.step_time_s) for m in (single, parallel)), seconds_text(outcome.predicted_step_time_s)),
+            ("tokens a second", *(f"{tokens / t:,.0f}" for t in (single.step_time_s, parallel.step_time_s, outcome.predicted_step_time_s))),
+            (
+                "memory of a worker", bytes_text(single.memory_bytes) if single.memory_bytes is not None else "-", memory,
+                bytes_text(outcome.predicted_memory_bytes),
+            ),
+        ],
+    )  # fmt: skip
+    verdict = (
+        f"the curves agree to {outcome.worst_difference:.1e}"
+        if outcome.ok
+        else f"THE CURVES DIFFER by {outcome.worst_difference:.1e}, more than {TOLERANCE:.0e}: this is a defect, please report it"
+    )
+    files = "\n".join(f"  {path}" for path in outcome.written)
+    return f"\n{curves}\n\n{verdict} (relative, float32)\n\n{figures}\n  (memory: {kind})\n\nwritten\n{files}"
