@@ -1,0 +1,386 @@
+"""The hardware catalogue: gpus/*.toml, links/*.toml and clusters/*.toml read into frozen dataclasses.
+
+One file describes one device. Its stem is its name; `aliases` are further names. Every number is written as
+`key_with_unit = { value = ..., source = "kind: where from" }`, the kind being one of KINDS, so that a figure that was derived
+from it can say what it rests on. A name that is not known raises UnknownHardware with near matches; nothing falls back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "KINDS",
+    "Cluster",
+    "Gpu",
+    "HardwareFileError",
+    "Link",
+    "UnknownHardware",
+    "dtype_name",
+    "list_clusters",
+    "list_gpus",
+    "list_links",
+    "load_cluster",
+    "load_gpu",
+    "load_link",
+]
+
+CATALOGUE = Path(__file__).parent
+KINDS = ("datasheet", "measured", "fitted", "assumed", "derived")  # what a source string begins with
+
+OP_CLASSES = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other")
+"""Operator classes with an achievable fraction; 'view' costs nothing and needs none."""
+
+_DTYPES = {
+    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
+    "bf16": "bfloat16", "fp8": "float8", "float8_e4m3fn": "float8", "float8_e5m2": "float8",
+    # what has no tensor cores of its own is priced at the rate of its width: complex numbers as their parts, integers as float32
+    "complex64": "float32", "complex128": "float64",
+    "bool": "float32", "uint8": "float32", "int8": "float32", "int16": "float32", "int32": "float32", "int64": "float32",
+}  # fmt: skip
+_RATES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
+
+
+class UnknownHardware(ValueError):
+    """A GPU, link or cluster that the catalogue does not have; the message lists near matches."""
+
+
+class HardwareFileError(ValueError):
+    """A hardware file that cannot be read: not TOML, a missing or unknown key, a value of the wrong kind or without a source."""
+
+
+def dtype_name(dtype: str) -> str:
+    """The catalogue's name of a dtype: 'torch.bfloat16' and 'bf16' are 'bfloat16'. Integers are priced as float32."""
+    short = dtype.removeprefix("torch.")
+    name = _DTYPES.get(short, short)
+    if name not in _RATES:
+        raise ValueError(f"dtype {dtype!r} has no rate; known are {', '.join(sorted({*_RATES, *_DTYPES}))}")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One accelerator as one process sees it (a GCD of an MI250X, a worker's core of a CPU).
+
+    rates: peak FLOP/s by dtype, dense. fractions: what share of the binding peak (FLOP/s or bytes/s) an operator class
+    reaches when it is large. launch_s: the least time between two kernels in eager mode. ramp_s: filling and draining of one
+    kernel, which is what makes small kernels inefficient. context_bytes: device memory that the framework takes before the
+    first tensor (context, library handles, code).
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_s: float
+    ramp_s: float
+    context_bytes: int
+    rates: tuple[tuple[str, float], ...]
+    fractions: tuple[tuple[str, float], ...]
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Dense peak FLOP/s of a dtype ('bfloat16', 'torch.float32', 'tf32'). Raises ValueError where the file states none."""
+        name = dtype_name(dtype)
+        for rate, flops_per_s in self.rates:
+            if rate == name:
+                return flops_per_s
+        raise ValueError(f"{self.name} states no peak rate for {dtype!r}; it has {', '.join(rate for rate, _ in self.rates)}")
+
+    def has_rate(self, dtype: str) -> bool:
+        return any(rate == dtype_name(dtype) for rate, _ in self.rates)
+
+    def fraction(self, op_class: str) -> float:
+        """The achievable share of the binding peak for a large operator of the class."""
+        for name, value in self.fractions:
+            if name == op_class:
+                return value
+        raise ValueError(f"operator class {op_class!r} is not one of {', '.join(('view', *OP_CLASSES))}")
+
+    def source(self, key: str) -> str:
+        """Where a value comes from, e.g. source('memory_bytes') or source('peak_flops_per_s.bfloat16')."""
+        return dict(self.sources)[key]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One link, one direction, and what a collective library gets out of it.
+
+    bandwidth_bytes_per_s: of one link or port, one direction, the signalling rate. achievable_fraction: what collectives get of
+    it for large messages. Two protocols: `simple` moves bulk data; `low_latency` carries a flag beside each word, so that it
+    needs no synchronisation but reaches only low_latency_fraction of the rate. start_*: once per collective; hop_*: per step.
+    peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
+    rate at which it does; 0 where it cannot. switched: any pair gets the full rate; otherwise the wires are point to point.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    achievable_fraction: float
+    low_latency_fraction: float
+    start_simple_s: float
+    start_low_latency_s: float
+    hop_simple_s: float
+    hop_low_latency_s: float
+    peer_s: float
+    in_switch_fraction: float
+    switched: bool
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def source(self, key: str) -> str:
+        return dict(self.sources)[key]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes of equal GPUs in two levels: `intra` inside a node, `inter` between nodes.
+
+    nodes: how many there are, None = as many as a plan needs. links_per_gpu: intra links out of one GPU; links_per_node: inter
+    links out of one node. rings_by_ranks: for point-to-point wires, (k, rings): how many link-disjoint directed rings pass the
+    node's first k GPUs; fractions stand for what is measured where no ring exists.
+    """
+
+    name: str
+    gpu: Gpu
+    gpus_per_node: int
+    nodes: int | None
+    intra: Link
+    inter: Link
+    links_per_gpu: int
+    links_per_node: int
+    rings_by_ranks: tuple[tuple[int, float], ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("gpus_per_node", "links_per_gpu", "links_per_node"):
+            if getattr(self, field) < 1:
+                raise HardwareFileError(f"cluster {self.name}: {field} must be at least 1, found {getattr(self, field)}")
+        if self.nodes is not None and self.nodes < 1:
+            raise HardwareFileError(f"cluster {self.name}: nodes must be at least 1 or left out, found {self.nodes}")
+
+    @property
+    def gpu_count(self) -> int | None:
+        """GPUs in all, None when the number of nodes is open."""
+        return None if self.nodes is None else self.nodes * self.gpus_per_node
+
+    @property
+    def gpu_bandwidth_bytes_per_s(self) -> float:
+        """Signalling rate out of one GPU over all its intra-node links, one direction."""
+        return self.intra.bandwidth_bytes_per_s * self.links_per_gpu
+
+    @property
+    def node_bandwidth_bytes_per_s(self) -> float:
+        """Signalling rate out of one node over all its inter-node links, one direction."""
+        return self.inter.bandwidth_bytes_per_s * self.links_per_node
+
+    def nodes_for(self, gpus: int) -> int:
+        """Nodes that `gpus` GPUs occupy; the last may be partly filled. Raises ValueError if the cluster has fewer."""
+        if gpus < 1:
+            raise ValueError(f"a plan needs at least one GPU, found {gpus}")
+        if self.gpu_count is not None and gpus > self.gpu_count:
+            raise ValueError(f"cluster {self.name} has {self.gpu_count} GPUs, {gpus} were asked for")
+        return math.ceil(gpus / self.gpus_per_node)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------------------
+
+
+class _Table:
+    """One TOML table being read: hands out values, collects their sources, and refuses what it does not know."""
+
+    def __init__(self, data: Mapping[str, Any], where: str, prefix: str = "") -> None:
+        self.data, self.where, self.prefix, self.seen = data, where, prefix, set[str]()
+        self.sources: list[tuple[str, str]] = []
+
+    def fail(self, key: str, problem: str) -> HardwareFileError:
+        return HardwareFileError(f"{self.where}: {self.prefix}{key} {problem}")
+
+    def plain(self, key: str, kind: type, default: Any = None, *, required: bool = True) -> Any:
+        self.seen.add(key)
+        if key not in self.data:
+            if required:
+                raise self.fail(key, f"is missing (a {kind.__name__})")
+            return default
+        value = self.data[key]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.fail(key, f"must be a {kind.__name__}, found {value!r}")
+        return value
+
+    def number(self, key: str, *, least: float = 0.0, most: float = math.inf) -> float:
+        """The value of `key = { value = number, source = "kind: text" }`."""
+        entry = self.plain(key, dict)
+        value, source = entry.get("value"), entry.get("source")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.fail(key, f"needs a number as its `value`, found {value!r}")
+        if not least <= value <= most:
+            raise self.fail(key, f"must lie between {least:g} and {most:g}, found {value:g}")
+        if not isinstance(source, str) or not source.startswith(tuple(f"{kind}: " for kind in KINDS)):
+            raise self.fail(key, f"needs a `source` that begins with one of {', '.join(KINDS)} and a colon, found {source!r}")
+        if extra := set(entry) - {"value", "source"}:
+            raise self.fail(key, f"has unknown parts {', '.join(sorted(extra))}")
+        self.sources.append((self.prefix + key, source))
+        return float(value)
+
+    def sub(self, key: str) -> _Table:
+        return _Table(self.plain(key, dict), self.where, f"{self.prefix}{key}.")
+
+    def done(self) -> None:
+        if extra := set(self.data) - self.seen:
+            raise self.fail(", ".join(sorted(extra)), "is not known here; " + _near(extra.pop(), self.seen))
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.4)
+    near += [n for n in names if n not in near and (name.lower() in n or n in name.lower())][: 4 - len(near)]
+    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}"
+
+
+def _gpu(table: _Table, name: str) -> Gpu:
+    table.plain("aliases", list, required=False)
+    title = table.plain("title", str, name, required=False)
+    rates, fractions = table.sub("peak_flops_per_s"), table.sub("achievable_fraction")
+    gpu = Gpu(
+        name=name,
+        memory_bytes=int(table.number("memory_bytes", least=1)),
+        memory_bandwidth_bytes_per_s=table.number("memory_bandwidth_bytes_per_s", least=1),
+        launch_s=table.number("launch_s"),
+        ramp_s=table.number("ramp_s"),
+        context_bytes=int(table.number("context_bytes")),
+        rates=tuple((dtype, rates.number(dtype, least=1)) for dtype in _RATES if dtype in rates.data),
+        fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in OP_CLASSES),
+        sources=(("title", title), *table.sources, *rates.sources, *fractions.sources),
+    )
+    for part in (table, rates, fractions):
+        part.done()
+    if not gpu.has_rate("float32"):
+        raise table.fail("peak_flops_per_s.float32", "is missing: integers and unreduced operators are priced by it")
+    return gpu
+
+
+def _link(table: _Table, name: str) -> Link:
+    table.plain("aliases", list, required=False)
+    title = table.plain("title", str, name, required=False)
+    switched = table.plain("switched", bool)
+    numbers = {
+        "bandwidth_bytes_per_s": table.number("bandwidth_bytes_per_s", least=1),
+        **{f: table.number(f, least=1e-3, most=1) for f in ("achievable_fraction", "low_latency_fraction")},
+        **{f: table.number(f) for f in ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s", "peer_s")},
+        "in_switch_fraction": table.number("in_switch_fraction", most=1),
+    }
+    table.done()
+    return Link(name=name, switched=switched, sources=(("title", title), *table.sources), **numbers)
+
+
+def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
+    table.plain("aliases", list, required=False)
+    title = table.plain("title", str, name, required=False)
+
+    def part(key: str, of_table: Any, of_name: Any) -> Any:
+        """`key` is a name in the catalogue, a file beside this one, or a table in place."""
+        value = table.data.get(key)
+        table.seen.add(key)
+        if isinstance(value, dict):
+            return of_table(_Table(value, table.where, f"{key}."), f"{name}.{key}")
+        if isinstance(value, str):
+            return of_name(folder / value if value.endswith(".toml") else value)
+        raise table.fail(key, f"must be a name of the catalogue, a TOML file or a table, found {value!r}")
+
+    rings = table.plain("rings_by_ranks", dict, {}, required=False)
+    ring_table = _Table(rings, table.where, "rings_by_ranks.")
+    if bad := [key for key in rings if not key.isdecimal()]:
+        raise table.fail("rings_by_ranks", f"has keys that are not numbers of ranks: {', '.join(bad)}")
+    cluster = Cluster(
+        name=name,
+        gpu=part("gpu", _gpu, load_gpu),
+        gpus_per_node=int(table.number("gpus_per_node")),
+        nodes=int(table.number("nodes")) if "nodes" in table.data else None,
+        intra=part("intra", _link, load_link),
+        inter=part("inter", _link, load_link),
+        links_per_gpu=int(table.number("links_per_gpu")),
+        links_per_node=int(table.number("links_per_node")),
+        rings_by_ranks=tuple(sorted((int(key), ring_table.number(key, least=1e-3)) for key in rings)),
+        sources=(("title", title), *table.sources, *ring_table.sources),
+    )
+    table.done()
+    return cluster
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareFileError(f"{path} is not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise HardwareFileError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _index(kind: str) -> dict[str, Path]:
+    """Name or alias -> file of one folder of the catalogue. Two files that claim one name are an error."""
+    found: dict[str, Path] = {}
+    for path in sorted((CATALOGUE / kind).glob("*.toml")):
+        aliases = _read(path).get("aliases", [])
+        for name in (path.stem, *aliases):
+            if found.setdefault(str(name).lower(), path) != path:
+                raise HardwareFileError(f"{path} and {found[name]} both claim the name {name!r}")
+    return found
+
+
+def _find(kind: str, name: str | Path) -> tuple[dict[str, Any], str, Path]:
+    """(data, name, file) of a catalogue name or of a path (anything that ends in .toml or has a separator)."""
+    text = str(name)
+    if isinstance(name, Path) or text.endswith(".toml") or "/" in text:
+        path = Path(name)
+        if not path.is_file():
+            raise UnknownHardware(f"{kind.removesuffix('s')} file {text} does not exist")
+    else:
+        index = _index(kind)
+        if text.lower() not in index:
+            raise UnknownHardware(f"there is no {kind.removesuffix('s')} {text!r} in the catalogue; {_near(text, index)}")
+        path = index[text.lower()]
+    return _read(path), path.stem, path
+
+
+def load_gpu(name: str | Path) -> Gpu:
+    """A GPU by catalogue name, alias or TOML file. Raises UnknownHardware, HardwareFileError."""
+    data, stem, path = _find("gpus", name)
+    return _gpu(_Table(data, str(path)), stem)
+
+
+def load_link(name: str | Path) -> Link:
+    """A link by catalogue name, alias or TOML file. Raises UnknownHardware, HardwareFileError."""
+    data, stem, path = _find("links", name)
+    return _link(_Table(data, str(path)), stem)
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """A cluster by catalogue name, alias or TOML file ('p4d', 'h100-8x', 'my-cluster.toml').
+
+    In a file, `gpu`, `intra` and `inter` are names of the catalogue, TOML files beside it, or tables in place.
+    Raises UnknownHardware (with near matches) and HardwareFileError.
+    """
+    data, stem, path = _find("clusters", name)
+    return _cluster(_Table(data, str(path)), stem, path.parent)
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (CATALOGUE / kind).glob("*.toml")))
+
+
+def list_clusters() -> tuple[str, ...]:
+    """Names of the catalogue's clusters, without aliases."""
+    return _names("clusters")
+
+
+def list_gpus() -> tuple[str, ...]:
+    """Names of the catalogue's GPUs, without aliases."""
+    return _names("gpus")
+
+
+def list_links() -> tuple[str, ...]:
+    """Names of the catalogue's links, without aliases."""
+    return _names("links")

@@ -1,0 +1,116 @@
+"""Peak memory of one rank of one stage, term by term: one arithmetic for solver, checker and explain.
+
+The peak of a training step is taken at the end of the last forward in flight: everything at rest, the activations saved by all
+micro-batches in flight, the largest temporary beside them, and the communication buffers.
+
+What rests, by ZeRO stage over dp data-parallel ranks (Rajbhandari et al. 2020, "ZeRO", section 5):
+    stage   parameters   gradients   optimizer states
+    0       whole        whole       whole
+    1       whole        whole       1/dp
+    2       whole        1/dp        1/dp
+    3       1/dp         1/dp        1/dp
+Shards are padded to equal size, hence the ceilings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+__all__ = ["OPTIMIZERS", "MemoryTerms", "stage_memory"]
+
+OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+"""Optimizer -> numbers that it keeps per trainable parameter (torch.optim; amsgrad off)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTerms:
+    """Bytes of one rank at the peak of a step, each term by itself.
+
+    parameters: with buffers. optimizer_states: with the master copy. communication_buffers: gradient buckets, gathered
+    parameters of ZeRO-3. allocator_slack: what the caching allocator reserves beyond what is asked for.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    saved_activations: int
+    largest_temporary: int
+    communication_buffers: int
+    framework_context: int
+    allocator_slack: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device must have."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the program itself allocates: the total without framework context and allocator slack."""
+        return self.total_bytes - self.framework_context - self.allocator_slack
+
+
+def stage_memory(
+    *,
+    param_bytes: float,
+    trainable_params: float,
+    grad_itemsize: int = 4,
+    optimizer: str = "adamw",
+    state_itemsize: int = 4,
+    master_itemsize: int = 0,
+    zero: int = 0,
+    dp: int = 1,
+    offload_optimizer: bool = False,
+    buffer_bytes: float = 0.0,
+    activation_bytes_per_micro_batch: float,
+    micro_batches_in_flight: int = 1,
+    boundary_bytes_per_micro_batch: float = 0.0,
+    largest_temporary_bytes: float = 0.0,
+    bucket_bytes: float = 0.0,
+    gathered_param_bytes: float = 0.0,
+    framework_context_bytes: float = 0.0,
+    allocator_slack_fraction: float = 0.0,
+) -> MemoryTerms:
+    """Memory of one rank of one stage; every argument is what this rank would hold without ZeRO, after tensor-parallel splitting.
+
+    param_bytes: all its parameters, trainable or not, in their own dtypes. trainable_params: how many numbers have gradients.
+    grad_itemsize: bytes of a gradient. state_itemsize: of each optimizer state. master_itemsize: of the optimizer's own copy of
+    each parameter, 0 without one. zero: 0, 1, 2 or 3 over `dp` ranks. offload_optimizer: states and master copy in host memory.
+    buffer_bytes: the module's buffers, whole on each rank. activation_bytes_per_micro_batch: what autograd saves, recomputation
+    already applied; micro_batches_in_flight: pipeline.in_flight. boundary_bytes_per_micro_batch: received and sent stage values
+    that are held beside what autograd saves. bucket_bytes: gradient buckets under reduction. gathered_param_bytes: parameters
+    that ZeRO-3 has gathered at the peak (with prefetch, two blocks). allocator_slack_fraction: of everything allocated.
+    Raises ValueError on an unknown optimizer or ZeRO stage and on negative numbers.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero must be 0, 1, 2 or 3, found {zero}")
+    if dp < 1 or micro_batches_in_flight < 0:
+        raise ValueError(f"dp must be positive and micro_batches_in_flight not negative, found {dp} and {micro_batches_in_flight}")
+    numbers = {name: value for name, value in locals().items() if name.endswith(("_bytes", "_itemsize", "_params", "_batch", "_fraction"))}
+    if negative := {name: value for name, value in numbers.items() if value < 0}:
+        raise ValueError(f"sizes must not be negative, found {negative}")
+
+    def at_rest(whole_bytes: float, from_stage: int) -> int:
+        return math.ceil(whole_bytes / dp if zero >= from_stage else whole_bytes)
+
+    states_bytes = trainable_params * (OPTIMIZERS[optimizer] * state_itemsize + (master_itemsize if optimizer != "none" else 0))
+    parameters = at_rest(param_bytes, 3) + math.ceil(buffer_bytes)
+    gradients = at_rest(trainable_params * grad_itemsize, 2)
+    optimizer_states = 0 if offload_optimizer else at_rest(states_bytes, 1)
+    saved = math.ceil(micro_batches_in_flight * (activation_bytes_per_micro_batch + boundary_bytes_per_micro_batch))
+    temporary = math.ceil(largest_temporary_bytes)
+    communication = math.ceil(bucket_bytes + gathered_param_bytes)
+    allocated = parameters + gradients + optimizer_states + saved + temporary + communication
+    return MemoryTerms(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_states=optimizer_states,
+        saved_activations=saved,
+        largest_temporary=temporary,
+        communication_buffers=communication,
+        framework_context=math.ceil(framework_context_bytes),
+        allocator_slack=math.ceil(allocated * allocator_slack_fraction),
+    )
