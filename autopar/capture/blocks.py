@@ -1,0 +1,164 @@
+"""Repeated subgraphs, found by structure alone.
+
+Candidates are the calls of modules (a call is a contiguous span of operators). Two calls are instances of one block if their
+operators, constants, shapes, dtypes, internal wiring and the roles of their external operands are equal; names of modules and
+classes play no part. The outermost repeats win.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.ir import Arg, Block, Op, Ref, Span, TensorType
+
+__all__ = ["find_blocks", "finite_limits", "span_signature"]
+
+_MIN_OPS = 3  # a shorter repeat (a lone linear layer) is not worth a class of its own
+
+
+@dataclass
+class _Call:
+    """A call of a module: the operators it stands for, and the calls inside it, in order."""
+
+    start: int
+    stop: int
+    size: int = 0
+    children: dict[str, _Call] = field(default_factory=dict)
+
+    @property
+    def span(self) -> Span | None:
+        return Span(self.start, self.stop) if self.size == self.stop - self.start else None
+
+
+@dataclass(frozen=True)
+class _Instance:
+    span: Span
+    prefix: str
+    external: tuple[str, ...]  # the values it reads from elsewhere, by first use
+
+
+def find_blocks(
+    ops: Sequence[Op], calls: Sequence[Sequence[str]], types: Mapping[str, TensorType], state: Mapping[str, object]
+) -> tuple[Block, ...]:
+    """The blocks of a program in order of their first operator.
+
+    calls: for each operator the calls of modules it stands in, outermost first. state: the values that are parameters or
+    buffers, each with what else must agree (trainable, mutated).
+    """
+    root = _Call(0, len(ops), len(ops))
+    for index, stack in enumerate(calls):
+        node = root
+        for call in stack:
+            child = node.children.get(call)
+            if child is None:
+                child = node.children[call] = _Call(index, index)
+            child.stop, child.size = index + 1, child.size + 1
+            node = child
+    producer = {name: (i, k) for i, op in enumerate(ops) for k, name in enumerate(op.outputs) if name is not None}
+    found: list[Block] = []
+    _search(root, ops, types, state, producer, found)
+    return tuple(sorted(found, key=lambda b: b.spans[0].start))
+
+
+def _search(
+    call: _Call,
+    ops: Sequence[Op],
+    types: Mapping[str, TensorType],
+    state: Mapping[str, object],
+    producer: Mapping[str, tuple[int, int]],
+    found: list[Block],
+) -> None:
+    children = sorted(call.children.items(), key=lambda item: item[1].start)
+    classes: dict[str, list[_Instance]] = {}
+    for path, child in children:
+        span = child.span
+        if span is not None and len(span) >= _MIN_OPS:
+            signature, external = span_signature(ops[span.start : span.stop], types, state)
+            classes.setdefault(signature, []).append(_Instance(span, path.partition("@")[0], external))
+    repeated: set[int] = set()
+    for instances in classes.values():
+        for group in _same_wiring(instances, producer):
+            if len(group) >= 2:
+                found.append(Block(spans=tuple(i.span for i in group), prefixes=tuple(i.prefix for i in group)))
+                repeated.update(i.span.start for i in group)
+    for _, child in children:
+        if child.start not in repeated or child.span is None:
+            _search(child, ops, types, state, producer, found)
+
+
+def _same_wiring(instances: Sequence[_Instance], producer: Mapping[str, tuple[int, int]]) -> list[list[_Instance]]:
+    """Groups of instances that take the same operands from the instance right before them.
+
+    An instance that does not follow another one directly (the first of a stack) takes all its operands from elsewhere, and
+    belongs to the first group.
+    """
+    groups: dict[tuple[object, ...], list[_Instance]] = {}
+    free: list[_Instance] = []
+    before: _Instance | None = None
+    for instance in instances:
+        pattern: list[object] = []
+        for value in instance.external:
+            index, output = producer.get(value, (-1, 0))
+            pattern.append((index - before.span.start, output) if before is not None and index in before.span else None)
+        if any(p is not None for p in pattern):
+            groups.setdefault(tuple(pattern), []).append(instance)
+        else:
+            free.append(instance)
+        before = instance
+    merged = list(groups.values()) or [[]]
+    merged[0] = sorted([*free, *merged[0]], key=lambda i: i.span.start)
+    return merged
+
+
+def span_signature(
+    ops: Sequence[Op], types: Mapping[str, TensorType], state: Mapping[str, object], *, exact_dtypes: bool = True
+) -> tuple[str, tuple[str, ...]]:
+    """A hash of what some consecutive operators compute, and the values they read from elsewhere in order of first use.
+
+    Names of values play no part; constants, shapes, dtypes, wiring, and which operands are state (with its attributes) do.
+    exact_dtypes=False: all floating dtypes are one, and so are constants that are limits of a floating dtype.
+    """
+    digest = hashlib.sha256()
+    number: dict[str, str] = {}
+    external: list[str] = []
+
+    def type_of(name: str) -> str:
+        t = types[name]
+        dtype = "float" if not exact_dtypes and t.dtype.is_floating_point else str(t.dtype)
+        return f"{dtype}{list(t.shape)}{t.grad}"
+
+    def show(arg: Arg) -> str:
+        if isinstance(arg, Ref):
+            if arg.name not in number:
+                number[arg.name] = f"e{len(external)}:{type_of(arg.name)}:{state.get(arg.name, '')}"
+                external.append(arg.name)
+            return number[arg.name]
+        if isinstance(arg, tuple):
+            return "(" + ",".join(show(a) for a in arg) + ")"
+        if not exact_dtypes:
+            if isinstance(arg, torch.dtype):
+                return "float" if arg.is_floating_point else str(arg)
+            if isinstance(arg, float):
+                return finite_limits().get(arg, repr(arg))
+        return repr(arg)
+
+    for i, op in enumerate(ops):
+        operands = [show(a) for a in op.args] + [f"{k}={show(v)}" for k, v in op.kwargs]
+        results = [type_of(o) if o is not None and o in types else "-" for o in op.outputs]
+        digest.update(repr((op.target, operands, results, op.multi, op.no_grad)).encode())
+        number.update((o, f"i{i}.{k}") for k, o in enumerate(op.outputs) if o is not None)
+    return digest.hexdigest(), tuple(external)
+
+
+def finite_limits() -> dict[float, str]:
+    """The constants that code takes from torch.finfo, by value: they differ between dtypes while the code is the same."""
+    limits: dict[float, str] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        info = torch.finfo(dtype)
+        limits |= {info.min: "finfo.min", info.max: "finfo.max", info.tiny: "finfo.tiny", info.eps: "finfo.eps"}
+        limits |= {info.min / 2: "finfo.min/2"}
+    return limits

@@ -1,0 +1,162 @@
+"""The adapter to torch.export: one call of the model to its scalar loss, as an exported graph, or a CaptureError that says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from autopar.errors import CaptureError
+
+__all__ = ["PREFIX", "Step", "export", "frozen_model", "source_line"]
+
+PREFIX = "model"  # the name of the user's model inside Step
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
+# What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+
+
+class Step(nn.Module):
+    """The user's model followed by its loss: forward returns a scalar tensor and has the signature of the model's forward.
+
+    The loss is what the model returns if that is a scalar tensor, else its `.loss`, `["loss"]` or first element if that is one,
+    else loss(output).
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+        @functools.wraps(model.forward)
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return _loss_of(model(*args, **kwargs), loss)
+
+        self.forward = forward
+
+
+def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    found = next((c for c in candidates if _is_scalar(c)), None)
+    if found is None and loss is not None:
+        found = loss(output)
+        if not _is_scalar(found):
+            raise CaptureError(f"loss= returned {_describe(found)}; it must return a floating tensor of shape [] to differentiate")
+    if found is None:
+        raise CaptureError(
+            f"no loss to capture: the forward returned {_describe(output)}, not a scalar tensor nor anything with one as .loss, "
+            f"['loss'] or first element. Give the model its labels, or pass loss=fn so that fn(output) is the scalar loss"
+        )
+    return found
+
+
+def _is_scalar(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype.is_floating_point
+
+
+def _describe(x: object) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {list(x.shape)}"
+    if isinstance(x, Mapping):
+        return f"{type(x).__name__} with keys {list(x)}"
+    return f"{type(x).__name__} of {len(x)} elements" if isinstance(x, (tuple, list)) else type(x).__name__
+
+
+def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
+    """torch.export of one call, in its training form (operators as the user called them, in-place ones included)."""
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
+            return torch.export.export(step, args, dict(kwargs), strict=False)
+    except _FAILURES as e:
+        raise CaptureError(_explain(step.model, e)) from e
+
+
+@contextlib.contextmanager
+def frozen_model(model: nn.Module) -> Iterator[None]:
+    """Inside, Hugging Face configs have use_cache=False; after it, every attribute of every module is what it was before."""
+    configs = list({id(c): c for m in model.modules() for c in _configs(getattr(m, "config", None))}.values())
+    caching = [c for c in configs if c.use_cache]
+    state = [(m, dict(vars(m)), [dict(d) for d in (m._parameters, m._buffers, m._modules)]) for m in model.modules()]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+        for module, attributes, tables in state:
+            for added in vars(module).keys() - attributes.keys():
+                del vars(module)[added]
+            vars(module).update(attributes)
+            for table, entries in zip((module._parameters, module._buffers, module._modules), tables):
+                table.clear()
+                table.update(entries)
+
+
+def _configs(config: object, depth: int = 3) -> Iterator[Any]:
+    """A config object that can switch a key-value cache on, and those it contains."""
+    if config is None or depth == 0 or not hasattr(config, "__dict__"):
+        return
+    if isinstance(getattr(config, "use_cache", None), bool):
+        yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
+            yield from _configs(value, depth - 1)
+
+
+def _in_library(path: str) -> bool:
+    return path.startswith((_TORCH, _OWN, "<")) or f"{os.sep}contextlib.py" in path
+
+
+@functools.lru_cache(maxsize=None)
+def source_line(stack_trace: str) -> str:
+    """'file.py:12: the code' of the innermost line of a stack trace that is not torch's; '' if there is none."""
+    for frame in reversed(_FRAME.findall(stack_trace)):
+        path, line = frame
+        if not _in_library(path):
+            return f"{os.path.basename(path)}:{line}: {linecache.getline(path, int(line)).strip()}".rstrip(": ")
+    return ""
+
+
+def _explain(model: nn.Module, error: BaseException) -> str:
+    what = f"cannot capture {type(model).__name__}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _in_library(f.filename)]
+    if frames:
+        what += f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{what}\n  {reason}\n  what to do: {_remedy(error)}"
+
+
+def _remedy(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}"
+    if "DataDependent" in text or "data-dependent" in text or "unbacked" in text.lower():
+        return (
+            "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use torch.where or "
+            "masking, a fixed capacity, or a Python number known before the call"
+        )
+    if "vmap" in text or "functorch" in text:
+        return "replace torch.vmap or torch.func transforms in the forward by batched operators"
+    if "deepcopy" in text or "numpy" in text.lower():
+        return "keep the forward in torch: no numpy and no copies of tensors by Python on the way to the loss"
+    return (
+        "check that model(*args, **kwargs) runs on the example inputs; if it does, the line above is what torch.export cannot trace: "
+        "rewrite it with torch operators, or set the model's option that avoids it (another attention or expert implementation)"
+    )

@@ -1,0 +1,27 @@
+"""The identity of a captured program: what it computes, not what its modules are called nor in which precision it runs."""
+
+from __future__ import annotations
+
+import hashlib
+
+from autopar.capture.blocks import span_signature
+from autopar.ir import Program
+
+__all__ = ["program_hash"]
+
+
+def program_hash(program: Program) -> str:
+    """sha256 of the program's operators, constants, shapes and wiring (64 hexadecimal digits).
+
+    Equal for a model and its float64 form captured inside lift_to_float64(), for renamed modules, and for other values of the
+    parameters; different as soon as a shape, an operator, a constant, the wiring, or what is trainable differs.
+    """
+    state: dict[str, object] = {i.value: ("input", i.path) for i in program.inputs}
+    state |= {p.value: ("param", p.trainable, len(p.aliases)) for p in program.params}
+    state |= {b.value: ("buffer", b.fqn is not None, b.persistent, b.mutated) for b in program.buffers}
+    operators, external = span_signature(program.ops, program.types, state, exact_dtypes=False)
+    position = {name: f"e{i}" for i, name in enumerate(external)}
+    position |= {o: f"{i}.{k}" for i, op in enumerate(program.ops) for k, o in enumerate(op.outputs) if o is not None}
+    unused = sorted(str((state[n], program.types[n].shape)) for n in state if n not in position)
+    ends = (position.get(program.loss), [(position.get(b, "unused"), position.get(v)) for b, v in program.mutations])
+    return hashlib.sha256(repr((operators, ends, unused, program.constant_inputs, program.batch_size)).encode()).hexdigest()

@@ -1,0 +1,292 @@
+"""In-place operators become functional ones, through views too.
+
+Values that share memory form a tree: a base (the tensor that owns the memory) and views, each made by an operator from its
+parent. Writing to a view makes a new value of the view, and from it new values of its parents up to the base (`slice_scatter`
+and its kin); every other view of that base is stale from then on, and is made anew from its parent when next read. What
+autograd does for writes through views is the same (its CopySlices), so gradients are those of the original.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autopar.capture.infer import Inference, Meta
+from autopar.capture.interpret import resolve
+from autopar.capture.trace import Trace, Traced
+from autopar.errors import CaptureError
+from autopar.ir import Arg, Op, Ref, map_refs, refs
+
+__all__ = ["EFFECTS", "functionalize"]
+
+# Operators that change the buffers at these positions in place although their schemas do not say so, if the flag is set:
+# target -> (position of the flag, positions of the buffers)
+EFFECTS = {"aten.batch_norm.default": (5, (3, 4)), "aten.instance_norm.default": (5, (3, 4))}
+
+_SAME_DATA = {
+    "aten.alias", "aten.contiguous", "aten.to", "aten.clone", "aten.lift_fresh", "aten.expand_as", "aten.expand", "aten.view_as",
+    "aten.reshape_as", "aten.dropout", "aten.atleast_1d", "aten.atleast_2d", "aten.detach", "aten.broadcast_to", "aten.resolve_conj",
+    "aten.resolve_neg", "aten.broadcast_tensors", "aten.lift_fresh_copy",
+}  # fmt: skip
+_SAME_ORDER = {
+    "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze", "aten.unsqueeze", "aten.ravel",
+    "aten.squeeze_copy", "aten.view_as", "aten.reshape_as", "aten.atleast_1d", "aten.atleast_2d", "aten.atleast_3d", "aten._reshape_alias",
+}  # fmt: skip
+_METADATA_ONLY = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
+_UNTRACEABLE = {"set_", "resize_", "resize_as_", "as_strided_"}
+_RENAMED = {"bernoulli_.float": "bernoulli.p", "normal_.default": "normal_functional.default"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """How a value was made from memory that it shares: output `index` of an operator on `parent`."""
+
+    parent: str
+    op: Op
+    index: int
+
+
+def functionalize(trace: Trace, infer: Inference) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+    """The trace without operators that write to their operands, and its mutations: (buffer, the value it ends with).
+
+    Raises CaptureError for writes that have no functional form, or that would change what gradients mean.
+    """
+    return _Functionalizer(trace, infer).run()
+
+
+class _Functionalizer:
+    def __init__(self, trace: Trace, infer: Inference) -> None:
+        self.trace, self.infer = trace, infer
+        self.metas: dict[str, Meta] = {n: trace.metas[n] for n in _given(trace)}
+        self.ops: list[Traced] = []
+        self.same_as: dict[str, str] = {}  # the result of an in-place operator is its operand
+        self.views: dict[str, _View] = {}
+        self.current: dict[str, str] = {n: n for n in self.metas}  # what a traced value is called now
+        self.version: dict[str, int] = {}  # of a base: how often it was written to
+        self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
+        self.origin: Traced  # the traced operator that is being rewritten
+
+    def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+        for self.origin in self.trace.ops:
+            op = self.origin.op
+            written = [a.name for a in resolve(op.target)._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            if not written:
+                self._read_only(op)
+            elif op.target.split(".")[1] in _METADATA_ONLY:
+                namespace, name, overload = op.target.split(".")
+                self._read_only(dataclasses.replace(op, target=f"{namespace}.{name.removesuffix('_')}.{overload}"))
+            else:
+                self._in_place(op, written)
+        loss = self._now(self.trace.loss)
+        mutations = []
+        for buffer in self.trace.buffers:
+            first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
+            if self.version.get(first, 0):
+                if buffer.fqn is None:
+                    raise CaptureError(
+                        f"the forward changes a tensor of the model that is neither parameter nor buffer\n  what to do: register it as a buffer"
+                    )
+                mutations.append((buffer.value, self._now(first)))
+        written = [i.value for i in self.trace.inputs if self.version.get(i.value, 0)]
+        notes = (f"the forward writes to its inputs {', '.join(written)}; the parallel module leaves them as they are",) if written else ()
+        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), loss=loss, metas=self.metas, notes=notes)
+        return trace, tuple(mutations)
+
+    # ---------------------------------------------------------------------------------------------------- emitting ops
+    def _emit(self, op: Op) -> tuple[str | None, ...]:
+        """Adds an operator whose operands are current values."""
+        for name, meta in zip(op.outputs, self.infer(op, self.metas), strict=True):
+            if name is not None and meta is not None:
+                self.metas[name] = meta
+        self.ops.append(dataclasses.replace(self.origin, op=op))
+        return op.outputs
+
+    def _new(self, target: str, *args: Arg, like: str, no_grad: bool | None = None) -> str:
+        """Adds an operator that the trace did not have; the name of its result, made from that of the value it is about."""
+        origin = self.origin.op
+        name = self.trace.names.fresh(like)
+        no_grad = origin.no_grad if no_grad is None else no_grad
+        self._emit(Op(target=target, args=args, outputs=(name,), no_grad=no_grad, module=origin.module, source=origin.source))
+        return name
+
+    # ------------------------------------------------------------------------------------------------ values and views
+    def _same(self, name: str) -> str:
+        while name in self.same_as:
+            name = self.same_as[name]
+        return name
+
+    def _base(self, name: str) -> str:
+        while name in self.views:
+            name = self.views[name].parent
+        return name
+
+    def _now(self, name: str) -> str:
+        """The value that a traced value has now, made anew if its memory was written to since."""
+        name = self._same(name)
+        base = self._base(name)
+        if name != base and self.seen_version[name] != self.version.get(base, 0):
+            view = self.views[name]
+            parent = self._now(view.parent)
+            op = map_refs(view.op, lambda n: Ref(parent if self._same(n) == view.parent else self._now(n)))
+            op = dataclasses.replace(op, outputs=tuple(o and self.trace.names.fresh(o) for o in op.outputs))
+            self._emit(op)
+            for old, new in zip(view.op.outputs, op.outputs, strict=True):
+                if old is not None and new is not None:
+                    self.current[old] = new
+                    self.seen_version[old] = self.version.get(base, 0)
+        return self.current[name]
+
+    def _read_only(self, op: Op) -> None:
+        new = map_refs(op, lambda n: Ref(self._now(n)))
+        self._check_effects(new)
+        self._emit(new)
+        operands = [self._same(n) for n in refs(op)]
+        for index, output in enumerate(op.outputs):
+            if output is None or output not in self.trace.storages:
+                continue
+            self.current[output] = output
+            parent = next((n for n in operands if self.trace.storages.get(n) == self.trace.storages[output]), None)
+            if parent is not None and not op.target.startswith("aten.lift_fresh_copy"):
+                self.views[output] = _View(parent, op, index)
+                self.seen_version[output] = self.version.get(self._base(parent), 0)
+
+    def _check_effects(self, op: Op) -> None:
+        if op.target in EFFECTS:
+            flag, positions = EFFECTS[op.target]
+            for p in positions:
+                operand = op.args[p]
+                if op.args[flag] and isinstance(operand, Ref) and all(b.value != operand.name for b in self.trace.buffers):
+                    raise self._error(f"{op.target} updates running statistics that are not a buffer as it was at the start of the forward")
+
+    def _error(self, what: str, remedy: str = "use the operator that returns a new tensor instead of the one that writes in place") -> CaptureError:
+        return CaptureError(f"{what}\n  at {self.origin.op.source}\n  what to do: {remedy}")
+
+    # ------------------------------------------------------------------------------------------------------- in place
+    def _in_place(self, op: Op, written: Sequence[str]) -> None:
+        name = op.target.split(".")[1]
+        if written != ["self"] or not name.endswith("_") or name in _UNTRACEABLE or op.multi or not isinstance(op.args[0], Ref):
+            raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
+        self_name = self._same(op.args[0].name)
+        old = self._now(self_name)
+        meta = self.metas[old]
+        if old in {p.value for p in self.trace.params} or self._base(self_name) in {p.value for p in self.trace.params}:
+            raise self._error("the forward changes a parameter in place")
+        new = self._functional(op, old)
+        if self.metas[new].dtype != meta.dtype:
+            new = self._new("aten.to.dtype", Ref(new), meta.dtype, like=op.outputs[0] or name)
+        if self.metas[new].shape != meta.shape:
+            new = self._new("aten.expand.default", Ref(new), meta.shape, like=op.outputs[0] or name)
+        if name != "detach_" and (op.no_grad or self._detached(self_name)) and self._any_grad(self_name):
+            raise self._error(
+                "a value that gradients flow through is overwritten where gradients are off (torch.no_grad, .detach() or .data), "
+                "so that the value and its gradient no longer belong together"
+            )
+        if op.no_grad and self.metas[new].grad:
+            new = self._new("aten.detach.default", Ref(new), like=op.outputs[0] or name)
+        self._write(self_name, new)
+        for output in op.outputs:
+            if output is not None:
+                self.same_as[output] = self_name
+
+    def _detached(self, name: str) -> bool:
+        while name in self.views:
+            if self.views[name].op.target.startswith("aten.detach") or self.views[name].op.no_grad:
+                return True
+            name = self.views[name].parent
+        return False
+
+    def _any_grad(self, name: str) -> bool:
+        base = self._base(name)
+        return self.metas[self._now(base)].grad
+
+    def _functional(self, op: Op, old: str) -> str:
+        """Adds the functional form of an in-place operator on the current value `old`; the name of its result."""
+        namespace, name, overload = op.target.split(".")
+        wish = op.outputs[0] or name
+        meta = self.metas[old]
+        if name == "copy_":
+            source = op.args[1]
+            assert isinstance(source, Ref), op
+            return self._now(source.name)
+        if name == "zero_":
+            return self._new("aten.zeros_like.default", Ref(old), like=wish)
+        if name == "fill_":
+            if isinstance(op.args[1], Ref):
+                return self._now(op.args[1].name)
+            return self._new("aten.full_like.default", Ref(old), op.args[1], like=wish)
+        target = _RENAMED.get(f"{name}.{overload}", f"{name[:-1]}.{overload}")
+        try:
+            resolve(f"{namespace}.{target}")
+        except LookupError as e:
+            raise self._error(f"{op.target} has no form that does not write in place") from e
+        functional = map_refs(op, lambda n: Ref(self._now(n)))
+        functional = dataclasses.replace(functional, target=f"{namespace}.{target}", outputs=(wish,))
+        self._emit(functional)
+        assert self.metas[wish].dtype == meta.dtype or meta.dtype.is_floating_point or not self.metas[wish].dtype.is_floating_point, op
+        return wish
+
+    def _write(self, name: str, new: str) -> None:
+        """Makes `new` the current value of a traced value, and of the parents whose memory it shares."""
+        written = [(name, new)]
+        while name in self.views:
+            view = self.views[name]
+            new = self._put_back(view, self._now(view.parent), new)
+            name = view.parent
+            written.append((name, new))
+        self.version[name] = self.version.get(name, 0) + 1
+        for part, value in written:  # the views that were written on the way up are current; all others are stale from now on
+            self.current[part] = value
+            self.seen_version[part] = self.version[name]
+
+    def _put_back(self, view: _View, parent: str, new: str) -> str:
+        """A value like `parent` of which the view is `new`."""
+        op, shape = view.op, self.metas[parent].shape
+        kind = op.target.rpartition(".")[0]
+        argument = _arguments(op)
+        wish = f"{view.parent}_written"
+        if kind in _SAME_DATA and self.metas[new].shape == shape:
+            through_grad = self.metas[new].grad and (kind == "aten.detach" or op.no_grad)
+            return self._new("aten.detach.default", Ref(new), like=wish) if through_grad else new
+        if kind in _SAME_ORDER:
+            return self._new("aten.reshape.default", Ref(new), shape, like=wish)
+        if kind in ("aten.transpose", "aten.swapaxes", "aten.swapdims"):
+            return self._new("aten.transpose.int", Ref(new), op.args[1], op.args[2], like=wish)
+        if kind in ("aten.t", "aten.numpy_T", "aten.mT"):
+            dims = tuple(reversed(range(len(shape)))) if kind != "aten.mT" else (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+            return self._new("aten.permute.default", Ref(new), dims, like=wish)
+        if kind == "aten.permute":
+            dims = [d % len(shape) for d in argument("dims")]
+            return self._new("aten.permute.default", Ref(new), tuple(dims.index(i) for i in range(len(dims))), like=wish)
+        if kind in ("aten.slice", "aten.narrow"):
+            dim, start, end, step = argument("dim"), argument("start"), argument("end"), argument("step")
+            if kind == "aten.narrow":
+                end, step = start + argument("length"), 1
+            return self._new("aten.slice_scatter.default", Ref(parent), Ref(new), dim or 0, start, end, step or 1, like=wish)
+        if kind in ("aten.select", "aten.unbind"):
+            dim, index = argument("dim") or 0, argument("index") if kind == "aten.select" else view.index
+            return self._new("aten.select_scatter.default", Ref(parent), Ref(new), dim, index, like=wish)
+        if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split", "aten.unsafe_split", "aten.unsafe_chunk"):
+            dim = (argument("dim") or 0) % len(shape)
+            sizes = [m.shape[dim] for m in self.infer(map_refs(op, lambda n: Ref(parent)), self.metas) if m is not None]
+            start = sum(sizes[: view.index])
+            return self._new("aten.slice_scatter.default", Ref(parent), Ref(new), dim, start, start + sizes[view.index], 1, like=wish)
+        if kind == "aten.diagonal":
+            dims = tuple(argument(a) if argument(a) is not None else d for a, d in (("offset", 0), ("dim1", 0), ("dim2", 1)))
+            return self._new("aten.diagonal_scatter.default", Ref(parent), Ref(new), *dims, like=wish)
+        inverse = {"aten.view_as_real": "aten.view_as_complex.default", "aten.view_as_complex": "aten.view_as_real.default"}
+        if kind in inverse:
+            return self._new(inverse[kind], Ref(new), like=wish)
+        raise self._error(f"{self.origin.op.target} writes through {op.target} of {op.source or 'the model'}")
+
+
+def _arguments(op: Op) -> Callable[[str], Arg]:
+    """The operator's arguments by name; None for those that are not given."""
+    names = [a.name for a in resolve(op.target)._schema.arguments]
+    given = dict(zip(names, op.args)) | dict(op.kwargs)
+    return given.get
+
+
+def _given(trace: Trace) -> list[str]:
+    return [x.value for x in (*trace.inputs, *trace.params, *trace.buffers)]

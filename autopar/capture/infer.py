@@ -1,0 +1,75 @@
+"""Types of values, asked of torch itself: each distinct operator call runs once on fake tensors, gradients included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture.interpret import run_op
+from autopar.ir import Op, Ref, TensorType, map_refs, refs
+
+__all__ = ["Inference", "Meta", "meta_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What operators can see of a tensor beside its data. grad: autograd differentiates through it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool = False
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(self.shape, self.dtype, self.grad)
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size == 0:
+                return True
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def meta_of(tensor: torch.Tensor, grad: bool = False) -> Meta:
+    return Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype, grad)
+
+
+class Inference:
+    """infer(op, metas): the Meta of every output of an operator, None for outputs that it does not have.
+
+    Equal calls on equal Metas are run once, so that the layers of a deep model cost what one layer costs.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self._known: dict[object, tuple[Meta | None, ...]] = {}
+
+    def __call__(self, op: Op, metas: Mapping[str, Meta]) -> tuple[Meta | None, ...]:
+        order: dict[str, int] = {}  # equal arguments stay equal: x * x is not x * y for autograd
+        for name in refs(op):
+            order.setdefault(name, len(order))
+        nameless = map_refs(op, lambda name: Ref(str(order[name])))
+        # repr tells 1 from True and from 1.0, which are equal and have equal hashes
+        key = (op.target, repr((nameless.args, nameless.kwargs)), tuple(metas[n] for n in order), op.no_grad, len(op.outputs))
+        if key not in self._known:
+            self._known[key] = self._run(dataclasses.replace(nameless, outputs=op.outputs), [metas[n] for n in order])
+        return self._known[key]
+
+    def _run(self, op: Op, metas: list[Meta]) -> tuple[Meta | None, ...]:
+        with self._mode, torch.enable_grad():
+            env = {
+                str(i): torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu").requires_grad_(m.grad)
+                for i, m in enumerate(metas)
+            }
+            results = run_op(op, env, torch.device("cpu"))
+            return tuple(None if r is None else meta_of(r, r.requires_grad) for r in results)

@@ -1,0 +1,78 @@
+"""Runs and captures a model wholly in float64, the casts to lower precision that it makes on purpose included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["lift_to_float64", "to_float64"]
+
+_LIFTED = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}  # fmt: skip
+_LIFTED_TYPE_NAMES = {"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"}
+_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_GROUPED_MM = tuple(
+    f for f in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None
+)
+
+
+class _LiftMode(TorchFunctionMode):
+    """Replaces each floating dtype that a torch function is given by float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].double()
+        if func in _GROUPED_MM and args[0].dtype == torch.float64:
+            return _grouped_mm_float64(*args, **kwargs)
+        return func(*(_lift(a) for a in args), **{k: _lift(v) for k, v in kwargs.items()})
+
+
+def _lift(arg: Any) -> Any:
+    if isinstance(arg, torch.dtype):
+        return _LIFTED.get(arg, arg)
+    return "torch.DoubleTensor" if isinstance(arg, str) and arg in _LIFTED_TYPE_NAMES else arg
+
+
+def _grouped_mm_float64(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: torch.Tensor | None = None, out_dtype: object = None
+) -> torch.Tensor:
+    """torch.nn.functional.grouped_mm for rows a [tokens, in] sorted by group and b [groups, in, out], which torch (2.13) has not
+    in float64. Rows behind the last offset are zero, as there."""
+    if a.dim() != 2 or b.dim() != 3 or offs is None:
+        raise NotImplementedError("grouped_mm in float64 is known for a [tokens, in], b [groups, in, out] and offs [groups] only")
+    ends = [0, *offs.tolist()]
+    parts = [a[start:end] @ b[g] for g, (start, end) in enumerate(zip(ends, ends[1:]))]
+    out = torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
+    return out if bias is None else out + bias
+
+
+@contextlib.contextmanager
+def lift_to_float64() -> Iterator[None]:
+    """Inside, what asks torch for float32 or lower (`.float()`, `.to(torch.float32)`, `dtype=torch.bfloat16`, the default dtype)
+    gets float64, while a model runs and while it is captured. For models made float64 with to_float64; not thread-safe, since
+    it changes names of the torch module until it exits."""
+    float32, float_, default = torch.float32, torch.float, torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    # Code that compares with torch.float32 (`if x.dtype != torch.float32`) must take the branch that it takes unlifted.
+    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    try:
+        with _LiftMode():
+            yield
+    finally:
+        torch.float32, torch.float = float32, float_  # type: ignore[misc]
+        torch.set_default_dtype(default)
+
+
+def to_float64(model: nn.Module) -> nn.Module:
+    """The model itself, its floating parameters and buffers made float64 in place; run it inside lift_to_float64()."""
+    return model.to(torch.float64)

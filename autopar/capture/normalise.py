@@ -1,0 +1,170 @@
+"""Operators that do nothing are dropped, means over labels become sums over counts, and what the loss does not need goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from autopar.capture.functionalize import EFFECTS
+from autopar.capture.infer import Inference, Meta
+from autopar.capture.interpret import resolve
+from autopar.capture.trace import Names, Trace, Traced
+from autopar.errors import CaptureError
+from autopar.ir import Arg, Op, Ref, map_refs, refs
+
+__all__ = ["normalise", "remove_dead", "split_label_means"]
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+_UNCHANGED = {"aten.alias.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.resolve_conj.default"}
+_DROPOUT = ("aten.dropout.", "aten.feature_dropout.", "aten.alpha_dropout.", "aten.feature_alpha_dropout.")
+_SAME_SHAPE = {
+    "aten.view.default", "aten.reshape.default", "aten.expand.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default", "aten.slice.Tensor", "aten.squeeze.dim",
+    "aten.squeeze.default", "aten.squeeze.dims", "aten.unflatten.int", "aten.broadcast_to.default",
+}  # fmt: skip
+
+
+def split_label_means(trace: Trace) -> Trace:
+    """Cross entropy over class indices, averaged over the labels that count, becomes its sum divided by their number.
+
+    The two are equal (0/0 = nan if no label counts), and a sum can be split over the batch while a mean over a varying number
+    of labels cannot.
+    """
+    ops: list[Traced] = []
+    for traced in trace.ops:
+        ops.extend(dataclasses.replace(traced, op=op) for op in _split_label_mean(traced.op, trace.metas, trace.names))
+    return dataclasses.replace(trace, ops=tuple(ops))
+
+
+def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterator[Op]:
+    if op.target not in ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default"):
+        yield op
+        return
+    given = {a.name: a.default_value for a in resolve(op.target)._schema.arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in resolve(op.target)._schema.arguments), op.args)) | dict(op.kwargs)
+    target, weight, ignored = given["target"], given["weight"], given["ignore_index"]
+    assert isinstance(target, Ref), op
+    indices = not metas[target.name].dtype.is_floating_point
+    if given["reduction"] != _MEAN or not indices or given.get("label_smoothing", 0.0) != 0.0:
+        yield op
+        return
+    name = op.outputs[0]
+    assert name is not None, op
+
+    def make(what: str, target: str, *args: Arg) -> Op:
+        return dataclasses.replace(op, target=target, args=args, kwargs=(), outputs=(names.fresh(f"{name}_{what}"),))
+
+    smoothing = (0.0,) if "label_smoothing" in given else ()
+    total = make("sum", op.target, given["self"], target, weight, _SUM, ignored, *smoothing)
+    valid = make("valid", "aten.ne.Scalar", target, ignored)
+    if weight is None:
+        counted = make("count", "aten.sum.default", Ref(valid.name))
+        yield from (total, valid, counted)
+    else:
+        index = make("class", "aten.where.ScalarOther", Ref(valid.name), target, 0)
+        picked = make("class_weight", "aten.index.Tensor", weight, (Ref(index.name),))
+        masked = make("label_weight", "aten.where.ScalarOther", Ref(valid.name), Ref(picked.name), 0.0)
+        counted = make("count", "aten.sum.default", Ref(masked.name))
+        yield from (total, valid, index, picked, masked, counted)
+    yield dataclasses.replace(op, target="aten.div.Tensor", args=(Ref(total.name), Ref(counted.name)), kwargs=())
+
+
+def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]:
+    """Drops operators whose result is their operand, makes default dtypes explicit, and types every value anew; also what dropped values are called now.
+
+    Raises CaptureError where autocast changed the precision of an operator.
+    """
+    metas = {v.value: trace.metas[v.value] for v in (*trace.inputs, *trace.params, *trace.buffers)}
+    renamed: dict[str, str] = {}
+    kept: list[Traced] = []
+    for traced in trace.ops:
+        op = map_refs(traced.op, lambda n: Ref(renamed.get(n, n)))
+        op, types = _typed(_explicit_dtype(op, trace.metas), infer, metas)
+        if traced.autocast and any(n is not None and m is not None and m.dtype != trace.metas[n].dtype for n, m in zip(op.outputs, types)):
+            raise CaptureError(
+                f"torch.autocast inside the forward changes the precision of {op.target}\n  at {op.source}\n  what to do: remove the "
+                f"autocast region and cast explicitly, or choose the precision of the whole model (precision=)"
+            )
+        if _does_nothing(op, metas, types[0]):
+            (output,), operand = op.outputs, op.args[0]
+            assert output is not None and isinstance(operand, Ref), op
+            if not metas[operand.name].grad or not op.no_grad:
+                renamed[output] = operand.name
+                continue
+            op = dataclasses.replace(op, target="aten.detach.default", args=(operand,), kwargs=())
+            op, types = _typed(op, infer, metas)
+        metas.update((n, m) for n, m in zip(op.outputs, types, strict=True) if n is not None and m is not None)
+        kept.append(dataclasses.replace(traced, op=op))
+    return dataclasses.replace(trace, ops=tuple(kept), loss=renamed.get(trace.loss, trace.loss), metas=metas), renamed
+
+
+def _typed(op: Op, infer: Inference, metas: Mapping[str, Meta]) -> tuple[Op, tuple[Meta | None, ...]]:
+    """The operator and the types of its outputs. A view of memory whose order has changed since it was traced copies instead."""
+    if op.target != "aten.view.default":
+        return op, infer(op, metas)
+    operand = op.args[0]
+    assert isinstance(operand, Ref), op
+    try:
+        return op, infer(op, metas)
+    except (RuntimeError, ValueError):
+        op = dataclasses.replace(op, target="aten.reshape.default")
+        return op, infer(op, metas)
+
+
+def _explicit_dtype(op: Op, traced: Mapping[str, Meta]) -> Op:
+    """A factory that leaves its floating dtype to torch's default says it."""
+    arguments = [a.name for a in resolve(op.target)._schema.arguments]
+    output = op.outputs[0]
+    if refs(op) or "dtype" not in arguments or output not in traced or not traced[output].dtype.is_floating_point:
+        return op
+    if op.kwarg("dtype") is not None or len(op.args) > arguments.index("dtype"):
+        return op
+    kwargs = tuple((k, v) for k, v in op.kwargs if k != "dtype")
+    return dataclasses.replace(op, kwargs=(*kwargs, ("dtype", traced[output].dtype)))
+
+
+def _does_nothing(op: Op, metas: Mapping[str, Meta], result: Meta | None) -> bool:
+    """Whether the result has the data, shape, dtype and (where anything can tell) memory order of the first operand."""
+    if op.multi or result is None or not op.args or not isinstance(op.args[0], Ref):
+        return False
+    x = metas[op.args[0].name]
+    if (x.shape, x.dtype) != (result.shape, result.dtype):
+        return False
+    keeps_order = op.kwarg("memory_format") in (None, torch.preserve_format) or x.stride == result.stride
+    if op.target in _UNCHANGED or op.target in _SAME_SHAPE:
+        return True
+    if op.target == "aten.detach.default":
+        return not x.grad
+    if op.target in ("aten.to.dtype", "aten.clone.default"):
+        return keeps_order
+    if op.target == "aten.contiguous.default":
+        return x.stride == result.stride or (x.is_contiguous and op.kwarg("memory_format") in (None, torch.contiguous_format))
+    if op.target.startswith(_DROPOUT):
+        return op.args[1] == 0 or op.args[2] is False
+    if op.target in ("aten.add.Tensor", "aten.sub.Tensor"):
+        return op.args[1] == 0 and not isinstance(op.args[1], Ref) and not x.dtype.is_floating_point
+    if op.target in ("aten.mul.Tensor", "aten.div.Tensor"):
+        return op.args[1] == 1 and not isinstance(op.args[1], Ref)
+    return False
+
+
+def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
+    """Only the operators that the loss, the values in `keep` or an effect on buffers needs."""
+    needed = {trace.loss, *keep}
+    kept: list[Traced] = []
+    for traced in reversed(trace.ops):
+        op = traced.op
+        if needed.isdisjoint(o for o in op.outputs if o is not None) and not has_effect(op):
+            continue
+        needed.update(refs(op))
+        unused_allowed = op.multi and not needed.isdisjoint(o for o in op.outputs if o is not None)
+        outputs = tuple(o if o in needed else None for o in op.outputs) if unused_allowed else op.outputs
+        kept.append(dataclasses.replace(traced, op=dataclasses.replace(op, outputs=outputs)))
+    return dataclasses.replace(trace, ops=tuple(reversed(kept)))
+
+
+def has_effect(op: Op) -> bool:
+    """Whether the operator updates buffers in place."""
+    return op.target in EFFECTS and bool(op.args[EFFECTS[op.target][0]]) and any(op.args[p] is not None for p in EFFECTS[op.target][1])

@@ -1,0 +1,115 @@
+"""The passes of capture, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.blocks import find_blocks
+from autopar.capture.check import check_program
+from autopar.capture.export import Step, export, frozen_model
+from autopar.capture.functionalize import EFFECTS, functionalize
+from autopar.capture.infer import Inference
+from autopar.capture.normalise import has_effect, normalise, remove_dead, split_label_means
+from autopar.capture.trace import Trace, flatten
+from autopar.errors import CaptureError
+from autopar.ir import Buffer, Program, Ref
+
+__all__ = ["Captured", "capture"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A program, and the tensor (possibly on meta) of each of its parameters, buffers and constants by value name."""
+
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    check: bool = True,
+) -> Captured:
+    """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
+
+    example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
+    theirs. Model and inputs may lie on the meta device. loss: loss(output) gives the scalar loss where the forward does not
+    return one. check: run model and program on the inputs and compare loss and gradients (not on meta). The model is left as
+    it was. Raises CaptureError with the line of the model's source and what to do.
+    """
+    positional = not isinstance(example_inputs, Mapping)
+    args, kwargs = (tuple(example_inputs), {}) if positional else ((), dict(example_inputs))
+    step = Step(model, loss)
+    infer = Inference()
+    with frozen_model(model):
+        exported = export(step, *_copied(args, kwargs))
+        trace = flatten(model, exported, positional)
+        trace, mutations = functionalize(trace, infer)
+        trace = split_label_means(trace)
+        trace, renamed = normalise(trace, infer)
+        mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
+        trace = remove_dead(trace, tuple(value for _, value in mutations))
+        program = _program(trace, mutations)
+        real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors((args, kwargs))))
+        if check and real:
+            args, kwargs = _copied(args, kwargs)
+            check_program(program, step, trace.tensors, args, kwargs, _inputs_by_value(program, *_copied(args, kwargs)))
+    return Captured(program, dict(trace.tensors))
+
+
+def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
+    ops = tuple(t.op for t in trace.ops)
+    types = {name: meta.type for name, meta in trace.metas.items()}
+    used = {o for op in ops for o in op.outputs if o is not None} | {x.value for x in (*trace.inputs, *trace.params, *trace.buffers)}
+    changed = {buffer for buffer, _ in mutations}
+    changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
+    changed |= {copy for copy, first in trace.buffer_copies if first in changed}
+    buffers = tuple(
+        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed) for b in trace.buffers
+    )
+    state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params} | {b.value: ("buffer", b.mutated) for b in buffers}
+    blocks = find_blocks(ops, [t.calls for t in trace.ops], types, state)
+    if not types[trace.loss].grad:
+        raise CaptureError(
+            f"the loss of {trace.name} does not depend on any parameter that requires a gradient\n  what to do: check requires_grad, "
+            f"and that no torch.no_grad or .detach() stands between parameters and loss"
+        )
+    return Program(
+        name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
+        types={name: t for name, t in types.items() if name in used}, mutations=mutations, blocks=blocks,
+        constant_inputs=trace.constant_inputs, batch_size=_batch_size([types[i.value].shape for i in trace.inputs]), notes=trace.notes,
+    )  # fmt: skip
+
+
+def _batch_size(shapes: list[tuple[int, ...]]) -> int | None:
+    """The size of dim 0 that most tensor inputs share (those with dims); None if there is none or two are equally frequent."""
+    ranked = Counter(shape[0] for shape in shapes if shape).most_common(2)
+    if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
+        return None
+    return ranked[0][0]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs with every tensor cloned: a forward may write to them."""
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
+    return copied
+
+
+def _inputs_by_value(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    leaves = {}
+    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
+        leaves[tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)[1:]] = leaf
+    return {i.value: leaves[i.path] for i in program.inputs}

@@ -1,0 +1,349 @@
+"""The exported graph as a flat list of operators: regions inlined, names fixed, devices and assertions gone. In-place ones remain."""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from autopar.capture.export import PREFIX, source_line
+from autopar.capture.infer import Meta, meta_of
+from autopar.errors import CaptureError
+from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
+
+__all__ = ["Names", "Trace", "Traced", "flatten"]
+
+_ASSERTIONS = ("_assert_", "sym_constrain", "_functional_assert", "_functional_sym", "_check")
+_CASTS = {"aten.to", "aten._to_copy", "aten.type_as", "aten._autocast_to_full_precision", "aten._autocast_to_reduced_precision"}
+_DROPPED_KWARGS = {"device", "layout", "pin_memory", "non_blocking"}
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.memory_format, type(None))
+
+
+class Names:
+    """Gives names of values that are Python identifiers and unique."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def fresh(self, wish: str) -> str:
+        base = "".join(c if c.isalnum() or c == "_" else "_" for c in wish)
+        if not base.isidentifier() or keyword.iskeyword(base):
+            base = f"v_{base}"
+        name, k = base, 1
+        while name in self._taken:
+            name, k = f"{base}_{k}", k + 1
+        self._taken.add(name)
+        return name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """One operator as traced. calls: the calls of modules it stands in, outermost first (the second call of a module is
+    'path@1'). autocast: it was traced inside an autocast region that may have changed its precision."""
+
+    op: Op
+    calls: tuple[str, ...] = ()
+    autocast: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What capture knows before the operators are made functional. storages: the identity of the memory behind each value:
+    equal for views of one another. metas: what was traced, of every value (grad only of parameters). tensors: of
+    parameters, buffers and constants."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...]
+    params: tuple[Param, ...]
+    buffers: tuple[Buffer, ...]
+    buffer_copies: tuple[tuple[str, str], ...]
+    ops: tuple[Traced, ...]
+    loss: str
+    storages: Mapping[str, int]
+    metas: Mapping[str, Meta]
+    tensors: Mapping[str, torch.Tensor]
+    names: Names
+    notes: tuple[str, ...] = ()
+
+
+def flatten(model: nn.Module, exported: ExportedProgram, positional: bool) -> Trace:
+    """The trace of an exported Step of the model. positional: its example inputs were a tuple, not keywords."""
+    return _Flattener(model, exported, positional).run()
+
+
+class _Symbolic:
+    """A number that exists only at run time, and the line it comes from."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+
+class _Flattener:
+    def __init__(self, model: nn.Module, exported: ExportedProgram, positional: bool) -> None:
+        self.model, self.exported, self.positional = model, exported, positional
+        self.names = Names()
+        self.ops: list[Traced] = []
+        self.storages: dict[str, int] = {}
+        self.metas: dict[str, Meta] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.inputs: list[Input] = []
+        self.constant_inputs: list[tuple[tuple[str | int, ...], Arg]] = []
+        self.constants: list[Buffer] = []
+
+    def run(self) -> Trace:
+        params, buffers, copies = self._state()
+        env = self._placeholders()
+        (loss,) = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
+        assert isinstance(loss, Ref), loss
+        return Trace(
+            name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
+            buffers=(*buffers, *self.constants), buffer_copies=copies, ops=tuple(self.ops), loss=loss.name, storages=self.storages,
+            metas=self.metas, tensors=self.tensors, names=self.names,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------------ the state
+    def _state(self) -> tuple[tuple[Param, ...], tuple[Buffer, ...], tuple[tuple[str, str], ...]]:
+        self.value_of_fqn: dict[str, str] = {}
+        fqns: dict[int, list[str]] = {}
+        tensors: dict[int, nn.Parameter] = {}
+        for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
+            fqns.setdefault(id(parameter), []).append(fqn)
+            tensors[id(parameter)] = parameter
+        params = []
+        for key, (fqn, *aliases) in fqns.items():
+            value = self._add_tensor(self.names.fresh(f"p_{fqn}"), tensors[key], tensors[key].requires_grad)
+            self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
+            params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
+        persistent = set(self.model.state_dict(keep_vars=True))
+        first: dict[int, str] = {}
+        buffers, copies = [], []
+        for fqn, buffer in self.model.named_buffers(remove_duplicate=False):
+            value = self._add_tensor(self.names.fresh(f"b_{fqn}"), buffer, False)
+            self.value_of_fqn[fqn] = first.setdefault(id(buffer), value)
+            if first[id(buffer)] != value:
+                copies.append((value, first[id(buffer)]))
+            buffers.append(Buffer(value=value, fqn=fqn, persistent=fqn in persistent))
+        return tuple(params), tuple(buffers), tuple(copies)
+
+    def _add_tensor(self, value: str, tensor: torch.Tensor, grad: bool) -> str:
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{value} has layout {tensor.layout}; only dense (strided) tensors can be captured")
+        self.tensors[value] = tensor
+        self.metas[value] = meta_of(tensor, grad)
+        return value
+
+    def _placeholders(self) -> dict[fx.Node, Any]:
+        env: dict[fx.Node, Any] = {}
+        paths = iter(_leaf_paths(self.exported, self.positional))
+        placeholders = [n for n in self.exported.graph.nodes if n.op == "placeholder"]
+        constants = self.exported.constants
+        for node, spec in zip(placeholders, self.exported.graph_signature.input_specs, strict=True):
+            fqn = (spec.target or "").removeprefix(f"{PREFIX}.")
+            if spec.kind is InputKind.USER_INPUT:
+                path = next(paths)
+                if isinstance(spec.arg, ConstantArgument):
+                    env[node] = spec.arg.value
+                    self.constant_inputs.append((path, self._arg(spec.arg.value)))
+                    continue
+                value = self.names.fresh(node.name)
+                self.metas[value] = meta_of(node.meta["val"])
+                self.inputs.append(Input(value=value, path=path))
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
+                value = self.value_of_fqn[fqn]
+            elif spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constants.get(spec.target), torch.Tensor):
+                value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), constants[spec.target].detach(), False)
+                self.constants.append(Buffer(value=value, fqn=None, persistent=False))
+            else:
+                raise CaptureError(f"{type(self.model).__name__} holds {spec.target}, a {spec.kind.name.lower()} that no graph can hold")
+            self.storages.setdefault(value, _storage(node.meta["val"]))
+            env[node] = Ref(value)
+        return env
+
+    # -------------------------------------------------------------------------------------------------- the operators
+    def _inline(self, module: fx.GraphModule, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> tuple[Any, ...]:
+        """Adds the operators of a graph whose placeholders have values in env; the values of its outputs."""
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                assert node in env, node
+            elif node.op == "get_attr":
+                env[node] = module.get_submodule(node.target) if _is_submodule(module, node.target) else self._attribute(module, node)
+            elif node.op == "output":
+                return tuple(env[n] if isinstance(n, fx.Node) else n for n in node.args[0])
+            elif node.op == "call_function":
+                self._call(node, env, no_grad=no_grad, autocast=autocast)
+            else:
+                raise CaptureError(f"cannot capture {node.op} {node.target}\n  at {self._source(node)}")
+        raise AssertionError("a graph without output")
+
+    def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Ref:
+        value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), getattr(module, str(node.target)).detach(), False)
+        self.constants.append(Buffer(value=value, fqn=None, persistent=False))
+        self.storages[value] = _storage(self.tensors[value])
+        return Ref(value)
+
+    def _source(self, node: fx.Node) -> str:
+        return source_line(node.meta.get("stack_trace") or "")
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
+        target = node.target
+        if target is operator.getitem:
+            container, index = env[node.args[0]], node.args[1]
+            env[node] = container if isinstance(container, _Symbolic) else container[index]
+        elif isinstance(target, torch._ops.OpOverload):
+            if any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS):
+                env[node] = None
+            else:
+                self._operator(node, target, env, no_grad=no_grad, autocast=autocast)
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self._region(node, env, no_grad=no_grad, autocast=autocast)
+        else:
+            values = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+            if not node.kwargs and all(isinstance(v, (bool, int, float)) for v in values):
+                env[node] = target(*values)  # type: ignore[operator]
+            elif any(isinstance(v, _Symbolic) for v in values):
+                env[node] = _Symbolic(self._source(node))
+            else:
+                name = getattr(target, "__name__", str(target))
+                raise CaptureError(
+                    f"cannot capture {name}\n  at {self._source(node)}\n  what to do: replace torch.vmap, torch.func transforms and "
+                    f"Python functions over traced values by batched operators of torch"
+                )
+
+    def _region(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
+        name = node.target.name()  # type: ignore[union-attr]
+        values = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = values
+            no_grad = not enabled
+        elif name == "wrap_with_autocast":
+            _, _, enabled, _, body, *operands = values
+            autocast = bool(enabled)
+        else:
+            raise CaptureError(
+                f"cannot capture the control flow operator {name}\n  at {self._source(node)}\n  what to do: compute both branches and select "
+                f"with torch.where, or unroll the loop"
+            )
+        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        env[node] = self._inline(body, dict(zip(inner, operands, strict=True)), no_grad=no_grad, autocast=autocast)
+
+    def _operator(self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
+        source = self._source(node)
+        val = node.meta.get("val")
+        if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or target is torch.ops.aten.item.default:
+            env[node] = _Symbolic(source)
+            return
+        multi = isinstance(val, (tuple, list))
+        results = list(val) if multi else [val]
+        if not all(r is None or isinstance(r, torch.Tensor) for r in results):
+            env[node] = _Symbolic(source)
+            return
+        operands = [*node.args, *node.kwargs.values()]
+        symbolic = next((s for a in pytree.tree_leaves(operands) if isinstance(a, fx.Node) and isinstance(s := env[a], _Symbolic)), None)
+        if symbolic is None and any(not _is_static(r) for r in results if r is not None):
+            symbolic = _Symbolic(source)
+        if symbolic is not None:
+            raise CaptureError(
+                f"cannot capture {target}: its shape or an argument depends on the values of a tensor\n  at {symbolic.source or source}\n"
+                f"  what to do: use masking or a fixed capacity, so that every shape follows from the shapes of the inputs"
+            )
+        args, kwargs = self._arguments(node, target, env, results[0])
+        name_of_target = str(target) if str(target).startswith("aten.") else f"{target.namespace}.{target._opname}.{target._overloadname}"
+        if name_of_target.rpartition(".")[0] in _CASTS:
+            name_of_target = "aten.to.dtype"
+        calls, module = _module_stack(node)
+        outputs = []
+        for i, result in enumerate(results):
+            if result is None:
+                outputs.append(None)
+                continue
+            name = self.names.fresh(_getitem_name(node, i) if multi else node.name)
+            self.metas[name] = meta_of(result)
+            self.storages[name] = _storage(result)
+            outputs.append(name)
+        if not results or outputs == [None]:
+            outputs = [self.names.fresh(node.name)] if not multi else outputs
+        op = Op(target=name_of_target, args=args, kwargs=kwargs, outputs=tuple(outputs), multi=multi, no_grad=no_grad, module=module, source=source)
+        self.ops.append(Traced(op=op, calls=calls, autocast=autocast))
+        env[node] = [None if o is None else Ref(o) for o in outputs] if multi else Ref(outputs[0])
+
+    def _arguments(
+        self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], result: Any
+    ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
+
+        def convert(a: Any) -> Arg:
+            return self._arg(fx.map_arg(a, lambda n: env[n]))
+
+        if str(target).rpartition(".")[0] in _CASTS:  # one form for all casts: to.dtype(x, dtype), memory_format if one is asked for
+            layout = convert(named.get("memory_format"))
+            kwargs = () if layout in (None, torch.preserve_format) else (("memory_format", layout),)
+            return (convert(node.args[0]), result.dtype), kwargs
+        kwargs = tuple((k, convert(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        return tuple(convert(a) for a in node.args), kwargs
+
+    def _arg(self, a: Any) -> Arg:
+        if isinstance(a, (tuple, list)):
+            return tuple(self._arg(x) for x in a)
+        if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            constant = a.node.maybe_as_int() if isinstance(a, torch.SymInt) else None
+            if constant is None:
+                raise CaptureError(f"a size in the graph is not a number but {a}; capture needs static shapes")
+            return constant
+        if isinstance(a, Ref) or isinstance(a, _CONSTANTS):
+            return a
+        raise CaptureError(f"{a!r} ({type(a).__name__}) is an argument that no graph can hold")
+
+
+def _leaf_paths(exported: ExportedProgram, positional: bool) -> list[tuple[str | int, ...]]:
+    """The path of every leaf of the example inputs, in the order of the graph's user inputs."""
+    spec = exported.call_spec.in_spec
+    assert spec is not None
+    indices = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths: list[tuple[str | int, ...]] = [()] * spec.num_leaves
+    for path, index in pytree.tree_leaves_with_path(indices):
+        keys = tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)
+        paths[index] = keys[1:]  # (args, kwargs): positional leaves start with their position, keyword ones with their name
+    return paths
+
+
+def _is_submodule(module: fx.GraphModule, target: object) -> bool:
+    return str(target) in dict(module.named_modules())
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    return all(isinstance(s, int) for s in tensor.shape) and all(isinstance(s, int) for s in tensor.stride())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _getitem_name(node: fx.Node, index: int) -> str:
+    """The name of the node that takes this element, so that a value keeps the name that the graph has for it."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user.name
+    return f"{node.name}_{index}"
+
+
+def _module_stack(node: fx.Node) -> tuple[tuple[str, ...], str]:
+    """The calls of modules that a node stands in (without Step itself), and the path of the innermost."""
+    calls, module = [], ""
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        path = path.partition("@")[0]
+        if path == PREFIX or path.startswith(f"{PREFIX}."):
+            module = path.removeprefix(PREFIX).removeprefix(".")
+            _, at, count = key.partition("@")
+            calls.append(f"{module}{at}{count}")
+    return tuple(calls), module
