@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.soundness_harness import Case, Fixed, Tally, case_of
 
 from autopar.catalog import strategies_of
-from autopar.ir import I, P, R, S, Strategy
+from autopar.ir import I, R, Strategy
+from tests.soundness_harness import Case, Fixed, Tally, case_of
 
 pytestmark = pytest.mark.pure
 
@@ -207,7 +207,64 @@ def expert_cases() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("cases", [embedding_cases, loss_cases, index_cases, along_cases, count_cases], ids=lambda f: f.__name__)
+def rearranged_cases() -> list[Case]:
+    x = real(4, 6, 8)
+    cases = [case_of("aten.repeat_interleave.self_int", v, 3, dim) for v in (x, x.long(), real()) for dim in (None, 0, -1) if v.dim() or dim is None]
+    cases += [case_of("aten.repeat_interleave.self_int", x, 2, dim, output_size=size) for dim, size in ((None, 384), (0, 8), (-2, 12))]
+    cases += [case_of("aten.meshgrid.indexing", [real(4), real(2), real(6)], indexing=how) for how in ("ij", "xy")]
+    cases += [case_of("aten.meshgrid.indexing", [real(4)], indexing="xy"), case_of("aten.meshgrid.indexing", [real(4), real()], indexing="ij")]
+    cases += [case_of(f"aten.{name}.default", v, k) for name in ("tril", "triu") for v in (x, x[0], x > 0) for k in (0, -1, 2)]
+    cases += [case_of("aten.diagonal.default", x, *a) for a in ((), (1, -1, 0), (-1, 1, 2))]
+    cases += [case_of("aten.diag_embed.default", x, *a) for a in ((), (1, 0, -1), (0, 1, 3))]
+    cases += [case_of("aten.diag.default", v, 1) for v in (real(4), real(4, 4))] + [case_of("aten.trace.default", real(4, 4))]
+    cases += [case_of("aten.unfold.default", x, dim, 3, 2) for dim in (0, 1, -1)] + [case_of("aten.unfold.default", real(), 0, 1, 1)]
+    for window in (((2, 2), (1, 1), (0, 0), (2, 2)), ((3, 3), (1, 1), (1, 1), (1, 1))):
+        cases += [case_of("aten.im2col.default", v, *window) for v in (real(4, 8, 4, 4), real(8, 4, 4))]
+        columns = torch.ops.aten.im2col(real(4, 8, 4, 4), *window)
+        cases += [case_of("aten.col2im.default", v, (4, 4), *window) for v in (columns, columns[0])]
+    return [
+        *cases,
+        case_of("aten.repeat_interleave.self_Tensor", x, torch.arange(6), 1),
+        case_of("aten.repeat_interleave.self_Tensor", x, torch.ones(192, dtype=torch.long)),
+        case_of("aten.channel_shuffle.default", real(4, 8, 2, 2), 2),
+        case_of("aten.linalg_cross.default", real(4, 3, 8), real(1, 3, 8), dim=-2),
+        case_of("aten.linalg_cross.default", real(4, 8, 3), real(4, 1, 3)),
+        case_of("aten.cdist.default", real(4, 6, 3), real(4, 8, 3)),
+        case_of("aten.cdist.default", real(2, 4, 6, 3), real(4, 8, 3), 1.0),
+        case_of("aten.cdist.default", real(4, 3), real(8, 3)),
+    ]
+
+
+def further_cases() -> list[Case]:
+    """Operators that other families got with this one."""
+    a, b = real(4, 6), real(6, 8)
+    return [
+        case_of("aten.copy.default", real(4, 6), real(6)),
+        case_of("aten.copy.default", real(4, 6).float(), real(4, 6)),
+        case_of("aten.copy.default", real(4, 6), torch.randint(9, (4, 6))),
+        case_of("aten.copy.default", torch.randint(9, (4, 6)), torch.randint(9, (4, 6)).int()),
+        case_of("aten.fill.Tensor", real(4, 6), real()),
+        case_of("aten.fill.Scalar", real(4, 6), 2),
+        case_of("aten.zero.default", real(4, 6)),
+        case_of("aten.max.other", real(4, 6), real(6)),
+        case_of("aten.min.other", real(4, 1), real(4, 6)),
+        case_of("aten.isin.Tensor_Scalar", ints(3, 4, 6), 1),
+        case_of("aten.lift_fresh_copy.default", real(4, 6)),
+        case_of("aten.addmv.default", real(4), a, real(6), alpha=2, beta=3),
+        case_of("aten.addmv.default", real(1), a, real(6)),
+        case_of("aten.addr.default", real(4, 6), real(4), real(6), beta=2),
+        case_of("aten.addbmm.default", real(4, 8), real(2, 4, 6), real(2, 6, 8), beta=2),
+        case_of("aten.tensordot.default", a, b, [1], [0]),
+        case_of("aten.tensordot.default", real(4, 6, 2), real(6, 8, 4), [-2, 0], [0, 2]),
+        case_of("aten.tensordot.default", a, b, [], []),
+        case_of("aten.where.default", torch.ones(4, dtype=torch.bool)),
+    ]
+
+
+CASES = (embedding_cases, loss_cases, index_cases, along_cases, count_cases, rearranged_cases, further_cases)
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda f: f.__name__)
 def test_every_stated_strategy_is_sound(cases: Callable[[], list[Case]]) -> None:
     tally = Tally()
     for case in cases():

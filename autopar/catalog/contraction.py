@@ -17,6 +17,9 @@ register("aten.mv", Dims("m k, k -> m", linear=(0,)))
 register("aten.dot aten.vdot", Dims("k, k -> ", linear=(0,)))
 register("aten.outer aten.ger", Dims("m, n -> m n", linear=(0,)))
 register("aten.baddbmm", Dims("+b m n, b m k, b k n -> b m n"))
+register("aten.addmv", Dims("+m, m k, k -> m"))
+register("aten.addr", Dims("+m n, m, n -> m n"))
+register("aten.addbmm", Dims("+m n, b m k, b k n -> m n"))
 register("aten.bilinear", Dims("b* i, b* j, o i j, +o -> b* o", linear=(0,)))
 
 
@@ -52,6 +55,18 @@ def einsum(view: OpView) -> Iterable[Strategy]:
     yield view.strategy([P] + [R] * (len(terms) - 1), [P])
 
 
+def tensordot(view: OpView) -> Iterable[Strategy]:
+    """Pairs of dims are contracted; the others of the first operand come before those of the second."""
+    args = view.args()
+    (left, right), pairs = ([[f"{side}{k}" for k in range(len(t.shape))] for side, t in zip("lr", view.ins, strict=True)]), 0
+    for i, j in zip(args["dims_self"], args["dims_other"], strict=True):  # type: ignore[arg-type]
+        left[i] = right[j] = f"k{(pairs := pairs + 1)}"  # type: ignore[index]
+    out = [name for name in (*left, *right) if not name.startswith("k")]
+    yield from split_names(view, [tuple(left), tuple(right)], [tuple(out)], [False, False])
+    yield view.strategy([P, R], [P])
+
+
+register("aten.tensordot", tensordot)
 register("aten.matmul", matmul)
 register("aten.addmm", addmm)
 register("aten.einsum", einsum)

@@ -18,9 +18,9 @@ log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor 
 nan_to_num nextafter not_equal polar pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign
 signbit silu sin sinc sinh softplus softshrink softsign special_expit special_erf special_log1p sqrt square tan tanh
 tanhshrink threshold trunc xlogy zeros_like ones_like full_like empty_like where angle lerp addcmul addcdiv
-__and__ __or__ __xor__ __lshift__ __rshift__ masked_fill complex float_power
+__and__ __or__ __xor__ __lshift__ __rshift__ masked_fill complex float_power max.other min.other fill zero isin.Tensor_Scalar
 """
-LINEAR_UNARY = "neg clone contiguous alias positive conj conj_physical resolve_conj real imag detach to type_as _to_copy"
+LINEAR_UNARY = "neg clone contiguous alias positive conj conj_physical resolve_conj real imag detach to type_as _to_copy lift_fresh_copy"
 
 
 def align(view: OpView) -> list[tuple[int, ...]]:
@@ -101,6 +101,26 @@ def prelu(view: OpView) -> Iterable[Strategy]:
             yield view.strategy([S(d, g), S(0, g) if per_channel else R], [S(d, g)])
 
 
+def copy(view: OpView) -> Iterable[Strategy]:
+    """The second operand in the shape and type of the first, which gives nothing else and gets a gradient of zero."""
+    yield from pointwise(view)
+    if all(t.dtype.is_floating_point for t in view.ins):
+        yield view.strategy([R, P], [P])
+        yield view.strategy([P, P], [P])
+
+
+def feature_dropout(view: OpView) -> Iterable[Strategy]:
+    """Drops whole channels; where nothing is dropped, it is a copy."""
+    args = view.args()
+    if not args["train"] or args["p"] == 0:
+        yield from linear_unary(view)
+
+
+def matches(view: OpView) -> Iterable[Strategy]:
+    """where(condition) gives the positions, whose number depends on the data."""
+    return ()
+
+
 def glu(view: OpView) -> Iterable[Strategy]:
     """Halves dim `dim`: split inside each half, or on another dim."""
     dim = view.args()["dim"]
@@ -121,6 +141,9 @@ register("aten.view_as_real aten.view_as_complex", complex_view)
 register("aten.add aten.sub aten.subtract", add)
 register("aten.mul aten.multiply", multiply)
 register("aten.div aten.divide aten.true_divide", divide)
+register("aten.copy", copy)
+register("aten.where.default", matches)
+register("aten.feature_dropout", feature_dropout)
 register("aten.dropout", dropout)
 register("aten.prelu", prelu)
 register("aten.glu", glu)
