@@ -11,9 +11,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import RenderError
-from autopar.ir import Arg, BlockCall, Lowered, Op, Ref, StageProgram, refs
+from autopar.ir import Arg, BlockCall, Layout, Lowered, Op, Ref, StageProgram, refs
 
-__all__ = ["BlockFunction", "Call", "block_functions", "relative"]
+__all__ = ["BlockFunction", "Call", "agreed_layouts", "block_functions", "relative"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,16 @@ def block_functions(lowered: Lowered, weights: Mapping[str, str]) -> tuple[Block
     )
 
 
+def agreed_layouts(function: BlockFunction, layouts: Mapping[str, Mapping[str, Layout]]) -> dict[str, dict[str, Layout]]:
+    """Axis -> value of the first call -> layout, where the corresponding values of all calls have the same one."""
+    made = [[o for op in call.ops for o in op.outputs if o is not None] for call in function.calls]
+    agreed: dict[str, dict[str, Layout]] = {}
+    for axis, of in layouts.items():
+        same = (values for values in zip(*made, strict=True) if len({of.get(v) for v in values}) == 1)
+        agreed[axis] = {values[0]: of[values[0]] for values in same if values[0] in of}
+    return agreed
+
+
 def _calls(stage: StageProgram) -> Iterable[Call]:
     free_from = 0
     for call in sorted(stage.calls, key=lambda c: c.span.start):
@@ -87,7 +97,7 @@ def _key(call: Call, lowered: Lowered) -> Hashable:
     """Equal for two calls if and only if one function serves both."""
     made = {o: (k, j) for k, op in enumerate(call.ops) for j, o in enumerate(op.outputs) if o is not None}
     taken = {value: n for n, value in enumerate(call.takes)}
-    types, layouts = lowered.program.types, lowered.program.layouts
+    types = lowered.program.types
 
     def place(arg: Arg) -> Hashable:
         if isinstance(arg, Ref):
@@ -97,9 +107,7 @@ def _key(call: Call, lowered: Lowered) -> Hashable:
         return (type(arg), repr(arg))  # 1, 1.0 and True differ; nan equals nan
 
     def describe(op: Op) -> Hashable:
-        results = tuple(
-            None if o is None else (str(types.get(o)), *((axis, str(at[o])) for axis, at in layouts.items() if o in at)) for o in op.outputs
-        )
+        results = tuple(None if o is None else str(types.get(o)) for o in op.outputs)
         return (op.target, place(op.args), tuple((k, place(v)) for k, v in op.kwargs), results, op.multi, op.no_grad)
 
     return (call.call.block, tuple(map(describe, call.ops)), tuple(made[value] for value in call.gives))

@@ -236,7 +236,7 @@ def _infix(left: ast.expr, operator: ast.AST, right: ast.expr, arguments: _Argum
         if number and side is left and arguments.parameter(side.id).is_tensor:
             raise NoForm  # a number that stands for a tensor promotes otherwise on the left of some operators
         text = arguments.text(side.id)
-        texts.append(f"({text})" if text.startswith("-") else text)
+        texts.append(f"({text})" if side is left and text.startswith("-") else text)  # -2 ** x is -(2 ** x)
     if not any(arguments.is_ref(side.id) for side in (left, right)):
         raise NoForm
     return f"{texts[0]} {OPERATORS[type(operator)]} {texts[1]}"

@@ -80,6 +80,7 @@ class Function:
         self.names = Names(taken)
         self.local: dict[str, str] = {}  # value -> its local name
         self.arguments: set[str] = set()
+        self.ends_in_no_grad = False  # the last line written stands under `with torch.no_grad():`
 
     def argument(self, value: str, name: str = "") -> str:
         """Take a value as an argument; its name in the signature (`name`, where that is not free to choose)."""
@@ -127,6 +128,7 @@ class Function:
                 for name in stale:
                     self.names.forget(name)
             before = piece
+        self.ends_in_no_grad = before.no_grad
         return lines
 
     def _code(self, item: Item) -> Code:
@@ -156,7 +158,7 @@ class Function:
         if (piece.module, piece.source) == (before.module, before.source):
             return []
         path = "" if piece.module in (before.module, self.prefix) else relative(piece.module, self.prefix) or piece.module
-        text = comment_text("  ".join(filter(None, (path, without_directory(piece.source)))))
+        text = "  ".join(filter(None, (comment_text(path), comment_text(without_directory(piece.source)))))
         room = WIDTH - len(INDENT * depth) - 2
         return [f"{INDENT * depth}# {text if len(text) <= room else text[: room - 3] + '...'}"] if text else []
 

@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Iterable
 
-__all__ = ["RESERVED", "Names", "comment_text", "identifier", "is_plain"]
+__all__ = ["RESERVED", "Names", "comment_text", "identifier", "is_plain", "short"]
 
 IMPORTED = frozenset({"torch", "F", "C", "L", "Manifest", "ParamSpec", "BufferSpec", "InputSpec", "Stage", "recompute"})
 OWN = frozenset({"MANIFEST", "STAGES", "prologue", "self", "mesh", "w", "unused", "_"})
@@ -24,6 +24,8 @@ def is_plain(text: str) -> bool:
 
 def identifier(text: str) -> str:
     """A plain identifier made of any text: 'h.0.attn' -> 'h_0_attn', 'in' -> 'in_', '' -> 'x'."""
+    if is_plain(text):
+        return text
     name = re.sub(r"[^0-9A-Za-z]+", "_", text).strip("_") or "x"
     if name[0].isdigit():
         name = f"x_{name}"

@@ -1,0 +1,481 @@
+"""The emitted file: its parts, what it computes, and what it never contains."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autopar.errors import RenderError
+from autopar.ir import (
+    Block,
+    BlockCall,
+    Buffer,
+    I,
+    Input,
+    Lowered,
+    Op,
+    Param,
+    Program,
+    R,
+    Ref,
+    S,
+    Span,
+    StageProgram,
+    TensorType,
+    refs,
+)  # fmt: skip
+from autopar.render import check_source, load, manifest_source, render
+from autopar.render.literals import literal
+from autopar.render.names import RESERVED, comment_text, identifier, short
+from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+
+pytestmark = pytest.mark.pure
+
+f32, i64 = torch.float32, torch.int64
+
+
+class Weights(dict):
+    """Tensors by name, seen from a prefix."""
+
+    def at(self, prefix: str) -> Weights:
+        return Weights({k.removeprefix(f"{prefix}."): v for k, v in self.items() if k.startswith(f"{prefix}.")})
+
+
+class Mesh:
+    device = torch.device("cpu")
+    dp = tp = pp = None
+
+
+def stage_of(module: object, index: int, weights: Weights) -> Callable[..., tuple[torch.Tensor, ...]]:
+    stage = module.STAGES[index]()  # type: ignore[attr-defined]
+    stage.weights, stage.mesh = weights, Mesh()
+    return stage.forward
+
+
+def op(
+    target: str,
+    *args: object,
+    out: str | tuple[str | None, ...],
+    module: str = "",
+    source: str = "",
+    no_grad: bool = False,
+    **kwargs: object,
+) -> Op:
+    outputs = (out,) if isinstance(out, str) else out
+    return Op(
+        target=target,
+        args=args,
+        kwargs=tuple(kwargs.items()),
+        outputs=outputs,
+        multi=not isinstance(out, str),
+        module=module,
+        source=source,
+        no_grad=no_grad,
+    )
+
+
+def r(name: str) -> Ref:
+    return Ref(name)
+
+
+def layer(n: int, x: str, scale: str = "scale") -> tuple[Op, ...]:
+    """h.n: linear without bias, halves multiplied, times a value from outside."""
+    at = f"h.{n}"
+    return (
+        op("aten.linear.default", r(x), r(f"p_h_{n}_w"), out=f"h_{n}_up", module=f"{at}.up", source="/home/me/model.py:7: y = self.up(x)"),
+        op(
+            "aten.chunk.default",
+            r(f"h_{n}_up"),
+            2,
+            -1,
+            out=(f"h_{n}_a", f"h_{n}_b"),
+            module=at,
+            source="/home/me/model.py:8: a, b = y.chunk(2, -1)",
+        ),
+        op("aten.mul.Tensor", r(f"h_{n}_a"), r(f"h_{n}_b"), out=f"h_{n}_mul", module=at, source="/home/me/model.py:9: y = a * b * scale"),
+        op("aten.mul.Tensor", r(f"h_{n}_mul"), r(scale), out=f"h_{n}_out", module=at, source="/home/me/model.py:9: y = a * b * scale"),
+    )
+
+
+def toy(layers: int = 2, recompute: bool = False, cut: bool = False) -> tuple[Lowered, Manifest]:
+    """x (4, 6) -> layers -> cross entropy against y (4,) summed, divided by a count that the
+    prologue makes; a buffer counts the steps."""
+    scale = (op("aten.exp.default", r("p_log_scale"), out="scale", source="model.py:3: scale = self.log_scale.exp()"),)
+    blocks = [layer(n, "x" if n == 0 else f"h_{n - 1}_out") for n in range(layers)]
+    tail = (
+        op(
+            "aten.cross_entropy_loss.default",
+            r(f"h_{layers - 1}_out"),
+            r("y"),
+            None,
+            2,
+            -100,
+            out="total",
+            source="model.py:20: loss = ce(x, y)",
+        ),
+        op("aten.div.Tensor", r("total"), r("count"), out="loss"),
+        op("aten.add.Tensor", r("b_steps"), 1, out="steps_next", no_grad=True),
+    )
+    prologue = (op("aten.ne.Scalar", r("y"), -100, out="labelled"), op("aten.sum.default", r("labelled"), out="count", dtype=f32))
+    types = {
+        "x": TensorType((4, 6), f32),
+        "y": TensorType((4,), i64),
+        "scale": TensorType((), f32),
+        "loss": TensorType((), f32),
+        "total": TensorType((), f32),
+    }
+    types |= {
+        "b_steps": TensorType((), i64),
+        "steps_next": TensorType((), i64),
+        "count": TensorType((), f32),
+        "p_log_scale": TensorType((), f32),
+    }
+    for n in range(layers):
+        types |= {f"p_h_{n}_w": TensorType((12, 6), f32), f"h_{n}_up": TensorType((4, 12), f32)}
+        types |= {f"h_{n}_{v}": TensorType((4, 6), f32) for v in ("a", "b", "mul", "out")}
+    ops = (*scale, *(o for b in blocks for o in b), *tail)
+    spans = tuple(Span(1 + 4 * n, 5 + 4 * n) for n in range(layers))
+    program = Program(
+        name="Toy",
+        inputs=(Input(value="x", path=(0,)), Input(value="y", path=("y",))),
+        params=(Param(value="p_log_scale", fqn="log_scale"), *(Param(value=f"p_h_{n}_w", fqn=f"h.{n}.up.weight") for n in range(layers))),
+        buffers=(Buffer(value="b_steps", fqn="steps", mutated=True),),
+        ops=ops, loss="loss", types=types, mutations=(("b_steps", "steps_next"),),
+        blocks=(Block(spans=spans, prefixes=tuple(f"h.{n}" for n in range(layers))),),
+        layouts={"dp": {"x": S(0), "h_0_up": S(0), "loss": I}, "tp": {"h_0_up": R}},
+    )  # fmt: skip
+    mutations = (("b_steps", "steps_next"),)
+
+    def calls(first: int, numbers: range) -> tuple[BlockCall, ...]:
+        starts = {n: first + 4 * (n - numbers.start) for n in numbers}
+        return tuple(BlockCall(span=Span(s, s + 4), block=0, instance=n, prefix=f"h.{n}", recompute=recompute) for n, s in starts.items())
+
+    if cut:
+        half = layers // 2
+        edge = f"h_{half - 1}_out"
+        stages = (
+            StageProgram(index=0, ops=(*scale, *sum(blocks[:half], ())), receives=(), sends=(edge,), calls=calls(1, range(half))),
+            StageProgram(
+                index=1,
+                ops=(*scale, *sum(blocks[half:], ()), *tail),
+                receives=(edge,),
+                sends=("loss",),
+                calls=calls(1, range(half, layers)),
+                mutations=mutations,
+            ),
+        )
+    else:
+        stages = (StageProgram(index=0, ops=ops, receives=(), sends=("loss",), calls=calls(1, range(layers)), mutations=mutations),)
+    manifest = Manifest(
+        model="Toy",
+        mesh={"pp": len(stages), "dp": 2, "tp": 1},
+        micro_batches=1,
+        schedule="1f1b",
+        zero=1,
+        params=tuple(ParamSpec(name=p.fqn, shape=types[p.value].shape, dtype="float32", layouts={"dp": "R"}) for p in program.params),
+        buffers=(BufferSpec(name="steps", shape=(), dtype="int64"),),
+        inputs=(
+            InputSpec(name="x", path=(0,), shape=(8, 6), dtype="float32", layouts={"dp": "S(0)"}),
+            InputSpec(name="y", path=("y",), shape=(8,), dtype="int64"),
+        ),
+        positional=("x", "y"),
+    )
+    return Lowered(program=program, stages=stages, prologue=prologue, prologue_outputs=("count",)), manifest
+
+
+def toy_values(layers: int) -> tuple[Weights, dict[str, torch.Tensor]]:
+    weights = Weights({f"h.{n}.up.weight": torch.randn(12, 6, requires_grad=True) for n in range(layers)})
+    weights |= {"log_scale": torch.tensor(0.3, requires_grad=True), "steps": torch.tensor(4)}
+    return weights, {"x": torch.randn(4, 6), "y": torch.tensor([0, -100, 5, 2])}
+
+
+def toy_loss(layers: int, weights: Weights, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    x = batch["x"]
+    for n in range(layers):
+        a, b = F.linear(x, weights[f"h.{n}.up.weight"]).chunk(2, -1)
+        x = a * b * weights["log_scale"].exp()
+    return F.cross_entropy(x, batch["y"])
+
+
+@pytest.mark.parametrize("layers, recompute, cut", [(2, False, False), (3, True, False), (4, False, True), (2, True, True)])
+def test_emitted_module_computes_the_program(layers: int, recompute: bool, cut: bool) -> None:
+    lowered, manifest = toy(layers, recompute, cut)
+    source = render(lowered, manifest)
+    assert source.count("def block_") == 1, "one function for all instances"
+    assert source.count("recompute(block_0") == (layers if recompute else 0)
+    module = load(source)
+    assert manifest == module.MANIFEST
+    weights, batch = toy_values(layers)
+    expected = torch.autograd.grad(toy_loss(layers, weights, batch), [v for v in weights.values() if v.requires_grad])
+    extra = module.prologue(Mesh(), **batch)
+    assert set(extra) == {"count"}
+    values: tuple[torch.Tensor, ...] = ()
+    for index in range(len(module.STAGES)):
+        values = stage_of(module, index, weights)(*values, **batch, **extra)
+        assert [(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in values] == list(module.STAGES[index].sends)
+    (loss,) = values
+    found = torch.autograd.grad(loss, [v for v in weights.values() if v.requires_grad])
+    torch.testing.assert_close(loss, toy_loss(layers, weights, batch), rtol=0, atol=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert weights["steps"] == 5, "the buffer is changed at the end of the forward"
+
+
+def test_reading_it(golden: Callable[[str, str], None]) -> None:
+    lowered, manifest = toy(4, recompute=True, cut=True)
+    source = render(lowered, manifest)
+    assert source == render(*toy(4, recompute=True, cut=True)), "the same input gives the same bytes"
+    assert "/home/me" not in source
+    assert max(map(len, source.splitlines())) <= 120
+    golden("toy.py.txt", source)
+
+
+def test_weights_that_do_not_correspond_are_arguments() -> None:
+    """Instance 1 uses the weight of instance 0 (shared across blocks): it is passed, the block is still one function."""
+    lowered, manifest = toy(2)
+    stage = lowered.stages[0]
+    ops = tuple(o if o.outputs != ("h_1_up",) else dataclasses.replace(o, args=(o.args[0], r("p_h_0_w"))) for o in stage.ops)
+    source = render(dataclasses.replace(lowered, stages=(dataclasses.replace(stage, ops=ops),)), manifest)
+    assert source.count("def block_") == 1
+    assert source.count('w["h.0.up.weight"]') == 2
+    weights, batch = toy_values(2)
+    shared = Weights({**weights, "h.1.up.weight": weights["h.0.up.weight"]})
+    (loss,) = stage_of(load(source), 0, weights)(**batch, count=torch.tensor(3.0))
+    torch.testing.assert_close(loss, toy_loss(2, shared, batch))
+
+
+@pytest.mark.parametrize("change", [{"args": (r("h_1_a"), r("h_1_a"))}, {"target": "aten.add.Tensor"}, {"no_grad": True}])
+def test_instances_that_differ_have_their_own_function(change: dict[str, object]) -> None:
+    lowered, manifest = toy(2)
+    stage = lowered.stages[0]
+    ops = tuple(dataclasses.replace(o, **change) if o.outputs == ("h_1_mul",) else o for o in stage.ops)
+    source = render(dataclasses.replace(lowered, stages=(dataclasses.replace(stage, ops=ops),)), manifest)
+    assert source.count("def block_") == 2
+
+
+def test_constants_true_and_one_are_told_apart() -> None:
+    lowered, manifest = toy(2)
+    stage = lowered.stages[0]
+    numbers = {"h_0_mul": 1, "h_1_mul": True}
+    ops = tuple(dataclasses.replace(o, args=(o.args[0], numbers[o.name])) if o.name in numbers else o for o in stage.ops)
+    assert render(dataclasses.replace(lowered, stages=(dataclasses.replace(stage, ops=ops),)), manifest).count("def block_") == 2
+
+
+def test_values_used_outside_a_block_are_returned() -> None:
+    lowered, manifest = toy(2)
+    stage = lowered.stages[0]
+    extra = op("aten.add.Tensor", r("loss"), r("h_0_a"), out="more")
+    changed = dataclasses.replace(stage, ops=(*stage.ops, extra), sends=("more", "h_1_out", "x"))
+    types = {**lowered.program.types, "more": TensorType((4, 6), f32)}
+    program = lowered.program.replace(types=types)
+    source = render(dataclasses.replace(lowered, program=program, stages=(changed,)), manifest)
+    weights, batch = toy_values(2)
+    more, h, x = stage_of(load(source), 0, weights)(**batch, count=torch.tensor(3.0))
+    a = F.linear(batch["x"], weights["h.0.up.weight"]).chunk(2, -1)[0]
+    torch.testing.assert_close(more, toy_loss(2, weights, batch) + a)
+    assert x is batch["x"]
+    assert h.shape == (4, 6)
+
+
+def test_large_dead_values_do_not_outlive_their_use() -> None:
+    """Without names given again or deleted, a chain of unlike operators would keep every result until the end."""
+    types, ops, last = {"x": TensorType((1000,), f32)}, [], "x"
+    for n, name in enumerate("sin cos tanh exp sigmoid abs square neg".split() * 4):  # noqa: SIM905
+        value = f"{name}_of_{'abcdefgh'[n % 8]}_{n}"
+        ops.append(op(f"aten.{name}.default", r(last), out=value, source=f"model.py:{n}: step"))
+        types[value] = TensorType((1000,), f32)
+        last = value
+    types["loss"] = TensorType((), f32)
+    ops.append(op("aten.sum.default", r(last), out="loss", source="model.py:99: sum"))
+    program = Program(name="Chain", inputs=(Input(value="x", path=(0,)),), params=(), buffers=(), ops=tuple(ops), loss="loss", types=types)
+    stage = StageProgram(index=0, ops=program.ops, receives=(), sends=("loss",))
+    manifest = Manifest(
+        model="Chain", mesh={"pp": 1, "dp": 1, "tp": 1}, micro_batches=1, schedule="1f1b", zero=0, params=(), buffers=(),
+        inputs=(InputSpec(name="x", path=(0,), shape=(1000,), dtype="float32"),),
+    )  # fmt: skip
+    module = load(render(Lowered(program=program, stages=(stage,)), manifest))
+    alive: list[int] = []
+    forward = stage_of(module, 0, Weights())
+
+    def watch(frame: object, event: str, arg: object) -> Callable[..., object]:
+        if event == "line":
+            alive.append(sum(isinstance(v, torch.Tensor) for v in frame.f_locals.values()))  # type: ignore[attr-defined]
+        return watch
+
+    sys.settrace(lambda frame, event, arg: watch if frame.f_code is module.Stage0.forward.__code__ else None)
+    try:
+        forward(x=torch.rand(1000))
+    finally:
+        sys.settrace(None)
+    assert len(alive) > 30
+    assert max(alive) <= 3, "the input, the value that is read and the one that is made"
+
+
+# ------------------------------------------------------------------------------------------------------ untrusted names
+EVIL = [
+    "in",
+    "self",
+    "w",
+    "mesh",
+    "torch",
+    "unused",
+    "a b",
+    "x'); import os #",
+    "1st",
+    "",
+    "print",
+    "__class__",
+    "naïve",
+    "block_0",
+    "a\n    b",
+    "F",
+]
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_names_from_the_user_are_data(name: str) -> None:
+    """Inputs, modules and values may be called anything."""
+    lowered, manifest = toy(2)
+    rename = {"x": f"{name}_", "h_0_mul": name or "empty", "scale": f"{name} "}
+
+    def renamed(o: Op) -> Op:
+        def new(arg: object) -> object:
+            if isinstance(arg, tuple):
+                return tuple(map(new, arg))
+            return Ref(rename.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
+
+        return dataclasses.replace(
+            o, args=tuple(map(new, o.args)), outputs=tuple(rename.get(v, v) if v else v for v in o.outputs),
+            module=f"h.{name}", source=f"{name}: {name}\n evil()\x00",
+        )  # fmt: skip
+
+    stage = dataclasses.replace(lowered.stages[0], ops=tuple(map(renamed, lowered.stages[0].ops)))
+    prefix = f"blocks.{name}"
+    calls = tuple(dataclasses.replace(c, prefix=f"{prefix}.{c.instance}") for c in stage.calls)
+    program = lowered.program.replace(
+        inputs=(Input(value=rename["x"], path=(name,)), lowered.program.inputs[1]),
+        params=tuple(dataclasses.replace(p, fqn=p.fqn.replace("h.", f"{prefix}.")) for p in lowered.program.params),
+    )
+    changed = dataclasses.replace(lowered, program=program, stages=(dataclasses.replace(stage, calls=calls),))
+    x_spec = dataclasses.replace(manifest.inputs[0], name=name, path=(name,))
+    source = render(changed, dataclasses.replace(manifest, model=name, schedule=name, inputs=(x_spec, manifest.inputs[1])))
+    module = load(source)
+    assert module.MANIFEST.inputs[0].path == (name,)
+    keyword = module.MANIFEST.inputs[0].name
+    weights, batch = toy_values(2)
+    named = Weights({k.replace("h.", f"{prefix}."): v for k, v in weights.items()})
+    (loss,) = stage_of(module, 0, named)(**{keyword: batch["x"]}, y=batch["y"], count=torch.tensor(3.0))
+    torch.testing.assert_close(loss, toy_loss(2, weights, batch))
+    calls_made = {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
+    assert not any("evil" in c or "import" in c for c in calls_made)
+
+
+def test_identifiers() -> None:
+    for text in (*EVIL, "h.0.attn", *RESERVED):
+        name = identifier(text)
+        assert name.isidentifier() and name.isascii() and name not in RESERVED
+        compile(f"{name} = 1", "", "exec")
+    assert identifier("h.0.attn") == "h_0_attn"
+    assert identifier("input_ids") == "input_ids"
+    assert short("transformer_h_3_ln_1", "transformer.h.3") == "ln"
+    assert short("add_12") == "add"
+    assert short("sum_1") == "sum_"
+    assert len(short("a_very_long_name_of_a_module_deep_inside_of_a_model_linear")) <= 32
+    assert comment_text("a\n b\r\u2028c\x00\ud800") == "a b c"
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("import os\n", "import of os"),
+        ("from os import path\n", "import from os"),
+        ("from . import x\n", "import from None"),
+        ("MANIFEST = eval('1')\n", "builtin 'eval'"),
+        ("def f():\n    return nothing\n", "undefined name 'nothing'"),
+        ("def f(x):\n    return x.__class__\n", "attribute __class__"),
+        ("print(1)\n", "a Expr at the top level"),
+        ("x = lambda: 1\n", "a lambda"),
+        ("x = (\n", "does not parse"),
+        ("x = '\x00'\n", "does not parse"),
+        ("def f():\n    import os\n    return os\n", "import of os"),
+        ("MANIFEST = 1\nSTAGES = ()\nclass Stage0:\n    pass\n", "0 stages were to be written"),
+        ("X = 1\n", "MANIFEST is not defined"),
+    ],
+)
+def test_check_refuses(source: str, message: str) -> None:
+    with pytest.raises(RenderError, match=message):
+        check_source(source, stages=0)
+
+
+def test_a_program_that_cannot_be_written_is_refused() -> None:
+    lowered, manifest = toy(2)
+    stage = lowered.stages[0]
+
+    def rendered(**changes: object) -> str:
+        return render(dataclasses.replace(lowered, stages=(dataclasses.replace(stage, **changes),)), manifest)
+
+    with pytest.raises(RenderError, match="'h_1_out' is read before it is made"):
+        rendered(ops=stage.ops[:4], calls=(), mutations=(), sends=("h_1_out",))
+    with pytest.raises(RenderError, match="overlaps"):
+        rendered(calls=(stage.calls[0], stage.calls[0]))
+    with pytest.raises(RenderError, match="no buffer"):
+        rendered(mutations=(("x", "loss"),))
+    with pytest.raises(RenderError, match=r"does not name the inputs \[\('y',\)\]"):
+        render(lowered, dataclasses.replace(manifest, inputs=manifest.inputs[:1]))
+    with pytest.raises(RenderError, match="no literal form"):
+        manifest_source(dataclasses.replace(manifest, constant_inputs=((("a",), object()),)))
+
+
+def test_literals_are_exact() -> None:
+    for value in (
+        None,
+        True,
+        3,
+        -3,
+        1e-5,
+        0.1 + 0.2,
+        -0.0,
+        1e300,
+        math.inf,
+        -math.inf,
+        complex(1, -2),
+        "a\"b'\n\\",
+        (),
+        (1,),
+        ((1, 2), "x"),
+        [1],
+        {"a": (1,)},
+    ):
+        found = eval(literal(value))
+        assert found == value and type(found) is type(value)
+    assert math.isnan(eval(literal(math.nan)))
+    assert math.copysign(1, eval(literal(-0.0))) == -1
+    assert literal(torch.float32) == "torch.float32"
+    assert literal(torch.channels_last) == "torch.channels_last"
+    assert literal((r("a"), None), lambda name: f"<{name}>") == "(<a>, None)"
+
+
+def test_debuggers_see_the_source() -> None:
+    module = load(render(*toy(2)))
+    assert "F.linear" in inspect.getsource(module.block_0)
+    with pytest.raises(KeyError) as caught:
+        stage_of(module, 0, Weights())(x=torch.rand(4, 6), y=torch.zeros(4, dtype=i64), count=1)
+    assert 'torch.exp(w["log_scale"])' in "".join(traceback.format_exception(caught.value))
+
+
+def test_refs_of_the_toy_are_known() -> None:
+    """The test program itself is well formed."""
+    lowered, _ = toy(3)
+    known = {i.value for i in lowered.program.inputs} | {p.value for p in lowered.program.params} | {"b_steps", "count"}
+    for o in lowered.program.ops:
+        assert set(refs(o)) <= known
+        known |= {v for v in o.outputs if v}
