@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 from autopar.catalog import OpView, localized, strategies_of
 from autopar.catalog.rule import is_random, rule_of
 from autopar.catalog.schema import resolve
-from autopar.ir import Arg, I, Kind, Layout, Op, R, Ref, Strategy, TensorType, refs
+from autopar.ir import Arg, I, Kind, Layout, Op, R, Ref, Strategy, TensorType
 
 # What an operator raises that was given operands that it does not take.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, KeyError, AssertionError)
-UNDEFINED = frozenset("empty_like new_empty empty empty_strided new_empty_strided empty_permuted".split())
+UNDEFINED = ("empty_like", "new_empty", "empty", "empty_strided", "new_empty_strided", "empty_permuted")  # of any value
 SIZES = {"XS": (3, 4), "S": (5, 8), "M": (10, 16), "L": (20, 16)}  # op_db's sizes hardly divide: name -> (as it is, as we want it)
 
 
@@ -305,7 +305,8 @@ class Recorder(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, torch._ops.OpOverload):
-            self.calls.append((str(target), *pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, dict(kwargs)))))
+            copies = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, dict(kwargs)))
+            self.calls.append((str(target), *copies))
         return super().call_function(target, args, kwargs)
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from autopar.catalog.rule import OpView
 from autopar.ir import Layout, P, R, S, Strategy, TensorType
 
-__all__ = ["Dims", "Term", "parse_terms", "split_names"]
+__all__ = ["Dims", "Term", "carried", "parse_terms", "split_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,14 @@ def split_names(
             outs = [P if c else S(names.index(name), g) for names, c in zip(results, contracted, strict=True)]
             if any(x.is_shard for x in ins):
                 yield view.strategy(ins, outs)
+
+
+def carried(view: OpView, dims: Iterable[int]) -> Iterable[Strategy]:
+    """Split each of these dims of the first operand, which every result has at the same place and in the same order; the
+    other operands are R."""
+    for d in dims:
+        for g in view.splits(view.ins[0].shape[d]):
+            yield view.strategy([S(d, g), *[R] * (len(view.ins) - 1)], [S(d, g)] * len(view.outs))
 
 
 def _fits(name: str, size: int, names: tuple[str, ...], t: TensorType) -> bool:

@@ -19,7 +19,7 @@ from autopar.catalog.schema import bind, parameters, tensor_refs
 from autopar.ir import Arg, I, Layout, Op, P, R, Strategy, TensorType
 
 __all__ = [
-    "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "is_random", "local_code", "localized",
+    "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "draws", "is_random", "local_code", "localized",
     "localizes", "register", "rule_of", "set_args", "strategies_of", "summable",
 ]  # fmt: skip
 
@@ -107,7 +107,7 @@ def strategies_of(view: OpView) -> tuple[Strategy, ...]:
     """All strategies of an operator on an axis of view.n ranks, the trivial ones first. Those that do not divide, that
     make a partial value of a type that cannot be summed, or that a rule states twice are left out."""
     trivial = [
-        view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in ((I,) if is_random(view.op.target) else (I, R))
+        view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in ((I,) if draws(view.op) else (I, R))
     ]
     rule = rule_of(view.op.target)
     stated = list(rule(view)) if rule is not None else []
@@ -124,15 +124,21 @@ def summable(t: TensorType) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex or t.dtype.itemsize >= 4
 
 
-RANDOM = frozenset(
+RANDOM = (
     "dropout feature_dropout alpha_dropout native_dropout bernoulli bernoulli_ rand randn randint rand_like randn_like "
-    "randint_like normal multinomial uniform exponential randperm rrelu".split()
+    "randint_like normal multinomial uniform exponential randperm rrelu"
 )
 
 
 def is_random(target: str) -> bool:
-    """Whether the operator draws random numbers (attention with dropout is refused on its own by its rule)."""
-    return target.split(".")[1] in RANDOM
+    """Whether the operator always draws random numbers."""
+    return target.split(".")[1] in RANDOM.split()
+
+
+def draws(op: Op) -> bool:
+    """Whether this call draws random numbers: always, or for a dropout that is part of it (attention, recurrent layers)."""
+    bound = bind(op)
+    return is_random(op.target) or bool((bound.get("dropout_p") or bound.get("dropout")) and bound.get("train", True))
 
 
 def set_args(op: Op, **changes: Arg) -> Op:
