@@ -131,13 +131,13 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the plan on local workers in float64 and compare loss, gradients and parameters with the single-process model."""
+    if plan_file is not None and pin:
+        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
+    _check_gpus(gpus)
     from autopar.plan.plan import Plan
     from autopar.verify import verify as run_verify
 
-    if plan_file is not None and pin:
-        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
     with _answers_only(as_json):
-        _check_gpus(gpus)
         result = run_verify(
             target, gpus, plan=Plan.load(_readable(plan_file)) if plan_file else None, pins=_pins(pin), cluster=cluster,
             memory=_memory(memory), loss=_loss(loss), steps=steps,
@@ -183,9 +183,9 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Plan and train a small GPT-2 on this machine, beside the same model on one process."""
+    _check_gpus(gpus)
     from autopar.demo import run_demo
 
-    _check_gpus(gpus)
     with _answers_only(as_json):
         result = run_demo(gpus=gpus, steps=steps, folder=out, pins=_pins(pin))
     if as_json:

@@ -106,7 +106,8 @@ def _solver() -> Check:
     x = pulp.LpVariable("x", lowBound=0, upBound=10, cat="Integer")
     program += x
     program += 3 * x <= 20
-    for name, solver in (("HiGHS", pulp.HiGHS(msg=False)), ("CBC", pulp.PULP_CBC_CMD(msg=False))):
+    for name, make in (("HiGHS", pulp.HiGHS), ("CBC", pulp.PULP_CBC_CMD)):
+        solver = make(msg=False)
         if solver.available():
             status = program.solve(solver)
             if pulp.LpStatus[status] == "Optimal" and x.value() == 6:

@@ -12,7 +12,6 @@ from autopar.report.units import bytes_text, count_text, seconds_text, table
 
 __all__ = ["plan_json", "plan_text"]
 
-GIB = 2**30
 AXES = {"pp": "pipeline stages", "dp": "data parallel", "tp": "tensor parallel"}
 ZERO = {
     0: "replicated over dp",
@@ -91,11 +90,12 @@ def _stages(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    rows = [
-        (i, *(f"{getattr(stage.memory, f'{term}_bytes') / GIB:.3f}" for term in MEMORY_TERMS), f"{stage.memory.total_bytes / GIB:.3f}")
-        for i, stage in enumerate(plan.stages)
-    ]
-    return "memory of one rank, GiB\n" + table(("stage", *MEMORY_TERMS.values(), "all"), rows)
+    unit, factor = ("GiB", 2**30) if max(plan.memory_bytes) >= 2**30 else ("MiB", 2**20)
+    rows = []
+    for i, stage in enumerate(plan.stages):
+        amounts = [getattr(stage.memory, f"{term}_bytes") for term in MEMORY_TERMS]
+        rows.append((i, *(f"{amount / factor:.2f}" for amount in (*amounts, stage.memory.total_bytes))))
+    return f"memory of one rank, {unit}\n" + table(("stage", *MEMORY_TERMS.values(), "all"), rows)
 
 
 def _strategies(plan: Plan) -> str:

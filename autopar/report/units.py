@@ -16,13 +16,13 @@ BYTES = {"": 1, "B": 1} | {
 
 def parse_bytes(text: str) -> int:
     """'80GiB', '80 GB', '512M' (binary) or '80e9' to bytes. ValueError, with an example, for anything else."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in BYTES.items()}
-    if match is None or match[2].lower() not in units or match[1].count(".") > 1 or match[1].startswith(".e"):
+    if match is None or match[2].lower() not in units:
         raise ValueError(f"not an amount of memory: {text!r}; write it as 80GiB, 80GB or 512MiB")
     amount = int(float(match[1]) * units[match[2].lower()])
-    if amount <= 0:
-        raise ValueError(f"an amount of memory is positive: {text!r}")
+    if amount == 0:
+        raise ValueError(f"an amount of memory is at least a byte: {text!r}")
     return amount
 
 
