@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -170,7 +171,10 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it.
         The figures are those of torch.nn.utils.clip_grad_norm_ on the original model."""
-        return state.clip_grad_norm_(self._held.values(), self.mesh, max_norm, norm_type, self.device)
+        dtype = functools.reduce(torch.promote_types, (getattr(torch, spec.dtype) for spec in self.manifest.params))
+        return state.clip_grad_norm_(
+            self._held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
+        )
 
     # ------------------------------------------------------------------------------------------------------------ state
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:

@@ -73,14 +73,19 @@ def assemble(specs: Iterable[Spec], local: Callable[[str], Tensor], mesh: Mesh, 
         yield spec, full
 
 
-def clip_grad_norm_(held: Iterable[Held], mesh: Mesh, max_norm: float, norm_type: float, device: torch.device) -> Tensor:
-    """Collective: as torch.nn.utils.clip_grad_norm_ on the unsplit model. Returns the norm before clipping.
+def clip_grad_norm_(
+    held: Iterable[Held], mesh: Mesh, *, max_norm: float, norm_type: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Collective: as torch.nn.utils.clip_grad_norm_ on the unsplit model. Returns the norm before clipping, in `dtype`,
+    which must be the same on all ranks (copies of a parameter would drift apart).
 
     Each element counts once: of a replica the rank with index 0 on the axis, of copies on several stages the first stage's.
     """
     held = [one for one in held if one.param.grad is not None]
     grads = [one.param.grad for one in held if _counts(one, mesh) and one.param.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads, norm_type).to(device, torch.float64) if grads else torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if grads:
+        total += torch.nn.utils.get_total_norm(grads, norm_type)
     if mesh.world > 1:
         if math.isinf(norm_type):
             dist.all_reduce(total, dist.ReduceOp.MAX)
@@ -88,7 +93,6 @@ def clip_grad_norm_(held: Iterable[Held], mesh: Mesh, max_norm: float, norm_type
             total = total.pow(norm_type)
             dist.all_reduce(total)
             total = total.pow(1 / norm_type)
-    dtype = next((g.dtype for g in grads), torch.get_default_dtype())
     total = total.to(dtype)
     torch.nn.utils.clip_grads_with_norm_([one.param for one in held], max_norm, total)
     return total

@@ -1,0 +1,134 @@
+"""Hand-written parallel forms of one model, trained for three steps, against the model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.run_model import B, Model, batch, emitted, tensors
+from torch import Tensor
+
+from autopar.run import ParallelModule, WorkerPool
+from autopar.run.state import assemble
+
+pytestmark = pytest.mark.gloo
+FORMS: dict[str, dict[str, Any]] = {
+    "dp4": {"dp": 4},
+    "tp4": {"tp": 4},
+    "dp2_tp2": {"dp": 2, "tp": 2},
+    "dp2_tp2_sequence": {"dp": 2, "tp": 2, "sequence": True},
+    "dp2_tp2_recompute": {"dp": 2, "tp": 2, "recomputed": True},
+    "dp2_tp2_accumulate": {"dp": 2, "tp": 2, "micro_batches": 4},
+    "dp4_zero1": {"dp": 4, "zero": 1},
+    "dp2_tp2_zero1_sequence": {"dp": 2, "tp": 2, "zero": 1, "sequence": True},
+    "dp4_zero1_accumulate": {"dp": 4, "zero": 1, "micro_batches": 2},
+    "dp4_zero3": {"dp": 4, "zero": 3},
+    "dp4_zero3_recompute": {"dp": 4, "zero": 3, "recomputed": True},
+    "dp2_tp2_zero3_sequence": {"dp": 2, "tp": 2, "zero": 3, "sequence": True},
+    "dp4_zero3_accumulate": {"dp": 4, "zero": 3, "micro_batches": 2},
+    "pp2_dp2_gpipe": {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "gpipe"},
+    "pp2_dp2_1f1b": {"pp": 2, "dp": 2, "micro_batches": 4},
+    "pp2_tp2_recompute": {"pp": 2, "tp": 2, "micro_batches": 2, "recomputed": True},
+    "pp2_tp2_sequence": {"pp": 2, "tp": 2, "micro_batches": 2, "sequence": True},
+    "pp2_dp2_zero1": {"pp": 2, "dp": 2, "micro_batches": 4, "zero": 1},
+    "pp2_dp2_zero3": {"pp": 2, "dp": 2, "micro_batches": 4, "zero": 3},
+    "pp4_1f1b": {"pp": 4, "micro_batches": 8},
+    "pp4_few_micro_batches": {"pp": 4, "micro_batches": 2},
+    "pp2_dp2_one_micro_batch": {"pp": 2, "dp": 2},
+}
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the size of what is expected."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) if b.numel() else 0.0
+
+
+def _train(form: dict[str, Any]) -> dict[str, float]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)  # ranks need not agree: rank 0's parameters are everyone's
+    model = ParallelModule(emitted(**form), tensors(Model().double()))
+    torch.manual_seed(0)
+    reference = Model().double()
+    worst = dict.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0)
+
+    def note(key: str, a: Tensor, b: Tensor) -> None:
+        worst[key] = max(worst[key], _error(a, b))
+
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = dict(reference.named_parameters())
+    for step in range(3):
+        given = batch(step)
+        loss, target = model(**given), reference(**given)
+        ours.zero_grad()
+        theirs.zero_grad()
+        (loss * 3).backward()
+        (target * 3).backward()
+        note("loss", loss.detach(), target.detach())
+        held = model._held
+        trained = [s for s in model.manifest.params if s.trainable and s.name != "unused"]
+        for spec, grad in assemble(trained, lambda name: held[name].param.grad, model.mesh, model.device):
+            note("gradient", grad, expected[spec.name].grad)
+        assert all(p.grad is None for name, p in model.named_parameters() if name in ("unused", "frozen"))
+        note("norm", model.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+        ours.step()
+        theirs.step()
+    with torch.no_grad():
+        note("loss", model(**batch(9)), reference(**batch(9)))
+        reference.seen.fill_(3 * model.manifest.micro_batches + model.manifest.micro_batches)  # counted once a forward
+    full = model.full_state_dict()
+    assert set(full) == set(reference.state_dict())
+    fresh = Model().double()
+    fresh.load_state_dict(full, strict=True)
+    for name, tensor in reference.state_dict().items():
+        note("parameter", full[name].double(), tensor.double())
+    _check_copies(model)
+    return worst
+
+
+def _check_copies(model: ParallelModule) -> None:
+    """Copies of one parameter are equal to the bit: over dp and tp where it is not cut, over the stages that share it."""
+    mesh = model.mesh
+    local = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.world)]
+    torch.distributed.all_gather_object(everyone, local)
+    for spec in model.manifest.params:
+        cut_tp = spec.layouts["tp"].startswith("S")
+        copies: dict[tuple[int, int], Tensor] = {}
+        for rank, theirs in enumerate(everyone):
+            if spec.name in theirs:
+                _, dp, tp = mesh._unflatten(rank)
+                key = (dp if spec.zero_dim is not None else 0, tp if cut_tp else 0)
+                assert torch.equal(theirs[spec.name], copies.setdefault(key, theirs[spec.name])), spec.name
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_training_equals_one_process(workers: WorkerPool, name: str) -> None:
+    for worst in workers.run(_train, FORMS[name], timeout_s=60):
+        assert max(worst.values()) < 1e-11, worst
+
+
+def _names(form: dict[str, Any]) -> list[str]:
+    model = ParallelModule(emitted(**form), tensors(Model().double()))
+    assert set(model.state_dict()) <= set(Model().state_dict())
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_names_are_the_original_ones(workers: WorkerPool) -> None:
+    original = [name for name, _ in Model().named_parameters()]
+    whole = workers.run(_names, {"dp": 2, "tp": 2}, timeout_s=60)
+    assert all(sorted(names) == sorted(original) for names in whole)
+    staged = workers.run(_names, {"pp": 2, "dp": 2, "micro_batches": 2}, timeout_s=60)
+    assert set(staged[0]) | set(staged[3]) == set(original)
+    assert set(staged[0]) & set(staged[3]) == {"wte.weight"}
+
+
+def test_one_process_needs_no_group() -> None:
+    model = ParallelModule(emitted(), tensors(Model().double()))
+    torch.manual_seed(0)
+    loss = model.train_step(batch(0))
+    torch.manual_seed(0)
+    assert loss.shape == () and not loss.requires_grad
+    assert model(batch(0)["input_ids"], labels=batch(0)["labels"]).item() == loss.item()
+    assert B == 16
