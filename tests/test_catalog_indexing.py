@@ -257,6 +257,9 @@ def further_cases() -> list[Case]:
         case_of("aten.tensordot.default", a, b, [1], [0]),
         case_of("aten.tensordot.default", real(4, 6, 2), real(6, 8, 4), [-2, 0], [0, 2]),
         case_of("aten.tensordot.default", a, b, [], []),
+        *(case_of("aten.slice.Tensor", real(4, 24), -1, start, None, step) for start, step in ((0, 2), (1, 2), (2, 3), (3, 3), (-24, 2), (2, 2))),
+        case_of("aten.slice.Tensor", real(4, 24), 1, 0, 23, 2),
+        case_of("aten.slice.Tensor", real(4, 24), 1, 0, 22, 2),
         case_of("aten.where.default", torch.ones(4, dtype=torch.bool)),
     ]
 

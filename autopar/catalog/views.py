@@ -152,6 +152,10 @@ def slice_(view: OpView) -> Iterable[Strategy]:
         segment = size // g
         if start % segment == 0 and (stop - start) % segment == 0 and stop > start:
             yield view.strategy([S(dim, g)], [S(dim, (stop - start) // segment)])
+    every = step > 1 and start < step and view.outs[0].shape[dim] * step == size
+    for g in view.splits(size) if every else ():  # one of each `step`, all along the dim: whole steps on every rank
+        if size // (g * view.n) % step == 0:
+            yield view.strategy([S(dim, g)], [S(dim, g)])
 
 
 def _slice_bounds(view: OpView) -> tuple[int, int, int, int]:
@@ -273,9 +277,11 @@ def _repeat(op: Op, view: OpView, strategy: Strategy) -> Op:
 def _slice(op: Op, view: OpView, strategy: Strategy) -> Op:
     if not strategy.inputs[0].is_shard:
         return op
-    dim, start, stop, _ = _slice_bounds(view)
+    dim, start, stop, step = _slice_bounds(view)
     if strategy.inputs[0].dim != dim:
         return op
+    if step > 1:
+        return set_args(op, end=view.ins[0].shape[dim] // view.n)
     start, stop = start // view.n, stop // view.n
     if op.target.split(".")[1] == "narrow":
         return set_args(op, start=start, length=stop - start)
