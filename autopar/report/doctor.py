@@ -61,8 +61,8 @@ def _python() -> Check:
 def _torch() -> Check:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
-        return Check(name="torch", state="missing", found=torch.__version__, remedy="2.11 or newer is needed")
-    return Check(name="torch", state="ok", found=torch.__version__)
+        return Check(name="torch", state="missing", found=str(torch.__version__), remedy="2.11 or newer is needed")
+    return Check(name="torch", state="ok", found=str(torch.__version__))
 
 
 def _gloo() -> Check:
