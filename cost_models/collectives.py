@@ -142,8 +142,14 @@ def double_tree(kind: Kind, nbytes: float, group: Group) -> Traffic | None:
 
 
 def fully_connected(kind: Kind, nbytes: float, group: Group) -> Traffic | None:
-    """Each rank exchanges with each other at once: one step, but nothing is shared by the ranks of a node."""
+    """Each rank exchanges with each other at once: one step, but nothing is shared by the ranks of a node.
+
+    All-to-all is always done so. The other collectives are where every pair has a wire of its own: behind switches the
+    libraries (NCCL, gloo) keep to rings and trees.
+    """
     n, r, m = group.ranks, group.per_node, group.nodes
+    if kind != "all_to_all" and (m > 1 or group.cluster.intra.switched or group.rings < r - 1):
+        return None
     phases = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}.get(kind)
     if phases is None:
         return None
@@ -256,10 +262,11 @@ def price_collective(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *,
     if cluster.nodes is not None and group.nodes > cluster.nodes:
         raise ValueError(f"{kind}: {ranks} ranks, {per_node} a node, need {group.nodes} nodes; {cluster.name} has {cluster.nodes}")
     best: Priced | None = None
+    protocol: Protocol
     for name, algorithm in ALGORITHMS.items():
         if (traffic := algorithm(kind, float(nbytes), group)) is None:
             continue
-        for protocol in PROTOCOLS:
+        for protocol in PROTOCOLS if not traffic.in_switch else ("simple",):  # the switch adds whole packets, without flags
             time_s = _time_s(traffic, protocol, group)
             if best is None or time_s < best.time_s:
                 best = Priced(algorithm=name, protocol=protocol, time_s=time_s)
