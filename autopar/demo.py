@@ -29,7 +29,7 @@ __all__ = ["Measured", "Outcome", "build_model", "corpus", "draw_batches", "run_
 
 BATCH, SEQUENCE = 8, 128  # a step of one process takes under a second on two cores
 CORPUS_BYTES = 8 * 2**20
-LEARNING_RATE = 5e-4
+LEARNING_RATE = 3e-4
 WARM_UP = 2  # steps not timed: the first allocate, and start the links between workers
 TOLERANCE = 1e-3  # relative, of every step's loss in float32: sums are taken in another order than on one process
 
