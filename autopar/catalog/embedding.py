@@ -62,7 +62,8 @@ def embedding_bag(view: OpView) -> Iterable[Strategy]:
     if args["sparse"] or args["scale_grad_by_freq"] or args["mode"] not in (0, 1) or args["per_sample_weights"] is not None:
         return
     for g in view.splits(view.ins[0].shape[1]):
-        yield view.strategy([S(1, g), R, R], [S(1, g), R, R, R])
+        layouts = (S(1, g), R, R, R)
+        yield view.strategy([S(1, g), R, R], [x for x, name in zip(layouts, view.op.outputs, strict=True) if name is not None])
 
 
 register("aten.embedding", embedding)
