@@ -286,6 +286,24 @@ def test_values_used_outside_a_block_are_returned() -> None:
     assert h.shape == (4, 6)
 
 
+def test_buffers_that_change_places() -> None:
+    """All new values are read before any buffer changes, views of buffers too."""
+    buffers = tuple(Buffer(value=f"b_{n}", fqn=n, mutated=True) for n in ("left", "right", "turned"))
+    types = {"x": TensorType((), f32), "loss": TensorType((), f32), "flipped": TensorType((2, 2), f32)}
+    types |= {"b_left": TensorType((2,), f32), "b_right": TensorType((2,), f32), "b_turned": TensorType((2, 2), f32)}
+    ops = (op("aten.transpose.int", r("b_turned"), 0, 1, out="flipped"), op("aten.mul.Tensor", r("x"), 2, out="loss"))
+    inputs = (Input(value="x", path=("x",)),)
+    program = Program(name="Swap", inputs=inputs, params=(), buffers=buffers, ops=ops, loss="loss", types=types)
+    mutations = (("b_left", "b_right"), ("b_right", "b_left"), ("b_turned", "flipped"))
+    stage = StageProgram(index=0, ops=ops, receives=(), sends=("loss",), mutations=mutations)
+    _, manifest = toy(1)
+    manifest = dataclasses.replace(manifest, params=(), buffers=(), inputs=(InputSpec(name="x", path=("x",), shape=(), dtype="float32"),))
+    module = load(render(Lowered(program=program, stages=(stage,)), manifest))
+    weights = Weights(left=torch.tensor([1.0, 2.0]), right=torch.tensor([3.0, 4.0]), turned=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    stage_of(module, 0, weights)(x=torch.tensor(1.0))
+    assert {k: v.tolist() for k, v in weights.items()} == {"left": [3, 4], "right": [1, 2], "turned": [[1, 3], [2, 4]]}
+
+
 def test_large_dead_values_do_not_outlive_their_use() -> None:
     """Without names given again or deleted, a chain of unlike operators would keep every result until the end."""
     types, ops, last = {"x": TensorType((1000,), f32)}, [], "x"

@@ -12,7 +12,7 @@ from autopar.ir import Arg, Op, Ref, TensorType, refs
 from autopar.render.forms import FORMS, REDUCTION
 from autopar.render.literals import Code, literal
 
-__all__ = ["call", "generic_call"]
+__all__ = ["call", "generic_call", "makes_new_tensor"]
 
 RefCode = Callable[[str], str]
 DEVICE = "mesh.device"
@@ -67,6 +67,11 @@ def generic_call(op: Op, ref: RefCode) -> Code:
         else:
             positional.append((given.text(p.name), given.at_default(p.name)))
     return Code(head, (*_without_trailing_defaults(positional), *keywords), ")")
+
+
+def makes_new_tensor(op: Op) -> bool:
+    """Whether the result certainly shares no memory with an operand: that of arithmetic and comparisons."""
+    return op.target in FORMS and isinstance(_parsed(FORMS[op.target]), ast.BinOp | ast.UnaryOp | ast.Compare)
 
 
 def _keyword(name: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from autopar.errors import RenderError
 from autopar.ir import Layout, Op, TensorType, refs
@@ -12,6 +11,7 @@ from autopar.render.blocks import relative
 from autopar.render.calls import call
 from autopar.render.literals import INDENT, WIDTH, Code, statement, string
 from autopar.render.names import Names, comment_text, short
+from autopar.render.pieces import Piece, Wanted, pieces, without_directory
 
 __all__ = ["Facts", "Function", "Item"]
 
@@ -20,12 +20,14 @@ BIG = 4  # a dead local of at least 1/BIG of the largest one's bytes is deleted,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What comments and expressions need to know. usual: the dtype that comments leave out. axes: the mesh, axis -> size."""
+    """What comments and expressions need to know. usual: the dtype that comments leave out. axes: the mesh, axis -> size.
+    wanted: the user's own names of values."""
 
     types: Mapping[str, TensorType]
     layouts: Mapping[str, Mapping[str, Layout]]
     axes: Mapping[str, int]
     usual: str
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)
 
     def comment(self, value: str) -> str:
         """'(4, 16, 64) bfloat16 dp=S(0) tp=I': shape on one rank, dtype if unusual, layout on each axis of more than one rank."""
@@ -60,18 +62,6 @@ class Item:
         return Item(takes=refs(op), gives=op.outputs, op=op, unpack=op.multi or len(op.outputs) > 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Statements [start, stop) that stem from one line of the user's model, or one block call."""
-
-    start: int
-    stop: int
-    module: str = ""
-    source: str = ""
-    no_grad: bool = False
-    is_call: bool = False
-
-
 class Function:
     """Writes one function. `weights`: value -> fqn of what is looked up in w; `prefix`: the path that w stands at."""
 
@@ -85,7 +75,8 @@ class Function:
     def argument(self, value: str, name: str = "") -> str:
         """Take a value as an argument; its name in the signature (`name`, where that is not free to choose)."""
         self.arguments.add(value)
-        self.local[value] = self.names.hold(value, name or short(value, self.prefix))
+        wanted = self.facts.wanted.get(value)
+        self.local[value] = self.names.hold(value, name or (wanted.name if wanted is not None else short(value, self.prefix)))
         return self.local[value]
 
     def source(self, value: str) -> str:
@@ -106,7 +97,7 @@ class Function:
         biggest = max((self._nbytes(v) for item in items for v in item.gives if v is not None), default=0)
         lines: list[str] = []
         before = Piece(start=0, stop=0)
-        for piece in pieces(items):
+        for piece in pieces([item.op for item in items]):
             depth = self.depth + int(piece.no_grad)
             if piece.no_grad and not before.no_grad:
                 lines.append(f"{INDENT * self.depth}with torch.no_grad():")
@@ -147,40 +138,22 @@ class Function:
             if value is None or value not in last:
                 names.append("_")
                 continue
-            self.local[value] = self.names.hold(value, short(value, self.prefix))
+            wanted = self.facts.wanted.get(value)
+            by_user = wanted is not None and (not wanted.on_the_way or self.names.available(wanted.name))
+            base = wanted.name if wanted is not None and by_user else short(value, self.prefix)
+            self.local[value] = self.names.hold(value, base)
             names.append(self.local[value])
         if all(n == "_" for n in names):
             return ""
         return f"({names[0]},)" if item.unpack and len(names) == 1 else ", ".join(names)
 
     def _heading(self, before: Piece, piece: Piece, depth: int) -> list[str]:
-        """The comment above a piece: the module's path, if it is another than before, and the user's line."""
-        if (piece.module, piece.source) == (before.module, before.source):
-            return []
+        """The comment above a piece: the module's path and the user's line, each if it is another than before."""
         path = "" if piece.module in (before.module, self.prefix) else relative(piece.module, self.prefix) or piece.module
-        text = "  ".join(filter(None, (comment_text(path), comment_text(without_directory(piece.source)))))
+        line = "" if piece.source == before.source else without_directory(piece.source)
+        text = "  ".join(filter(None, map(comment_text, (path, line))))
         room = WIDTH - len(INDENT * depth) - 2
         return [f"{INDENT * depth}# {text if len(text) <= room else text[: room - 3] + '...'}"] if text else []
 
     def _nbytes(self, value: str) -> int:
         return self.facts.types[value].nbytes if value in self.facts.types else 0
-
-
-def pieces(items: Sequence[Item]) -> list[Piece]:
-    """Runs of operators of one line of the user's. Operators that autopar added belong to the piece that they stand in."""
-    found: list[Piece] = []
-    for index, item in enumerate(items):
-        op = item.op
-        module, source = (op.module, op.source) if op is not None else ("", "")
-        no_grad = op is not None and op.no_grad
-        if found and found[-1].no_grad == no_grad and op is not None and not found[-1].is_call:
-            if (module, source) in ((found[-1].module, found[-1].source), ("", "")):
-                found[-1] = replace(found[-1], stop=index + 1)
-                continue
-        found.append(Piece(start=index, stop=index + 1, module=module, source=source, no_grad=no_grad, is_call=op is None))
-    return found
-
-
-def without_directory(source: str) -> str:
-    """'/home/me/model.py:12: code' -> 'model.py:12: code': the emitted file must not depend on where the user's lies."""
-    return re.sub(r"\A(?:[A-Za-z]:)?[^:]*[/\\]", "", source)

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from autopar.errors import RenderError
 from autopar.ir import Lowered, StageProgram, refs
 from autopar.render.blocks import BlockFunction, Call, agreed_layouts, block_functions
+from autopar.render.calls import makes_new_tensor
 from autopar.render.check import check_source
 from autopar.render.functions import Facts, Function, Item, dtype_name
 from autopar.render.literals import INDENT, WIDTH, Code, literal, statement, string
-from autopar.render.names import comment_text, identifier
+from autopar.render.names import comment_text, identifier, short
+from autopar.render.pieces import Wanted, wanted_names
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
 
 __all__ = ["manifest_source", "render"]
@@ -109,9 +111,18 @@ class _Writer:
         self.blocks = block_functions(lowered, named)
         self.function_of = {(c.stage, c.call.span.start): (f, c) for f in self.blocks for c in f.calls}
         self.usual = self._usual_dtype()
-        self.facts = Facts(types=program.types, layouts=program.layouts, axes=dict(manifest.mesh), usual=self.usual)
+        self.facts = Facts(types=program.types, layouts=program.layouts, axes=dict(manifest.mesh), usual=self.usual, wanted=self._wanted())
         self.inputs = self._inputs()
-        self.keywords = self.inputs | self._prologue_keywords()
+        prologue = self._prologue_keywords()
+        self.keywords = self.inputs | prologue
+        over_time = {prologue[v]: text for v, text in self.manifest.prologue.items()}
+        self.manifest = dataclasses.replace(self.manifest, prologue=over_time)
+
+    def _wanted(self) -> dict[str, Wanted]:
+        found = wanted_names(self.lowered.prologue, self.lowered.prologue_outputs)
+        for stage in self.lowered.stages:
+            found |= wanted_names(stage.ops, (*stage.sends, *(value for _, value in stage.mutations)), self.weights)
+        return found
 
     def _usual_dtype(self) -> str:
         types = self.lowered.program.types
@@ -182,11 +193,7 @@ class _Writer:
         body = writer.write(items, kept)
         if stage.mutations and not writer.ends_in_no_grad:
             body.append(f"{INDENT * 2}with torch.no_grad():")
-        buffers = {b.value for b in self.lowered.program.buffers}
-        for buffer, value in stage.mutations:
-            if buffer not in buffers:
-                raise RenderError(f"stage {stage.index} changes {buffer!r}, which is no buffer")
-            body += statement("", Code(f"w[{string(self.weights[buffer])}].copy_({writer.source(value)})"), depth=3)
+        body += self._mutations(stage, writer)
         lines = [
             f"class Stage{stage.index}(Stage):",
             *self._described(stage),
@@ -199,6 +206,22 @@ class _Writer:
             *_returned(tuple(map(writer.source, stage.sends)), depth=2, always_tuple=True),
         ]
         return "\n".join(lines) + "\n"
+
+    def _mutations(self, stage: StageProgram, writer: Function) -> list[str]:
+        """The buffers take their new values. One that may share memory with a buffer is copied before any buffer changes."""
+        buffers = {b.value for b in self.lowered.program.buffers}
+        makers = {o: op for op in stage.ops for o in op.outputs if o is not None}
+        copies, changes = [], []
+        for buffer, value in stage.mutations:
+            if buffer not in buffers:
+                raise RenderError(f"stage {stage.index} changes {buffer!r}, which is no buffer")
+            source = writer.source(value)
+            if value not in makers or not makes_new_tensor(makers[value]):
+                name = writer.names.hold(f"{value} copied", short(value))
+                copies += statement(name, Code(f"{source}.clone()"), depth=3)
+                source = name
+            changes += statement("", Code(f"w[{string(self.weights[buffer])}].copy_({source})"), depth=3)
+        return [*copies, *changes]
 
     def _items(self, stage: StageProgram) -> list[Item]:
         items: list[Item] = []

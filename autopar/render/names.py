@@ -67,6 +67,10 @@ class Names:
         self._holders[name] = value
         return name
 
+    def available(self, name: str) -> bool:
+        """Whether nothing that is alive has this name."""
+        return self._holders.get(name) is None
+
     def release(self, name: str) -> None:
         """The value of this name is dead: the name may be given again."""
         self._holders[name] = None

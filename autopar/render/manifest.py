@@ -1,0 +1,82 @@
+"""Plan and lowered program -> the manifest that the emitted file states."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from autopar.ir import I, Layout, Lowered, Program, TensorType, refs
+from autopar.plan.plan import Plan
+from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+
+__all__ = ["make_manifest", "positional_names"]
+
+
+def positional_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of the positional parameters of a model's forward, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
+
+
+def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = ()) -> Manifest:
+    """program: as captured, whose types are the global shapes."""
+    local = lowered.program
+    used: dict[str, list[int]] = {}
+    for stage in lowered.stages:
+        for value in dict.fromkeys([*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)]):
+            used.setdefault(value, []).append(stage.index)
+    params = tuple(
+        ParamSpec(
+            name=p.fqn,
+            shape=program.types[p.value].shape,
+            dtype=_dtype(program.types[p.value]),
+            aliases=p.aliases,
+            trainable=p.trainable,
+            layouts=_layouts(p.layouts),
+            stages=tuple(used.get(p.value, (0,))),
+            zero_dim=plan.zero_dims.get(p.fqn),
+            gather="use" if plan.zero == 3 else "step",
+        )
+        for p in local.params
+    )
+    buffers = tuple(
+        BufferSpec(
+            name=b.fqn or b.value,
+            shape=program.types[b.value].shape,
+            dtype=_dtype(program.types[b.value]),
+            persistent=b.persistent and b.fqn is not None,
+            constant=b.fqn is None,
+            layouts=_layouts(b.layouts),
+            stages=tuple(used.get(b.value, (0,))),
+        )
+        for b in local.buffers
+    )
+    inputs = tuple(
+        InputSpec(
+            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]), layouts=_layouts(x.layouts)
+        )
+        for x in local.inputs
+    )
+    over_time = local.layouts.get("time", {})
+    return Manifest(
+        model=program.name,
+        mesh=dict(plan.mesh),
+        micro_batches=plan.micro_batches,
+        schedule=plan.schedule,
+        zero=plan.zero,
+        params=params,
+        buffers=buffers,
+        inputs=inputs,
+        positional=positional,
+        constant_inputs=program.constant_inputs,
+        prologue={v: str(over_time[v]) for v in lowered.prologue_outputs},
+    )
+
+
+def _layouts(layouts: tuple[tuple[str, Layout], ...]) -> dict[str, str]:
+    return {axis: str(layout) for axis, layout in layouts if layout != I}
+
+
+def _dtype(t: TensorType) -> str:
+    return str(t.dtype).removeprefix("torch.")
