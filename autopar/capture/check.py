@@ -40,7 +40,7 @@ def check_program(
     values |= {b.value: tensors[b.value].clone() for b in program.buffers}
     with torch.enable_grad(), _same_randomness(tensors):
         found = run_program(program, values)
-        found_grads = torch.autograd.grad(found, list(trainable.values()), allow_unused=True) if found.requires_grad else [None] * len(trainable)
+        found_grads = torch.autograd.grad(found, list(trainable.values()), allow_unused=True)
     tolerance = max(_TOLERANCE.get(t.dtype, 0.0) for t in [*trainable.values(), expected])
     if not _close(expected, found, tolerance * max(1.0, abs(expected.item()))):
         raise CaptureError(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import io
 import linecache
+import logging
 import os
 import re
+import sys
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +25,7 @@ from autopar.errors import CaptureError
 
 __all__ = ["PREFIX", "Step", "export", "frozen_model", "source_line"]
 
+_CONTAINERS = (dict, OrderedDict, list, set)
 PREFIX = "model"  # the name of the user's model inside Step
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
@@ -80,12 +86,29 @@ def _describe(x: object) -> str:
 
 def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
     """torch.export of one call, in its training form (operators as the user called them, in-place ones included)."""
+    printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), _quiet():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
-            return torch.export.export(step, args, dict(kwargs), strict=False)
+            exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except _FAILURES as e:
         raise CaptureError(_explain(step.model, e)) from e
+    sys.stderr.write(printed.getvalue())
+    return exported
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch's tracers do not log: their failures are raised as well, and a CaptureError explains them."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before):
+            logger.disabled = disabled
 
 
 @contextlib.contextmanager
@@ -93,7 +116,7 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
     """Inside, Hugging Face configs have use_cache=False; after it, every attribute of every module is what it was before."""
     configs = list({id(c): c for m in model.modules() for c in _configs(getattr(m, "config", None))}.values())
     caching = [c for c in configs if c.use_cache]
-    state = [(m, dict(vars(m)), [dict(d) for d in (m._parameters, m._buffers, m._modules)]) for m in model.modules()]
+    state = [(vars(m), _contents(vars(m))) for m in model.modules()]
     try:
         for config in caching:
             config.use_cache = False
@@ -101,13 +124,23 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
     finally:
         for config in caching:
             config.use_cache = True
-        for module, attributes, tables in state:
-            for added in vars(module).keys() - attributes.keys():
-                del vars(module)[added]
-            vars(module).update(attributes)
-            for table, entries in zip((module._parameters, module._buffers, module._modules), tables):
-                table.clear()
-                table.update(entries)
+        for attributes, before in state:
+            _restore(attributes, before)
+
+
+def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute of a module with a copy of what it holds, if it is a container (tables of parameters, of hooks)."""
+    return {name: (x, copy.copy(x) if type(x) in _CONTAINERS else None) for name, x in attributes.items()}
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
+    for added in attributes.keys() - before.keys():
+        del attributes[added]
+    for name, (value, held) in before.items():
+        attributes[name] = value
+        if held is not None:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(held)
 
 
 def _configs(config: object, depth: int = 3) -> Iterator[Any]:
@@ -125,7 +158,7 @@ def _in_library(path: str) -> bool:
     return path.startswith((_TORCH, _OWN, "<")) or f"{os.sep}contextlib.py" in path
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source_line(stack_trace: str) -> str:
     """'file.py:12: the code' of the innermost line of a stack trace that is not torch's; '' if there is none."""
     for frame in reversed(_FRAME.findall(stack_trace)):
@@ -149,8 +182,8 @@ def _remedy(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
     if "DataDependent" in text or "data-dependent" in text or "unbacked" in text.lower():
         return (
-            "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use torch.where or "
-            "masking, a fixed capacity, or a Python number known before the call"
+            "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use "
+            "torch.where or masking, a fixed capacity, or a Python number known before the call"
         )
     if "vmap" in text or "functorch" in text:
         return "replace torch.vmap or torch.func transforms in the forward by batched operators"

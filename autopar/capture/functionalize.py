@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import Any
 
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
@@ -59,7 +58,7 @@ def functionalize(trace: Trace, infer: Inference) -> tuple[Trace, tuple[tuple[st
 class _Functionalizer:
     def __init__(self, trace: Trace, infer: Inference) -> None:
         self.trace, self.infer = trace, infer
-        self.metas: dict[str, Meta] = {n: trace.metas[n] for n in _given(trace)}
+        self.metas: dict[str, Meta] = {n: trace.metas[n] for n in trace.given}
         self.ops: list[Traced] = []
         self.same_as: dict[str, str] = {}  # the result of an in-place operator is its operand
         self.views: dict[str, _View] = {}
@@ -69,8 +68,8 @@ class _Functionalizer:
         self.origin: Traced  # the traced operator that is being rewritten
 
     def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
-        for self.origin in self.trace.ops:
-            op = self.origin.op
+        for traced in self.trace.ops:
+            self.origin, op = traced, traced.op
             written = [a.name for a in resolve(op.target)._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             if not written:
                 self._read_only(op)
@@ -86,7 +85,8 @@ class _Functionalizer:
             if self.version.get(first, 0):
                 if buffer.fqn is None:
                     raise CaptureError(
-                        f"the forward changes a tensor of the model that is neither parameter nor buffer\n  what to do: register it as a buffer"
+                        "the forward changes a tensor of the model that is neither parameter nor buffer\n  what to do: register it "
+                        "as a buffer"
                     )
                 mutations.append((buffer.value, self._now(first)))
         written = [i.value for i in self.trace.inputs if self.version.get(i.value, 0)]
@@ -160,7 +160,8 @@ class _Functionalizer:
                 if op.args[flag] and isinstance(operand, Ref) and all(b.value != operand.name for b in self.trace.buffers):
                     raise self._error(f"{op.target} updates running statistics that are not a buffer as it was at the start of the forward")
 
-    def _error(self, what: str, remedy: str = "use the operator that returns a new tensor instead of the one that writes in place") -> CaptureError:
+    def _error(self, what: str) -> CaptureError:
+        remedy = "use the operator that returns a new tensor instead of the one that writes in place"
         return CaptureError(f"{what}\n  at {self.origin.op.source}\n  what to do: {remedy}")
 
     # ------------------------------------------------------------------------------------------------------- in place
@@ -257,8 +258,8 @@ class _Functionalizer:
             dims = tuple(reversed(range(len(shape)))) if kind != "aten.mT" else (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
             return self._new("aten.permute.default", Ref(new), dims, like=wish)
         if kind == "aten.permute":
-            dims = [d % len(shape) for d in argument("dims")]
-            return self._new("aten.permute.default", Ref(new), tuple(dims.index(i) for i in range(len(dims))), like=wish)
+            order = [d % len(shape) for d in argument("dims")]
+            return self._new("aten.permute.default", Ref(new), tuple(order.index(i) for i in range(len(order))), like=wish)
         if kind in ("aten.slice", "aten.narrow"):
             dim, start, end, step = argument("dim"), argument("start"), argument("end"), argument("step")
             if kind == "aten.narrow":
@@ -281,12 +282,8 @@ class _Functionalizer:
         raise self._error(f"{self.origin.op.target} writes through {op.target} of {op.source or 'the model'}")
 
 
-def _arguments(op: Op) -> Callable[[str], Arg]:
+def _arguments(op: Op) -> Callable[[str], Any]:
     """The operator's arguments by name; None for those that are not given."""
     names = [a.name for a in resolve(op.target)._schema.arguments]
     given = dict(zip(names, op.args)) | dict(op.kwargs)
     return given.get
-
-
-def _given(trace: Trace) -> list[str]:
-    return [x.value for x in (*trace.inputs, *trace.params, *trace.buffers)]

@@ -64,12 +64,12 @@ def lift_to_float64() -> Iterator[None]:
     float32, float_, default = torch.float32, torch.float, torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     # Code that compares with torch.float32 (`if x.dtype != torch.float32`) must take the branch that it takes unlifted.
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    torch.float32 = torch.float = torch.float64
     try:
         with _LiftMode():
             yield
     finally:
-        torch.float32, torch.float = float32, float_  # type: ignore[misc]
+        torch.float32, torch.float = float32, float_
         torch.set_default_dtype(default)
 
 

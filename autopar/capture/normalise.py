@@ -72,11 +72,12 @@ def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterat
 
 
 def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]:
-    """Drops operators whose result is their operand, makes default dtypes explicit, and types every value anew; also what dropped values are called now.
+    """Drops operators whose result is their operand, makes default dtypes explicit, and types every value anew; also what
+    dropped values are called now.
 
     Raises CaptureError where autocast changed the precision of an operator.
     """
-    metas = {v.value: trace.metas[v.value] for v in (*trace.inputs, *trace.params, *trace.buffers)}
+    metas = {value: trace.metas[value] for value in trace.given}
     renamed: dict[str, str] = {}
     kept: list[Traced] = []
     for traced in trace.ops:
@@ -117,7 +118,7 @@ def _explicit_dtype(op: Op, traced: Mapping[str, Meta]) -> Op:
     """A factory that leaves its floating dtype to torch's default says it."""
     arguments = [a.name for a in resolve(op.target)._schema.arguments]
     output = op.outputs[0]
-    if refs(op) or "dtype" not in arguments or output not in traced or not traced[output].dtype.is_floating_point:
+    if refs(op) or "dtype" not in arguments or output is None or not traced[output].dtype.is_floating_point:
         return op
     if op.kwarg("dtype") is not None or len(op.args) > arguments.index("dtype"):
         return op

@@ -17,7 +17,7 @@ from autopar.capture.export import Step, export, frozen_model
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.infer import Inference
 from autopar.capture.normalise import has_effect, normalise, remove_dead, split_label_means
-from autopar.capture.trace import Trace, flatten
+from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
 from autopar.ir import Buffer, Program, Ref
 
@@ -46,13 +46,12 @@ def capture(
     return one. check: run model and program on the inputs and compare loss and gradients (not on meta). The model is left as
     it was. Raises CaptureError with the line of the model's source and what to do.
     """
-    positional = not isinstance(example_inputs, Mapping)
-    args, kwargs = (tuple(example_inputs), {}) if positional else ((), dict(example_inputs))
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     step = Step(model, loss)
     infer = Inference()
     with frozen_model(model):
         exported = export(step, *_copied(args, kwargs))
-        trace = flatten(model, exported, positional)
+        trace = flatten(model, exported)
         trace, mutations = functionalize(trace, infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
@@ -69,14 +68,15 @@ def capture(
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = tuple(t.op for t in trace.ops)
     types = {name: meta.type for name, meta in trace.metas.items()}
-    used = {o for op in ops for o in op.outputs if o is not None} | {x.value for x in (*trace.inputs, *trace.params, *trace.buffers)}
+    used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
     changed |= {copy for copy, first in trace.buffer_copies if first in changed}
     buffers = tuple(
         Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed) for b in trace.buffers
     )
-    state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params} | {b.value: ("buffer", b.mutated) for b in buffers}
+    state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
+    state |= {b.value: ("buffer", b.mutated) for b in buffers}
     blocks = find_blocks(ops, [t.calls for t in trace.ops], types, state)
     if not types[trace.loss].grad:
         raise CaptureError(
@@ -111,5 +111,5 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 def _inputs_by_value(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     leaves = {}
     for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
-        leaves[tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)[1:]] = leaf
+        leaves[leaf_path(path)] = leaf
     return {i.value: leaves[i.path] for i in program.inputs}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import keyword
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from autopar.capture.infer import Meta, meta_of
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 
-__all__ = ["Names", "Trace", "Traced", "flatten"]
+__all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
 
 _ASSERTIONS = ("_assert_", "sym_constrain", "_functional_assert", "_functional_sym", "_check")
 _CASTS = {"aten.to", "aten._to_copy", "aten.type_as", "aten._autocast_to_full_precision", "aten._autocast_to_reduced_precision"}
@@ -76,10 +74,15 @@ class Trace:
     names: Names
     notes: tuple[str, ...] = ()
 
+    @property
+    def given(self) -> list[str]:
+        """The values that no operator makes: inputs, parameters, buffers and constants."""
+        return [i.value for i in self.inputs] + [p.value for p in self.params] + [b.value for b in self.buffers]
 
-def flatten(model: nn.Module, exported: ExportedProgram, positional: bool) -> Trace:
-    """The trace of an exported Step of the model. positional: its example inputs were a tuple, not keywords."""
-    return _Flattener(model, exported, positional).run()
+
+def flatten(model: nn.Module, exported: ExportedProgram) -> Trace:
+    """The trace of an exported Step of the model."""
+    return _Flattener(model, exported).run()
 
 
 class _Symbolic:
@@ -90,8 +93,8 @@ class _Symbolic:
 
 
 class _Flattener:
-    def __init__(self, model: nn.Module, exported: ExportedProgram, positional: bool) -> None:
-        self.model, self.exported, self.positional = model, exported, positional
+    def __init__(self, model: nn.Module, exported: ExportedProgram) -> None:
+        self.model, self.exported = model, exported
         self.names = Names()
         self.ops: list[Traced] = []
         self.storages: dict[str, int] = {}
@@ -145,7 +148,7 @@ class _Flattener:
 
     def _placeholders(self) -> dict[fx.Node, Any]:
         env: dict[fx.Node, Any] = {}
-        paths = iter(_leaf_paths(self.exported, self.positional))
+        paths = iter(_leaf_paths(self.exported))
         placeholders = [n for n in self.exported.graph.nodes if n.op == "placeholder"]
         constants = self.exported.constants
         for node, spec in zip(placeholders, self.exported.graph_signature.input_specs, strict=True):
@@ -198,7 +201,8 @@ class _Flattener:
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
         target = node.target
         if target is operator.getitem:
-            container, index = env[node.args[0]], node.args[1]
+            operands: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+            container, index = operands
             env[node] = container if isinstance(container, _Symbolic) else container[index]
         elif isinstance(target, torch._ops.OpOverload):
             if any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS):
@@ -222,7 +226,7 @@ class _Flattener:
 
     def _region(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
         name = node.target.name()  # type: ignore[union-attr]
-        values = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        values: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *operands = values
             no_grad = not enabled
@@ -231,8 +235,8 @@ class _Flattener:
             autocast = bool(enabled)
         else:
             raise CaptureError(
-                f"cannot capture the control flow operator {name}\n  at {self._source(node)}\n  what to do: compute both branches and select "
-                f"with torch.where, or unroll the loop"
+                f"cannot capture the control flow operator {name}\n  at {self._source(node)}\n  what to do: compute both branches and "
+                f"select with torch.where, or unroll the loop"
             )
         inner = [n for n in body.graph.nodes if n.op == "placeholder"]
         env[node] = self._inline(body, dict(zip(inner, operands, strict=True)), no_grad=no_grad, autocast=autocast)
@@ -244,7 +248,7 @@ class _Flattener:
             env[node] = _Symbolic(source)
             return
         multi = isinstance(val, (tuple, list))
-        results = list(val) if multi else [val]
+        results: list[Any] = list(val) if multi else [val]  # type: ignore[arg-type]
         if not all(r is None or isinstance(r, torch.Tensor) for r in results):
             env[node] = _Symbolic(source)
             return
@@ -262,7 +266,7 @@ class _Flattener:
         if name_of_target.rpartition(".")[0] in _CASTS:
             name_of_target = "aten.to.dtype"
         calls, module = _module_stack(node)
-        outputs = []
+        outputs: list[str | None] = []
         for i, result in enumerate(results):
             if result is None:
                 outputs.append(None)
@@ -273,9 +277,13 @@ class _Flattener:
             outputs.append(name)
         if not results or outputs == [None]:
             outputs = [self.names.fresh(node.name)] if not multi else outputs
-        op = Op(target=name_of_target, args=args, kwargs=kwargs, outputs=tuple(outputs), multi=multi, no_grad=no_grad, module=module, source=source)
+        op = Op(
+            target=name_of_target, args=args, kwargs=kwargs, outputs=tuple(outputs), multi=multi, no_grad=no_grad, module=module,
+            source=source,
+        )  # fmt: skip
         self.ops.append(Traced(op=op, calls=calls, autocast=autocast))
-        env[node] = [None if o is None else Ref(o) for o in outputs] if multi else Ref(outputs[0])
+        made = [None if o is None else Ref(o) for o in outputs]
+        env[node] = made if multi else made[0]
 
     def _arguments(
         self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], result: Any
@@ -287,8 +295,8 @@ class _Flattener:
 
         if str(target).rpartition(".")[0] in _CASTS:  # one form for all casts: to.dtype(x, dtype), memory_format if one is asked for
             layout = convert(named.get("memory_format"))
-            kwargs = () if layout in (None, torch.preserve_format) else (("memory_format", layout),)
-            return (convert(node.args[0]), result.dtype), kwargs
+            order = () if layout in (None, torch.preserve_format) else (("memory_format", layout),)
+            return (convert(node.args[0]), result.dtype), order
         kwargs = tuple((k, convert(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
         return tuple(convert(a) for a in node.args), kwargs
 
@@ -300,21 +308,26 @@ class _Flattener:
             if constant is None:
                 raise CaptureError(f"a size in the graph is not a number but {a}; capture needs static shapes")
             return constant
-        if isinstance(a, Ref) or isinstance(a, _CONSTANTS):
+        if isinstance(a, (Ref, *_CONSTANTS)):
             return a
         raise CaptureError(f"{a!r} ({type(a).__name__}) is an argument that no graph can hold")
 
 
-def _leaf_paths(exported: ExportedProgram, positional: bool) -> list[tuple[str | int, ...]]:
+def _leaf_paths(exported: ExportedProgram) -> list[tuple[str | int, ...]]:
     """The path of every leaf of the example inputs, in the order of the graph's user inputs."""
     spec = exported.call_spec.in_spec
     assert spec is not None
     indices = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     paths: list[tuple[str | int, ...]] = [()] * spec.num_leaves
     for path, index in pytree.tree_leaves_with_path(indices):
-        keys = tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)
-        paths[index] = keys[1:]  # (args, kwargs): positional leaves start with their position, keyword ones with their name
+        paths[index] = leaf_path(path)
     return paths
+
+
+def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
+    """The path of a leaf of (args, kwargs): positional leaves start with their position, keyword ones with their name."""
+    keys: list[Any] = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path]
+    return tuple(keys[1:])
 
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:

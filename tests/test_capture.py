@@ -1,0 +1,445 @@
+"""Capture against the models themselves: the same loss, gradients, buffers and names, whatever the forward does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.capture import Captured, capture, lift_to_float64, program_hash, run_program, to_float64
+from autopar.errors import CaptureError
+from autopar.ir import Program, Ref, refs
+
+pytestmark = pytest.mark.pure
+
+BATCH, DIM = 4, 6
+
+
+class Function(nn.Module):
+    """A parameter and a function of it and the input, summed to a loss."""
+
+    def __init__(self, fn: Callable[..., torch.Tensor], *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape or (BATCH, DIM)))
+        self.register_buffer("state", torch.zeros(DIM))
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fn(self, x).pow(2).sum()
+
+
+def targets(program: Program) -> list[str]:
+    return [op.target.split(".")[1] for op in program.ops]
+
+
+def check_well_formed(captured: Captured) -> None:
+    """What later passes take for granted: single assignment, topological order, types and tensors for everything."""
+    program = captured.program
+    known = [x.value for x in (*program.inputs, *program.params, *program.buffers)]
+    for op in program.ops:
+        assert not op.target.split(".")[1].endswith("_"), op
+        assert set(refs(op)) <= set(known), op
+        made = [o for o in op.outputs if o is not None]
+        assert made and not set(made) & set(known) and all(name.isidentifier() for name in made), op
+        known += made
+    assert set(program.types) == set(known)
+    assert program.loss in known and program.types[program.loss].grad
+    assert set(captured.tensors) == {x.value for x in (*program.params, *program.buffers)}
+    for block in program.blocks:
+        parts = [[o.target for o in program.ops[s.start : s.stop]] for s in block.spans]
+        assert len(parts) >= 2 and all(p == parts[0] for p in parts)
+
+
+# ------------------------------------------------------------------------------------------------- writing in place
+def write_slice(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    y[:, 1:3] = m.weight[:, :2] * 2
+    return y
+
+
+def write_view_then_read_another(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    rows, other = y.view(2, -1), y[:, 0]
+    rows[0].mul_(3)
+    return other * y.sum() + rows.sum()
+
+
+def write_through_two_views(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    y.t()[2:4].transpose(0, 1).add_(m.weight[:, :2])
+    return y
+
+
+def write_chunks(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = (x * m.weight).clone()
+    a, b, c = y.chunk(3, dim=1)
+    b.copy_(a * c)
+    c.zero_()
+    return y
+
+
+def write_indices_and_masks(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    y[torch.tensor([0, 2])] = m.weight[:2]
+    y.masked_fill_(x > 1, 0.5)
+    y[:, 0].fill_(m.weight.sum())
+    return y.relu_().clamp_(max=2.0)
+
+
+def write_rows_in_a_loop(m: Function, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for i in range(BATCH):
+        out[i] = x[i] * m.weight[i] + (out[i - 1] if i else 0)
+    return out
+
+
+def write_integers_and_other_dtypes(m: Function, x: torch.Tensor) -> torch.Tensor:
+    ids = torch.zeros(DIM, dtype=torch.long)
+    ids[1:] += 2
+    y = x * m.weight
+    y.mul_((ids > 1).to(torch.float64))
+    return y * ids
+
+
+def write_diagonal(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = m.weight * x[:, :BATCH]
+    y.diagonal().mul_(4)
+    return y.unsqueeze_(0)
+
+
+def write_copy_that_is_no_view(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    z = y.clone()
+    z.zero_()
+    return y + z + y.t().reshape(-1)[:DIM].mul_(2)
+
+
+WRITES = [
+    write_slice, write_view_then_read_another, write_through_two_views, write_chunks, write_indices_and_masks, write_rows_in_a_loop,
+    write_integers_and_other_dtypes, write_copy_that_is_no_view,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", WRITES, ids=lambda f: f.__name__)
+def test_writes_in_place_become_functional(fn: Callable[..., torch.Tensor]) -> None:
+    check_well_formed(capture(Function(fn), (torch.randn(BATCH, DIM),)))  # which compares loss and gradients with the model's
+
+
+def test_write_through_a_diagonal() -> None:
+    check_well_formed(capture(Function(write_diagonal, BATCH, BATCH), (torch.randn(BATCH, DIM),)))
+
+
+def test_buffer_mutations_are_listed_and_made() -> None:
+    def count(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.state[1:].add_(x.detach().sum())
+        return x * m.weight + m.state
+
+    model, x = Function(count), torch.randn(BATCH, DIM)
+    captured = capture(model, (x,))
+    check_well_formed(captured)
+    assert torch.equal(model.state, torch.zeros(DIM))
+    ((buffer, _),) = captured.program.mutations
+    assert [(b.value, b.mutated) for b in captured.program.buffers] == [(buffer, True)]
+    values = {**captured.tensors, captured.program.inputs[0].value: x, buffer: torch.zeros(DIM)}
+    for _ in range(2):
+        assert torch.allclose(run_program(captured.program, values), model(x))
+    assert torch.allclose(values[buffer], model.state)
+
+
+def overwrite_without_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def overwrite_data(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    y.detach().mul_(2)
+    return y
+
+
+def autocast(m: Function, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ m.weight.t()
+
+
+def branch_on_values(m: Function, x: torch.Tensor) -> torch.Tensor:
+    return x * m.weight if x.sum() > 0 else x + m.weight
+
+
+def shape_from_values(m: Function, x: torch.Tensor) -> torch.Tensor:
+    return m.weight[x > 0]
+
+
+def changes_parameter(m: Function, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.weight.mul_(0.5)
+    return x * m.weight
+
+
+def no_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
+    return x * m.weight.detach()
+
+
+@pytest.mark.parametrize(
+    "fn, says",
+    [
+        (overwrite_without_gradient, "no longer belong together"),
+        (overwrite_data, "no longer belong together"),
+        (autocast, "autocast"),
+        (branch_on_values, "torch.where"),
+        (shape_from_values, "fixed capacity"),
+        (changes_parameter, "changes a parameter"),
+        (no_gradient, "requires a gradient"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_what_cannot_be_captured_is_refused_with_line_and_remedy(fn: Callable[..., torch.Tensor], says: str) -> None:
+    model = Function(fn)
+    with pytest.raises(CaptureError, match=says) as refused:
+        capture(model, (torch.randn(BATCH, DIM),))
+    assert "what to do:" in str(refused.value)
+    if fn is not no_gradient:
+        assert "test_capture.py:" in str(refused.value)
+
+
+# --------------------------------------------------------------------------------------------------- losses and inputs
+def test_losses_are_found_where_models_put_them() -> None:
+    def build(wrap: Callable[[torch.Tensor], Any]) -> nn.Module:
+        model = nn.Linear(DIM, 1)
+        forward = model.forward
+        model.forward = lambda input: wrap(forward(input).mean())  # type: ignore[method-assign]
+        return model
+
+    x = (torch.randn(BATCH, DIM),)
+    output = dataclasses.make_dataclass("Output", ["loss", "logits"])
+    hashes = [
+        program_hash(capture(build(wrap), x).program)
+        for wrap in (lambda y: y, lambda y: {"loss": y}, lambda y: (y, 1), lambda y: output(y, None))
+    ]
+    hashes.append(program_hash(capture(nn.Linear(DIM, 1), x, loss=torch.mean).program))
+    assert len(set(hashes)) == 1
+    with pytest.raises(CaptureError, match="no loss to capture"):
+        capture(nn.Linear(DIM, 1), x)
+    with pytest.raises(CaptureError, match="loss= returned"):
+        capture(nn.Linear(DIM, 1), x, loss=lambda y: y)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.unused = nn.Linear(2, 2)
+        self.second = nn.Linear(DIM, DIM)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(DIM), requires_grad=False)
+
+    def forward(self, batch: dict[str, Any], scale: float, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x, (y,) = batch["x"], batch["more"]
+        x = self.second(self.first(x[:]).contiguous().to(torch.float32)) * self.frozen
+        return F.mse_loss(F.dropout(x, 0.0) * scale, y)
+
+
+def test_inputs_are_found_by_path_and_parameters_by_name() -> None:
+    batch = {"x": torch.randn(BATCH, DIM), "more": [torch.randn(BATCH, DIM)]}
+    captured = capture(Nested(), {"batch": batch, "mask": None, "scale": 2.0})
+    check_well_formed(captured)
+    program = captured.program
+    assert {i.path for i in program.inputs} == {("batch", "x"), ("batch", "more", 0)}
+    assert ("scale",) in dict(program.constant_inputs) and dict(program.constant_inputs)[("scale",)] == 2.0
+    assert program.batch_size == BATCH
+    params = {p.fqn: p for p in program.params}
+    assert params["first.weight"].aliases == ("second.weight",) and not params["frozen"].trainable
+    assert set(params) == {"first.weight", "first.bias", "unused.weight", "unused.bias", "second.bias", "frozen"}
+    assert targets(program) == ["linear", "linear", "mul", "mul", "mse_loss"]
+    assert [op.module for op in program.ops[:2]] == ["first", "second"]
+    assert all(op.source.startswith("test_capture.py:") for op in program.ops)
+    assert program.inputs == capture(Nested(), (batch, 2.0)).program.inputs or capture(Nested(), (batch, 2.0)).program.inputs[0].path[0] == 0
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_mean_cross_entropy_becomes_sum_over_count(ignored: int, weighted: bool) -> None:
+    classes = torch.rand(DIM) if weighted else None
+    labels = torch.tensor([0, 2, 5, 1])
+    labels[3] = ignored
+
+    class Loss(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(super().forward(x), labels, weight=classes, ignore_index=ignored)
+
+    captured = capture(Loss(DIM, DIM), (torch.randn(BATCH, DIM),))
+    check_well_formed(captured)
+    assert targets(captured.program)[-1] == "div" and "cross_entropy_loss" in targets(captured.program)
+    labels[:] = ignored
+    assert capture(Loss(DIM, DIM), (torch.randn(BATCH, DIM),), check=False).program.loss == captured.program.loss
+
+
+# ---------------------------------------------------------------------------------------------------------- real models
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.body(x)
+        out += self.shortcut(x)
+        return F.relu(out, inplace=True)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(8, 8, 1), (8, 8, 1), (8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 16, 1)]
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1))
+        self.blocks = nn.Sequential(*(Residual(*w) for w in widths))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.stem(images)).mean((2, 3))
+        return F.cross_entropy(self.head(x), labels, label_smoothing=0.1)
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    return ResNet(), {"images": torch.randn(BATCH, 3, 8, 8), "labels": torch.randint(10, (BATCH,))}
+
+
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """A torchvision built for another torch fails at import, and transformers imports it if it is there."""
+    stub = sys.modules.get("torchvision")
+    if stub is None:
+        sys.modules["torchvision"] = types.ModuleType("torchvision")
+        sys.modules["torchvision"].__spec__ = None  # type: ignore[assignment]
+    yield
+
+
+def hugging_face(name: str, **config: Any) -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(vocab_size=64, **config))
+    ids = torch.randint(64, (BATCH, 8))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids % 5 == 0, -100)}
+
+
+HF = {
+    "GPT2LMHeadModel": dict(n_embd=16, n_head=2, n_layer=3, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "LlamaForCausalLM": dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16
+    ),
+    "BertForMaskedLM": dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16,
+    ),
+    "T5ForConditionalGeneration": dict(d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0),
+    "MixtralForCausalLM": dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=16, num_local_experts=4, output_router_logits=True,
+    ),
+}  # fmt: skip
+BLOCKS = {
+    "GPT2LMHeadModel": [3], "LlamaForCausalLM": [3], "BertForMaskedLM": [2], "T5ForConditionalGeneration": [2, 2],
+    "MixtralForCausalLM": [2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HF)
+def test_transformers(name: str) -> None:
+    model, batch = hugging_face(name, **HF[name])
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    captured = capture(model, batch)
+    check_well_formed(captured)
+    assert [len(b.spans) for b in captured.program.blocks] == BLOCKS[name]
+    assert captured.program.batch_size == BATCH
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert hooks == [len(m._forward_hooks) for m in model.modules()]
+    assert getattr(model.config, "use_cache", True), "the user's config was changed"
+    names = {p.fqn for p in captured.program.params} | {a for p in captured.program.params for a in p.aliases}
+    assert names == {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    with lift_to_float64():
+        lifted = capture(to_float64(model), batch)
+    assert program_hash(lifted.program) == program_hash(captured.program)
+    assert [o.outputs for o in lifted.program.ops] == [o.outputs for o in captured.program.ops]
+    assert all(t.dtype != torch.float32 for t in lifted.program.types.values())
+    assert torch.float32 is not torch.float64 and torch.get_default_dtype() is torch.float32
+
+
+def test_batch_norm_keeps_its_running_statistics() -> None:
+    model, batch = resnet()
+    captured = capture(model, batch)
+    check_well_formed(captured)
+    program = captured.program
+    assert [len(b.spans) for b in program.blocks] == [3, 2]
+    counters = {b.value for b in program.buffers if b.fqn and b.fqn.endswith("num_batches_tracked")}
+    assert {b for b, _ in program.mutations} == counters and all(b.mutated for b in program.buffers)
+    values = {k: v.detach().clone() for k, v in captured.tensors.items()} | {i.value: batch[i.path[0]] for i in program.inputs}
+    torch.manual_seed(1)
+    run_program(program, values)
+    torch.manual_seed(1)
+    model(**batch)
+    state = model.state_dict()
+    assert all(torch.allclose(values[b.value], state[b.fqn]) for b in program.buffers if b.fqn)
+    model.eval()
+    assert not any(b.mutated for b in capture(model, batch).program.buffers)
+
+
+def test_names_of_modules_play_no_part() -> None:
+    model, batch = resnet()
+
+    class Renamed(ResNet):
+        def __init__(self) -> None:
+            super().__init__()
+            for old, new in (("stem", "a"), ("blocks", "b"), ("head", "c")):
+                setattr(self, new, self._modules.pop(old))
+
+        def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.c(self.b(self.a(images)).mean((2, 3))), labels, label_smoothing=0.1)
+
+    a, b = capture(model, batch).program, capture(Renamed(), batch).program
+    assert program_hash(a) == program_hash(b) and [x.spans for x in a.blocks] == [x.spans for x in b.blocks]
+    assert program_hash(a) != program_hash(capture(model, {k: v[:2] for k, v in batch.items()}).program)
+
+
+def test_a_large_model_is_captured_on_meta() -> None:
+    with torch.device("meta"):
+        model, batch = hugging_face(
+            "LlamaForCausalLM", hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+            num_key_value_heads=8, tie_word_embeddings=False,
+        )  # fmt: skip
+    captured = capture(model, batch)
+    check_well_formed(captured)
+    assert all(t.is_meta for t in captured.tensors.values())
+    assert len(captured.program.blocks[0].spans) == 2
+
+
+def test_a_wrong_gradient_is_noticed() -> None:
+    """The check does not depend on the passes: a program that was tampered with fails it."""
+    from autopar.capture.check import check_program
+    from autopar.capture.export import Step
+
+    model, x = nn.Linear(DIM, DIM), torch.randn(BATCH, DIM)
+    step = Step(model, torch.sum)
+    captured = capture(model, (x,), loss=torch.sum)
+    linear, total = captured.program.ops
+    stopped = dataclasses.replace(linear, target="aten.detach.default", args=(linear.args[2],), outputs=("stopped",))
+    cut = dataclasses.replace(linear, args=(linear.args[0], linear.args[1], Ref("stopped")))
+    wrong = captured.program.replace(ops=(stopped, cut, total))
+    inputs = {captured.program.inputs[0].value: x}
+    check_program(captured.program, step, captured.tensors, (x,), {}, inputs)
+    with pytest.raises(CaptureError, match="gradients of bias differ"):
+        check_program(wrong, step, captured.tensors, (x,), {}, inputs)
