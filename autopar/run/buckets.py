@@ -195,7 +195,8 @@ def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTE
     last; those tied across stages, which wait for the other stages, come at the end."""
     open_: dict[tuple[object, ...], list[Held]] = {}
     done: list[list[Held]] = []
-    for one in sorted(reversed(tuple(held)), key=lambda h: h.tied is not None):
+    last_first = tuple(held)[::-1]
+    for one in sorted(last_first, key=lambda h: h.tied is not None):
         key = (one.param.dtype, one.zero is not None, one.spec.gather, one.partial, one.tied is not None, one.param.requires_grad)
         bucket = open_.setdefault(key, [])
         bucket.append(one)

@@ -62,7 +62,8 @@ def _scatter(x: Tensor, axis: Axis, dim: int, groups: int) -> Tensor:
 
 def _pad(x: Tensor, axis: Axis, dim: int, groups: int) -> Tensor:
     out = x.new_zeros((*x.shape[:dim], x.shape[dim] * axis.size, *x.shape[dim + 1 :]))
-    out.unflatten(dim, (groups, axis.size, x.shape[dim] // groups)).select(dim + 1, axis.rank).copy_(x.unflatten(dim, (groups, x.shape[dim] // groups)))
+    segment = x.shape[dim] // groups
+    out.unflatten(dim, (groups, axis.size, segment)).select(dim + 1, axis.rank).copy_(x.unflatten(dim, (groups, segment)))
     return out
 
 
@@ -107,7 +108,7 @@ class _Transition(torch.autograd.Function):
 
 
 def _apply(x: Tensor, axis: Axis, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    return x if axis.size == 1 else _Transition.apply(x, forward, backward)  # type: ignore[no-any-return]
+    return x if axis.size == 1 else _Transition.apply(x, forward, backward)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:

@@ -93,12 +93,17 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     """Start an all-gather of the flat x into the flat out [n * numel of x]."""
-    return _INTO(out, x, group=axis.group, async_op=True)
+    return _started(_INTO(out, x, group=axis.group, async_op=True))
 
 
 def scatter_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     """Start a reduce-scatter of the flat x [n * numel of out] into the flat out."""
-    return _SCATTER(out, x, group=axis.group, async_op=True)
+    return _started(_SCATTER(out, x, group=axis.group, async_op=True))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a started collective has work to wait for"
+    return work
 
 
 def all_to_all(x: Tensor, axis: Axis, *, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:

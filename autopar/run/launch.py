@@ -101,7 +101,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers. The pool may be used again and then starts new ones."""
-        for process, connection in self._workers:
+        for _, connection in self._workers:
             with contextlib.suppress(OSError):  # it has died
                 connection.send_bytes(b"")
             connection.close()
@@ -124,8 +124,7 @@ class WorkerPool:
     def _start(self) -> None:
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods and self._backend == "gloo" else "spawn")
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(["autopar.run.launch"])  # type: ignore[attr-defined]
+        context.set_forkserver_preload(["autopar.run.launch"])
         self._folder = tempfile.mkdtemp(prefix="autopar-")
         for rank in range(self.n):
             ours, theirs = context.Pipe()

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from autopar.run import comm
 from autopar.run.mesh import Axis
 
-__all__ = ["cross_entropy_sum_vocab", "dropout", "masked_embedding", "sync_batch_norm"]
+__all__ = ["cross_entropy_sum_vocab", "dropout", "grouped_rows", "masked_embedding", "sync_batch_norm"]
 
 
 def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
@@ -76,7 +76,7 @@ def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_i
     """
     if logits.dim() != 2 or labels.dim() != 1:
         raise ValueError(f"logits must be [N, classes] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
-    return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)  # type: ignore[no-any-return]
+    return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)
 
 
 class _NormaliseOverAxis(torch.autograd.Function):
@@ -132,7 +132,7 @@ def sync_batch_norm(
         normal = normal * weight.view(shape)
     if bias is not None:
         normal = normal + bias.view(shape)
-    return normal.to(x.dtype)  # type: ignore[no-any-return]
+    return normal.to(x.dtype)
 
 
 def dropout(x: Tensor, p: float, axis: Axis | tuple[Axis, ...] | None = None) -> Tensor:
@@ -151,3 +151,16 @@ def dropout(x: Tensor, p: float, axis: Axis | tuple[Axis, ...] | None = None) ->
     generator = torch.Generator(x.device).manual_seed(seed * 2**31 + shard)
     kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p, generator=generator)
     return x * kept.div_(1 - p) if p < 1 else x * kept
+
+
+def grouped_rows(x: Tensor, weight: Tensor, offs: Tensor, axis: Axis, operator: str) -> Tensor:
+    """A grouped matrix product with its rows split: x S(0) [rows/n, i], weight R [experts, i, o] (its gradient is partial),
+    offs R [experts] -> S(0) [rows/n, o].
+
+    offs[e] is where the rows of expert e end among all rows, which are sorted by expert; those of a rank are a range of
+    them, so that its ends are the same ones, cut to this range. operator: 'namespace.name.overload' of torch.ops.
+    """
+    rows = x.shape[0]
+    namespace, name, overload = operator.split(".")
+    product = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return product(x, weight, (offs - axis.rank * rows).clamp(0, rows))  # type: ignore[no-any-return]

@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
@@ -20,6 +22,7 @@ from autopar.errors import LaunchError
 __all__ = ["AXES", "Axis", "Mesh"]
 
 AXES = ("pp", "dp", "tp")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,7 @@ class Mesh:
             )
         self.world = world
         self.rank = dist.get_rank() if initialised else 0
+        self._talks = world > 1 and dist.get_backend() != "fake"
         self.coordinates = dict(zip(AXES, self._unflatten(self.rank), strict=True))
         self.pp, self.dp, self.tp = (self._axis((name,)) for name in AXES)
         self.dp_tp = self._axis(("dp", "tp"))
@@ -88,6 +92,13 @@ class Mesh:
         at = {**self.coordinates, **changes}
         pp, dp, tp = (at[name] for name in AXES)
         return (pp * self.sizes["dp"] + dp) * self.sizes["tp"] + tp
+
+    def agree(self, value: T, device: torch.device) -> T:
+        """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
+        boxed = [value]
+        if self._talks:
+            dist.broadcast_object_list(boxed, src=0, device=device)
+        return boxed[0]
 
     def _unflatten(self, rank: int) -> tuple[int, int, int]:
         outer, tp = divmod(rank, self.sizes["tp"])

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from autopar.ir import Layout
 from autopar.run import comm, state
-from autopar.run.buckets import hold, make_buckets, rest
+from autopar.run.buckets import Bucket, Held, hold, make_buckets, rest
 from autopar.run.inputs import Batch, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
-from autopar.run.mesh import Mesh
+from autopar.run.mesh import Axis, Mesh
 from autopar.run.schedule import Pipeline, accumulate
+from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
 from autopar.run.weights import Step, Weights
 
@@ -51,7 +52,7 @@ class _Deposit(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("backward() a second time on the loss of one step: call the model again")
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *gradients(grad)
+        return (None, None, *gradients(grad))
 
 
 class ParallelModule(nn.Module):
@@ -72,6 +73,25 @@ class ParallelModule(nn.Module):
     that of the mesh, ValueError if `tensors` do not fit the manifest.
     """
 
+    # All of these are kept from nn.Module's registry, which has the user's names alone.
+    manifest: Manifest
+    device: torch.device
+    mesh: Mesh
+    debug: bool
+    _held: dict[str, Held]
+    _names: dict[str, str]
+    _constants: dict[str, Tensor]
+    _tied: dict[tuple[int, ...], Axis]
+    _buckets: tuple[Bucket, ...]
+    _batch: Batch
+    _prologue: Callable[..., Mapping[str, Tensor]] | None
+    _stage: Stage
+    _wanted: frozenset[str]
+    _pipeline: Pipeline | None
+    _loss_dtype: torch.dtype
+    _seed: int
+    _steps: int
+
     def __init__(
         self,
         emitted: Emitted,
@@ -83,7 +103,6 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         manifest = emitted.MANIFEST
-        # These are kept from nn.Module's registry, which has the user's names alone.
         keep = self.__dict__
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
@@ -98,7 +117,7 @@ class ParallelModule(nn.Module):
         keep["_buckets"] = make_buckets(self._held.values(), mesh)
         keep["_batch"] = Batch(manifest, mesh, device, local=local_batch)
         keep["_prologue"] = getattr(emitted, "prologue", None)
-        keep["_loss_dtype"] = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else None
+        keep["_loss_dtype"] = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
         keep["_stage"] = stage = emitted.STAGES[mesh.pp.rank]()
         stage.mesh = mesh
         keep["_wanted"] = _keywords(stage.forward)
@@ -107,8 +126,7 @@ class ParallelModule(nn.Module):
             keep["_pipeline"] = Pipeline(
                 stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
             )
-        seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
-        keep["_seed"] = int(comm.broadcast_(seed, 0, None)) if mesh.world > 1 else int(seed)
+        keep["_seed"] = mesh.agree(torch.initial_seed(), device)
         keep["_steps"] = 0
 
     # --------------------------------------------------------------------------------------------------------- training
@@ -130,7 +148,7 @@ class ParallelModule(nn.Module):
         with self._random_numbers():
             extra = self._run_prologue(inputs)
             parts = [
-                {k: v for k, v in {**micro_batch(manifest.inputs, inputs, i, n), **extra}.items() if k in self._wanted}
+                {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | self._part(extra, i)).items() if k in self._wanted}
                 for i in range(n)
             ]
             if mesh.pp.size == 1 and n == 1:
@@ -158,12 +176,12 @@ class ParallelModule(nn.Module):
                     value.mul_(grad)
             return [found.get(one.spec.name) for one in trainable]
 
-        return _Deposit.apply(loss.detach(), gradients, *(one.param for one in trainable))  # type: ignore[no-any-return]
+        return _Deposit.apply(loss.detach(), gradients, *(one.param for one in trainable))
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:
         """Forward and backward; returns the loss, detached. A single mapping is taken as keyword inputs."""
         if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
-            args, kwargs = (), dict(args[0])
+            return self.train_step(**args[0])
         loss: Tensor = self(*args, **kwargs)
         loss.backward()
         return loss.detach()
@@ -188,6 +206,16 @@ class ParallelModule(nn.Module):
                 full.update((name, value) for name in (spec.name, *_aliases(spec)))
         return full
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Collective: the gradient of every trainable parameter, whole, on the CPU; zeros where it has none."""
+
+        def local(name: str) -> Tensor:
+            param = self._held[name].param
+            return torch.zeros_like(param) if param.grad is None else param.grad
+
+        specs = [spec for spec in self.manifest.params if spec.trainable]
+        return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in state.assemble(specs, local, self.mesh, self.device)}
+
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
         """Collective: take the state_dict of the original model; rank 0's is given to all, and other ranks may pass None.
 
@@ -197,11 +225,8 @@ class ParallelModule(nn.Module):
         specs = self._persistent()
         known = {name: spec.name for spec in specs for name in (spec.name, *_aliases(spec))}
         tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
-        unknown = [sorted(set(given) - set(known)) if self.mesh.rank == 0 else []]
-        if self.mesh.world > 1:
-            dist.broadcast_object_list(unknown, src=0, device=self.device)
-        if unknown[0]:
-            raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown[0])}")
+        if unknown := self.mesh.agree(sorted(set(given) - set(known)), self.device):
+            raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown)}")
         with torch.no_grad():
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
                 if self._holds(spec):
@@ -210,7 +235,7 @@ class ParallelModule(nn.Module):
     # ---------------------------------------------------------------------------------------------------------- private
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep this rank's parts of the global tensors, under their original names."""
-        specs = (*self.manifest.params, *self.manifest.buffers)
+        specs: tuple[ParamSpec | BufferSpec, ...] = (*self.manifest.params, *self.manifest.buffers)
         aliases: list[tuple[str, nn.Parameter]] = []
         for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
             if not self._holds(spec):
@@ -239,7 +264,7 @@ class ParallelModule(nn.Module):
 
     def _buffer(self, name: str) -> Tensor:
         if name in self._constants:
-            return self._constants[name]  # type: ignore[no-any-return]
+            return self._constants[name]
         path, _, last = name.rpartition(".")
         module: nn.Module | None = self
         for part in path.split(".") if path else ():
@@ -255,6 +280,11 @@ class ParallelModule(nn.Module):
         wanted = _keywords(self._prologue)
         with torch.no_grad():
             return dict(self._prologue(self.mesh, **{k: v for k, v in inputs.items() if k in wanted}))
+
+    def _part(self, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+        """What micro-batch `index` gets of the prologue's results."""
+        over_time, n = self.manifest.prologue, self.manifest.micro_batches
+        return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
 
     @contextlib.contextmanager
     def _random_numbers(self) -> Iterator[None]:

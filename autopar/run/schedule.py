@@ -1,30 +1,64 @@
-"""Running micro-batches: over pipeline stages with torch.distributed.pipelining (this is the one file that knows it), or one
-after the other where there is one stage.
+"""Running micro-batches: over pipeline stages, or one after the other where there is one stage.
 
-The loss of a step is the sum of its micro-batches' losses. Gradients accumulate in the leaves of the weights. What is
-sent between stages is stated by the emitted stages, so nothing is inferred by running them.
+The loss of a step is the sum of its micro-batches' losses; gradients accumulate in the leaves of the weights. A stage sends
+to the next one alone: a value that a later stage needs is passed on by the stages between.
 
-Stages are cut from what the pipeline engine sends: each sends to the next alone, and a value that a later stage needs is
-passed on by the stages between. The engine's 1F1B wants at least as many micro-batches as stages; with fewer, GPipe has
-the same micro-batches in flight and takes its place. The engine keeps a receive buffer for every micro-batch.
+This runs a schedule's actions itself rather than through torch.distributed.pipelining (looked at in torch 2.13), because
+that engine keeps a receive buffer for every micro-batch, and so needs more memory than the plan states (which counts those
+in flight); it agrees on shapes by sending and reading values, and so cannot run on a fake process group or fake tensors,
+with which the plan's memory is checked; and its 1F1B refuses fewer micro-batches than stages. What it does between actions
+is done here too: the results of one action and the needs of the next are exchanged together, which cannot deadlock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+import torch.distributed as dist
+from torch import Tensor
 
+from autopar.run import comm
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
 
-__all__ = ["Pipeline", "accumulate"]
+__all__ = ["SCHEDULES", "Action", "Pipeline", "accumulate"]
 
 Inputs = Mapping[str, Tensor]
 Saving = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The forward ('F') or backward ('B') of one micro-batch on one stage; prints as '2F0'."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+def gpipe(stage: int, stages: int, n: int) -> tuple[Action, ...]:
+    """All forwards, then all backwards."""
+    return tuple(Action(stage, kind, i) for kind in "FB" for i in range(n))
+
+
+def one_f_one_b(stage: int, stages: int, n: int) -> tuple[Action, ...]:
+    """As many forwards as there are stages from here on, then in turns a backward and a forward."""
+    ahead = min(n, stages - stage)
+    order = [Action(stage, "F", i) for i in range(ahead)]
+    for i in range(n):
+        order.append(Action(stage, "B", i))
+        if ahead + i < n:
+            order.append(Action(stage, "F", ahead + i))
+    return tuple(order)
+
+
+SCHEDULES: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> Tensor:
@@ -39,58 +73,104 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> Tensor
     return torch.stack(losses).sum(0)
 
 
-class _OneMicroBatch(nn.Module):
-    """What the engine runs: it hands on the number of a micro-batch, and the stage gets that micro-batch's inputs."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
-        self.inputs: Sequence[Inputs] = ()
-        self.saving: Saving
-
-    def forward(self, *received: Tensor, micro_batch: Tensor) -> tuple[Tensor, ...]:
-        with self.saving():
-            sent = self.stage(*received, **self.inputs[int(micro_batch)])
-        return tuple(t.contiguous() for t in sent)
-
-
 class Pipeline:
-    """This rank's stage in the schedule 'gpipe' or '1f1b' over mesh.pp."""
+    """This rank's stage over mesh.pp, in the schedule 'gpipe' or '1f1b'. Collective over the ranks of mesh.pp."""
 
     def __init__(self, stage: Stage, mesh: Mesh, *, micro_batches: int, schedule: str, device: torch.device) -> None:
-        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B if micro_batches >= mesh.pp.size else ScheduleGPipe}
-        if schedule not in kinds:
-            raise ValueError(f"schedule must be one of {sorted(kinds)}; got {schedule!r}")
-        self._module = _OneMicroBatch(stage)
-        self._micro_batches = micro_batches
-        self._device = device
-        self._last = mesh.pp.rank == mesh.pp.size - 1
-        engine_stage = PipelineStage(
-            self._module,
-            mesh.pp.rank,
-            mesh.pp.size,
-            device,
-            input_args=_stated(stage.receives),
-            output_args=_stated(stage.sends),
-            group=mesh.pp.group,
-        )
-        self._schedule = kinds[schedule](engine_stage, micro_batches, loss_fn=lambda output, _: output[0], scale_grads=False)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}; got {schedule!r}")
+        self._stage, self._pp, self._device = stage, mesh.pp, device
+        self._previous = mesh.pp.ranks[mesh.pp.rank - 1] if mesh.pp.rank > 0 else None
+        self._next = mesh.pp.ranks[mesh.pp.rank + 1] if mesh.pp.rank < mesh.pp.size - 1 else None
+        self._actions = SCHEDULES[schedule](mesh.pp.rank, mesh.pp.size, micro_batches)
+        comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
     def run(self, inputs: Sequence[Inputs], saving: Saving) -> Tensor | None:
         """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None."""
-        self._module.inputs, self._module.saving = inputs, saving
-        losses: list[Tensor] = []
-        run = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
-        run(
-            micro_batch=torch.arange(self._micro_batches),
-            target=torch.zeros(self._micro_batches) if self._last else None,
-            losses=losses,
-            return_outputs=False,
-        )
-        self._module.inputs = ()
-        return torch.stack([loss.detach() for loss in losses]).sum(0) if self._last else None
+        return _Run(self, inputs, saving).all()
 
 
-def _stated(tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
-    """Tensors without memory that have the stated shapes and dtypes."""
-    return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=True) for shape, dtype in tensors)
+class _Run:
+    """One step: what has been received and sent for each micro-batch in flight."""
+
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving) -> None:
+        self._stage, self._device, self._group = pipeline._stage, pipeline._device, pipeline._pp.group
+        self._previous, self._next = pipeline._previous, pipeline._next
+        self._inputs, self._saving = inputs, saving
+        self._train = torch.is_grad_enabled()
+        self._actions = [a for a in pipeline._actions if self._train or a.kind == "F"]
+        self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
+        self._sent: dict[int, tuple[Tensor, ...]] = {}
+        self._grads: dict[int, tuple[Tensor, ...]] = {}
+        self._losses: list[Tensor] = []
+        self._works: list[tuple[dist.Work, tuple[Tensor, ...]]] = []  # sends on their way, and what they send
+
+    def all(self) -> Tensor | None:
+        results: tuple[tuple[Tensor, ...], int | None] = ((), None)
+        for action in self._actions:
+            self._exchange(*results, action)
+            if action.kind == "F":
+                results = self._forward(action.micro_batch), self._next
+            else:
+                results = self._backward(action.micro_batch), self._previous
+        self._exchange(*results, None)
+        for work, _ in self._works:
+            work.wait()
+        return torch.stack(self._losses).sum(0) if self._next is None else None
+
+    def _exchange(self, results: tuple[Tensor, ...], to: int | None, action: Action | None) -> None:
+        """Send the results of the last action, and receive what the next one needs."""
+        sends = [dist.P2POp(dist.isend, t, to, self._group) for t in results] if to is not None else []
+        arriving: tuple[Tensor, ...] = ()
+        if action is not None:
+            forward = action.kind == "F"
+            source = self._previous if forward else self._next
+            if source is not None:
+                arriving = self._empty(self._stage.receives if forward else self._stage.sends)
+                (self._received if forward else self._grads)[action.micro_batch] = arriving
+        receives = [dist.P2POp(dist.irecv, t, source, self._group) for t in arriving]
+        if not sends and not receives:
+            return
+        works = dist.batch_isend_irecv([*sends, *receives])
+        if len(works) == len(sends) + len(receives):  # else the backend has made one work of all
+            self._works.extend((work, results) for work in works[: len(sends)])
+            works = works[len(sends) :]
+        elif not receives:
+            self._works.extend((work, results) for work in works)
+            works = []
+        for work in works:
+            work.wait()
+
+    def _forward(self, i: int) -> tuple[Tensor, ...]:
+        received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
+        with self._saving():
+            outputs = self._stage(*received, **self._inputs[i])
+        if self._next is None:
+            (loss,) = outputs
+            self._losses.append(loss.detach())
+        else:
+            _check(self._stage, outputs)
+        if self._train:
+            self._sent[i] = outputs
+        else:
+            self._received.pop(i, None)
+        return tuple(t.detach().contiguous() for t in outputs) if self._next is not None else ()
+
+    def _backward(self, i: int) -> tuple[Tensor, ...]:
+        """Returns the gradients of what was received (zeros for what the loss does not depend on)."""
+        outputs, received = self._sent.pop(i), self._received.pop(i, ())
+        grads = self._grads.pop(i, (None,) * len(outputs))
+        used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+        if used:
+            torch.autograd.backward([t for t, _ in used], [g for _, g in used])
+        return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
+
+    def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in tensors)
+
+
+def _check(stage: Stage, outputs: Sequence[Tensor]) -> None:
+    """The next stage has made room for what this one states that it sends; anything else would be read as garbage."""
+    found = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in outputs)
+    if found != stage.sends:
+        raise RuntimeError(f"{type(stage).__name__} states that it sends {stage.sends} and gives {found}")

@@ -26,13 +26,9 @@ def distribute(specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh,
     Raises ValueError on every rank if one is missing on rank 0 or has another shape or dtype.
     """
     specs = tuple(specs)
-    problem: list[str | None] = [None]
-    if mesh.rank == 0:
-        problem[0] = "; ".join(filter(None, (_problem(spec, tensors) for spec in specs))) or None
-    if mesh.world > 1:
-        dist.broadcast_object_list(problem, src=0, device=device)
-    if problem[0] is not None:
-        raise ValueError(f"the tensors do not fit the plan: {problem[0]}")
+    problems = [_problem(spec, tensors) for spec in specs] if mesh.rank == 0 else []
+    if problem := mesh.agree("; ".join(filter(None, problems)), device):
+        raise ValueError(f"the tensors do not fit the plan: {problem}")
     for spec in specs:
         dtype = getattr(torch, spec.dtype)
         if mesh.rank == 0:

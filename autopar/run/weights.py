@@ -169,7 +169,7 @@ class Step:
             return tensor
         name = found[1]
         version = self._held[name].param._version
-        return _Dropped(name, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return _Dropped(name, version, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: Tensor | _Dropped) -> Tensor:
         if isinstance(saved, Tensor):

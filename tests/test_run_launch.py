@@ -1,0 +1,96 @@
+"""Local workers: results, failures, hangs; and torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import LaunchError
+from autopar.run import WorkerPool, launch
+
+pytestmark = pytest.mark.gloo
+ROOT = Path(__file__).parent.parent
+
+
+def _sum(x: torch.Tensor, factor: int) -> tuple[int, torch.Tensor, str, int]:
+    x = x * factor * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    return dist.get_rank(), x, dist.get_backend(), torch.get_num_threads()
+
+
+def _fail_on(rank: int) -> int:
+    if dist.get_rank() == rank or rank < 0:
+        raise RuntimeError(f"broken on purpose, {rank}")
+    dist.barrier()
+    return os.getpid()
+
+
+def _die() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def _hang() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_launch_returns_the_results_by_rank() -> None:
+    found = launch(_sum, torch.ones(2), 10, gpus=2)
+    assert [(rank, x.tolist(), backend, threads) for rank, x, backend, threads in found] == [
+        (0, [30.0, 30.0], "gloo", 1),
+        (1, [30.0, 30.0], "gloo", 1),
+    ]
+
+
+def test_a_pool_keeps_its_workers_and_survives_what_goes_wrong() -> None:
+    with WorkerPool(2, backend="gloo") as pool:
+        first = pool.run(_pid)
+        assert pool.run(_pid) == first
+        with pytest.raises(LaunchError, match=r"_fail_on failed on rank . of 2: RuntimeError: broken on purpose, -1(.|\n)*Traceback(.|\n)*in _fail_on"):
+            pool.run(_fail_on, -1)
+        assert pool.run(_pid) == first  # all failed alike: the group is as it was
+        with pytest.raises(LaunchError, match="failed on rank 1 of 2: RuntimeError: broken on purpose, 1"):
+            pool.run(_fail_on, 1)
+        second = pool.run(_pid)
+        assert not set(second) & set(first)  # rank 0 waited in a collective
+        with pytest.raises(LaunchError, match="failed on rank 1 of 2: died\nthe process ended with exit code 3"):
+            pool.run(_die)
+        start = time.monotonic()
+        with pytest.raises(LaunchError, match=r"_hang did not end within 2 s on ranks \[0\] of 2"):
+            pool.run(_hang, timeout_s=2)
+        assert time.monotonic() - start < 30
+        assert len(set(pool.run(_pid))) == 2
+
+
+def test_a_pool_has_at_least_one_worker() -> None:
+    with pytest.raises(ValueError, match="at least one worker"):
+        WorkerPool(0)
+
+
+def test_under_torchrun_the_module_joins_the_group(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom autopar.run import ParallelModule\nfrom tests.run_model import Model, batch, emitted, tensors\n"
+        "model = ParallelModule(emitted(dp=2), tensors(Model().double()), device='cpu')\n"
+        "print(f'loss {model.train_step(batch(0)).item():.6f}', flush=True)\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 2 and len(set(losses)) == 1

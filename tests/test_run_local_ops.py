@@ -1,0 +1,121 @@
+"""Local code of operators against the operators themselves, on four gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.run import Mesh, WorkerPool, recompute
+from autopar.run import collectives as C
+from autopar.run import local_ops as L
+from autopar.run.mesh import Axis
+
+pytestmark = pytest.mark.gloo
+N = 4
+
+
+def _part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return x.detach().chunk(axis.size, dim)[axis.rank].clone().requires_grad_(x.requires_grad)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _embedding() -> None:
+    axis = Mesh({"tp": N}).tp
+    indices = torch.randint(24, (5, 7), generator=torch.Generator().manual_seed(0))
+    indices[0, 0] = 3
+    for padding in (None, 3, -1):
+        whole = _random(24, 6).requires_grad_()
+        part = _part(whole, axis, 0)
+        ours = C.all_reduce(L.masked_embedding(indices, part, axis, padding), axis)
+        theirs = F.embedding(indices, whole, padding)
+        assert torch.equal(ours, theirs)
+        weight = _random(5, 7, 6, seed=1)
+        (ours * weight).sum().backward()
+        (theirs * weight).sum().backward()
+        assert part.grad is not None and whole.grad is not None
+        assert torch.allclose(part.grad, whole.grad.chunk(N)[axis.rank], rtol=1e-13), padding
+
+
+def _cross_entropy() -> None:
+    axis = Mesh({"tp": N}).tp
+    labels = torch.randint(24, (9,), generator=torch.Generator().manual_seed(0))
+    labels[2], labels[5] = -100, 7
+    for ignored in (-100, 7):
+        whole = _random(9, 24).mul(30).requires_grad_()
+        part = _part(whole, axis, 1)
+        given = labels.clamp_min(0) if ignored == 7 else labels
+        ours = L.cross_entropy_sum_vocab(part, given, axis, ignored)
+        theirs = F.cross_entropy(whole, given, reduction="sum", ignore_index=ignored)
+        assert torch.allclose(ours, theirs, rtol=1e-13)
+        (ours * 3).backward()
+        (theirs * 3).backward()
+        assert part.grad is not None and whole.grad is not None
+        assert torch.allclose(part.grad, whole.grad.chunk(N, 1)[axis.rank], rtol=1e-11, atol=1e-14)
+
+
+def _batch_norm() -> None:
+    axis = Mesh({"dp": N}).dp
+    for shape in ((8, 3), (8, 3, 5), (8, 3, 4, 5)):
+        whole, weight, bias = (t.requires_grad_() for t in (_random(*shape) * 3 + 1, _random(3, seed=1), _random(3, seed=2)))
+        part, w, b = _part(whole, axis, 0), weight.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
+        statistics = [(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+        ours = L.sync_batch_norm(part, w, b, *statistics[0], 0.1, 1e-5, axis)
+        theirs = F.batch_norm(whole, *statistics[1], weight, bias, True, 0.1, 1e-5)
+        assert torch.allclose(ours, theirs.chunk(N)[axis.rank], rtol=1e-11, atol=1e-13)
+        for mine, other in zip(*statistics, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-12)
+        upstream = _random(*shape, seed=3)
+        (ours * upstream.chunk(N)[axis.rank]).sum().backward()
+        (theirs * upstream).sum().backward()
+        assert part.grad is not None and whole.grad is not None and w.grad is not None and b.grad is not None
+        assert torch.allclose(part.grad, whole.grad.chunk(N)[axis.rank], rtol=1e-10, atol=1e-12)
+        assert torch.allclose(C.all_reduce(w.grad, axis), weight.grad, rtol=1e-11)
+        assert torch.allclose(C.all_reduce(b.grad, axis), bias.grad, rtol=1e-11)
+    bare = L.sync_batch_norm(part.detach(), None, None, None, None, 0.1, 1e-5, axis)
+    assert torch.allclose(bare, F.batch_norm(whole.detach(), None, None, training=True).chunk(N)[axis.rank])
+    low = L.sync_batch_norm(part.detach().bfloat16(), w.float(), b.float(), None, None, 0.1, 1e-5, axis)
+    assert low.dtype == torch.bfloat16
+
+
+def _dropout() -> None:
+    mesh = Mesh({"dp": 2, "tp": 2})
+    torch.manual_seed(0)
+    ones = torch.ones(64, 64, dtype=torch.float64, requires_grad=True)
+
+    def masks(y: Tensor) -> list[Tensor]:
+        return list(C.gather((y != 0).unsqueeze(0), mesh.dp_tp, 0))
+
+    same = masks(L.dropout(ones, 0.25))
+    assert all(torch.equal(m, same[0]) for m in same)
+    over_dp = masks(L.dropout(ones, 0.25, mesh.dp))
+    assert torch.equal(over_dp[0], over_dp[1]) and torch.equal(over_dp[2], over_dp[3]) and not torch.equal(over_dp[0], over_dp[2])
+    both = masks(L.dropout(ones, 0.25, (mesh.dp, mesh.tp)))
+    assert len({tuple(m.flatten().tolist()) for m in both}) == 4
+    y = L.dropout(ones, 0.25, mesh.tp)
+    assert set(y.detach().unique().tolist()) == {0.0, 1 / 0.75}
+    assert abs(y.detach().mean().item() - 1) < 0.05
+    again = recompute(lambda x: L.dropout(x * 1.0, 0.5, mesh.dp).square(), ones)
+    again.sum().backward()
+    assert ones.grad is not None
+    assert torch.equal(ones.grad != 0, again != 0)
+    assert not L.dropout(ones, 1.0).any() and torch.equal(L.dropout(ones, 0.0), ones)
+
+
+@pytest.mark.parametrize("check", [_embedding, _cross_entropy, _batch_norm, _dropout], ids=lambda f: f.__name__)
+def test_local_code_equals_the_operator(workers: WorkerPool, check: object) -> None:
+    workers.run(check, timeout_s=60)  # type: ignore[arg-type]
+
+
+def test_wrong_shapes_are_refused() -> None:
+    axis = Mesh({}).tp
+    with pytest.raises(ValueError, match=r"logits must be \[N, classes\]"):
+        L.cross_entropy_sum_vocab(torch.ones(2, 3, 4), torch.ones(2, 4), axis)
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        L.sync_batch_norm(torch.ones(1, 3), None, None, None, None, 0.1, 1e-5, axis)
+    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
+        L.dropout(torch.ones(3), 1.5)

@@ -1,0 +1,282 @@
+"""Using a parallel module: batches, checkpoints, memory of gathered weights, random numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar.errors import LaunchError
+from autopar.run import InputSpec, Manifest, Mesh, ParallelModule, ParamSpec, Stage, WorkerPool
+from autopar.run import buckets as buckets_module
+from autopar.run import weights as weights_module
+from tests.run_model import Model, batch, emitted, tensors
+
+pytestmark = pytest.mark.gloo
+
+
+def _model(**form: Any) -> ParallelModule:
+    return ParallelModule(emitted(**form), tensors(Model().double()))
+
+
+# ------------------------------------------------------------------------------------------------------------ in one process
+def test_inputs_by_position_and_by_name_are_the_same() -> None:
+    model, given = _model(), batch(0)
+    losses = [model(**given), model(given["input_ids"], given["labels"]), model(given["input_ids"], labels=given["labels"])]
+    assert len({loss.item() for loss in losses}) == 1
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Any]], type[Exception], str]] = {
+    "missing": (lambda b: {"input_ids": b["input_ids"]}, TypeError, "needs inputs that the call does not give: 'labels'"),
+    "unknown": (lambda b: {**b, "mask": b["labels"]}, TypeError, "captured without input 'mask'; its inputs are: 'input_ids', 'labels'"),
+    "dtype": (lambda b: {**b, "labels": b["labels"].int()}, TypeError, "input 'labels' must be int64"),
+    "not_a_tensor": (lambda b: {**b, "labels": 3}, TypeError, "input 'labels' must be a tensor; got int"),
+    "shape": (lambda b: {**b, "labels": b["labels"][:, :2]}, ValueError, r"'labels' must have shape \(16, 4\); got \(16, 2\)\.$"),
+    "batch_size": (lambda b: {k: v[:8] for k, v in b.items()}, ValueError, "planned for batches of this size"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_batches_are_refused_by_name(case: str) -> None:
+    change, error, text = WRONG[case]
+    with pytest.raises(error, match=text):
+        _model()(**change(batch(0)))
+
+
+def test_an_input_given_twice_or_too_many_are_refused() -> None:
+    model, given = _model(), batch(0)
+    with pytest.raises(TypeError, match="'input_ids' is given twice"):
+        model(given["input_ids"], **given)
+    with pytest.raises(TypeError, match="takes 2 positional inputs; the call gives 3"):
+        model(given["input_ids"], given["labels"], 1)
+
+
+def test_constants_of_capture_may_be_given_again_but_not_changed() -> None:
+    form = emitted()
+    form.MANIFEST = _changed(form.MANIFEST, constant_inputs=((("use_cache",), False),))
+    model = ParallelModule(form, tensors(Model().double()))
+    model(**batch(0), use_cache=False, past=None)
+    with pytest.raises(ValueError, match="'use_cache' was False when the model was captured, and is fixed; got True"):
+        model(**batch(0), use_cache=True)
+
+
+def test_nested_inputs_are_found_by_path() -> None:
+    form = emitted()
+    specs = tuple(InputSpec(name=s.name, path=("pair", i), shape=s.shape, dtype=s.dtype) for i, s in enumerate(form.MANIFEST.inputs))
+    form.MANIFEST = _changed(form.MANIFEST, inputs=specs, positional=("pair",))
+    model = ParallelModule(form, tensors(Model().double()))
+    given = batch(0)
+    assert model((given["input_ids"], given["labels"])).item() == _model_like(model)(**given).item()
+    with pytest.raises(TypeError, match=re.escape("'pair'[1]")):
+        model((given["input_ids"],))
+
+
+def _changed(manifest: Manifest, **changes: Any) -> Manifest:
+    return dataclasses.replace(manifest, **changes)
+
+
+def _model_like(model: ParallelModule) -> ParallelModule:
+    other = _model()
+    other.load_full_state_dict(model.full_state_dict())
+    other._buffers["scale"].copy_(model._buffers["scale"])
+    return other
+
+
+def test_tensors_that_do_not_fit_the_plan_are_refused_all_at_once() -> None:
+    given = tensors(Model())  # float32
+    del given["frozen"]
+    with pytest.raises(ValueError, match=r"wte.weight must be float64\[32, 16\] and is float32\[32, 16\]; frozen is missing"):
+        ParallelModule(emitted(), given)
+
+
+def test_without_a_group_it_says_how_to_launch() -> None:
+    with pytest.raises(LaunchError, match=r"4 processes \(pp=1 x dp=2 x tp=2\)(.|\n)*torchrun --nproc-per-node=4"):
+        _model(dp=2, tp=2)
+
+
+def test_backward_twice_says_what_to_do() -> None:
+    loss = _model()(**batch(0))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call the model again"):
+        loss.backward()
+
+
+def test_gradients_by_autograd_grad_and_of_two_losses() -> None:
+    model = _model()
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad and n != "unused"}
+    once = torch.autograd.grad(model(**batch(0)), list(named.values()))
+    (model(**batch(0)) + 2 * model(**batch(0))).backward()
+    for grad, param in zip(once, named.values(), strict=True):
+        assert param.grad is not None
+        assert torch.allclose(3 * grad, param.grad, rtol=1e-12)
+
+
+def test_the_users_random_numbers_are_left_alone() -> None:
+    model = _model()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model.train_step(batch(0))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_attributes_do_not_hide_the_users_names() -> None:
+    class Scale(Stage):
+        def forward(self, *, x: Tensor) -> tuple[Tensor]:
+            return ((x * self.weights["mesh.weight"] * self.weights["device"]).sum(),)
+
+    form = SimpleNamespace(
+        MANIFEST=Manifest(
+            model="Scale",
+            mesh={},
+            micro_batches=1,
+            schedule="1f1b",
+            zero=0,
+            params=tuple(ParamSpec(name=name, shape=(3,), dtype="float32") for name in ("mesh.weight", "device")),
+            buffers=(),
+            inputs=(InputSpec(name="x", path=(0,), shape=(3,), dtype="float32"),),
+        ),
+        STAGES=(Scale,),
+    )
+    model = ParallelModule(form, {"mesh.weight": torch.ones(3), "device": torch.full((3,), 2.0)})
+    model(torch.ones(3)).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert set(found) == {"mesh.weight", "device"}
+    assert all(torch.equal(found[name], torch.full((3,), value)) for name, value in (("mesh.weight", 2.0), ("device", 1.0)))
+    assert isinstance(model.mesh, Mesh)
+    assert set(model.full_state_dict()) == set(found)
+
+
+# ---------------------------------------------------------------------------------------------------------- in four processes
+def _round_trip(form: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = _model(**form)
+    torch.manual_seed(1)
+    other = Model().double()
+    other.seen.fill_(7)
+    rank = dist.get_rank()
+    model.load_full_state_dict(other.state_dict() if rank == 0 else None)
+    expected = other.state_dict()
+    full = model.full_state_dict()
+    assert full.keys() == expected.keys()
+    assert all(torch.equal(full[name], expected[name]) for name in expected)
+    only = model.full_state_dict(rank0_only=True)
+    assert set(only) == (set(expected) if rank == 0 else set())
+    local = {k: v + 1 for k, v in model.state_dict().items()}
+    model.load_state_dict(local, strict=True)
+    assert all(torch.equal(v, local[k]) for k, v in model.state_dict().items())
+    for bad, text in (({"nothing": torch.ones(1)}, "nothing"), ({"frozen": torch.ones(1)}, "frozen must be float64")):
+        with pytest.raises(ValueError, match=text):
+            model.load_full_state_dict({**expected, **bad} if rank == 0 else None)
+
+
+@pytest.mark.parametrize("form", [{"pp": 2, "dp": 2, "zero": 1}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
+def test_state_of_the_original_goes_in_and_comes_out(workers: WorkerPool, form: dict[str, Any]) -> None:
+    workers.run(_round_trip, form, timeout_s=60)
+
+
+def _local_batch() -> None:
+    rank = dist.get_rank()
+    whole = _model(dp=2, tp=2)
+    local = ParallelModule(emitted(dp=2, tp=2), whole.full_state_dict() | {"scale": whole._buffers["scale"]}, local_batch=True)
+    given = batch(0)
+    part = {k: v.chunk(2)[rank // 2] for k, v in given.items()}
+    assert whole(**given).item() == local(**part).item()
+    with pytest.raises(ValueError, match=r"must have shape \(8, 4\); got \(16, 4\)\. .*the part of one data-parallel rank"):
+        local(**given)
+    checked = ParallelModule(emitted(dp=2, tp=2), tensors(Model().double()), debug=True)
+    checked(**given)
+    other = {**given, "labels": given["labels"] + (1 if rank == 3 else 0)}
+    with pytest.raises(LaunchError, match="input 'labels' differs between rank 0 and rank 3"):
+        checked(**other)
+
+
+def test_local_batches_and_the_check_of_global_ones(workers: WorkerPool) -> None:
+    workers.run(_local_batch, timeout_s=60)
+
+
+def _norm_of_infinity() -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = _model(dp=2, tp=2, zero=1)
+    torch.manual_seed(0)
+    reference = Model().double()
+    model.train_step(batch(0))
+    reference(**batch(0)).backward()
+    inf = float("inf")
+    return float(model.clip_grad_norm_(1.0, inf)), float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0, inf))
+
+
+def test_norm_of_infinity(workers: WorkerPool) -> None:
+    for ours, theirs in workers.run(_norm_of_infinity, timeout_s=60):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def _gathered_and_freed(recomputed: bool) -> None:
+    """With ZeRO-3 no gathered weight lives after its use in forward, nor after backward."""
+    seen: list[StorageWeakRef] = []
+    gather = buckets_module.gather_use
+
+    def watched(*args: Any) -> Tensor:
+        full = gather(*args)
+        seen.append(StorageWeakRef(full.untyped_storage()))
+        return full
+
+    weights_module.gather_use = watched
+    try:
+        model = _model(dp=4, zero=3, recomputed=recomputed)
+        gc.disable()  # freed by counting references alone
+        loss = model(**batch(0))
+        forward = len(seen)
+        assert forward == 29  # 24 parameters of blocks, 2 of the last norm, the frozen one, the tied one twice
+        assert all(ref.expired() for ref in seen)
+        loss.backward()
+        assert len(seen) > forward
+        assert all(ref.expired() for ref in seen)
+    finally:
+        gc.enable()
+        weights_module.gather_use = gather
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gathered_weights_are_freed_after_use(workers: WorkerPool, recomputed: bool) -> None:
+    workers.run(_gathered_and_freed, recomputed, timeout_s=60)
+
+
+def _order_of_events() -> list[str]:
+    """What happens in backward: 'grad' for the arrival of a leaf's gradient, 'reduce' for the start of a reduction."""
+    torch.manual_seed(0)
+    model = _model(dp=4)
+    model.__dict__["_buckets"] = buckets_module.make_buckets(model._held.values(), model.mesh, size_bytes=10_000)
+    events: list[str] = []
+    reduce, start = buckets_module.Bucket.reduce, weights_module.Step._start_reductions
+
+    def reduced(self: Any, grads: Any) -> Any:
+        events.append("reduce")
+        return reduce(self, grads)
+
+    def arrived(self: Any, **kwargs: Any) -> None:
+        events.append("grad")
+        start(self, **kwargs)
+
+    buckets_module.Bucket.reduce, weights_module.Step._start_reductions = reduced, arrived  # type: ignore[method-assign]
+    try:
+        model(**batch(0)).backward()
+    finally:
+        buckets_module.Bucket.reduce, weights_module.Step._start_reductions = reduce, start  # type: ignore[method-assign]
+    return events
+
+
+def test_reductions_start_during_the_backward_pass(workers: WorkerPool) -> None:
+    events = workers.run(_order_of_events, timeout_s=60)
+    assert all(e == events[0] for e in events)
+    assert events[0].index("reduce") < 10  # of about thirty gradients
+    assert events[0].count("reduce") >= 4
