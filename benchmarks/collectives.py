@@ -95,7 +95,7 @@ class Row:
     """One measurement and its prediction. size_bytes: as printed; nbytes: the full buffer.
 
     copies_s: the part of the prediction for what the tool times besides the collective.
-   """
+    """
 
     table: str
     hardware: str

@@ -3,8 +3,8 @@
 An importable package below autopar: no torch in it, and it never imports autopar.
 """
 
-from cost_models.cluster import Cluster, Gpu, Link, UnknownHardware, list_clusters, list_gpus, list_links, load_cluster, load_gpu, load_link
-from cost_models.collectives import Priced, collective_time_s, price_collective
+from cost_models.cluster import Cluster, Gpu, Link, UnknownHardware, list_clusters, load_cluster
+from cost_models.collectives import collective_time_s, price_collective
 from cost_models.compute import op_time_s
 from cost_models.memory import MemoryTerms, stage_memory
 from cost_models.pipeline import in_flight, schedule, simulate, step_time_s
@@ -14,16 +14,11 @@ __all__ = [
     "Gpu",
     "Link",
     "MemoryTerms",
-    "Priced",
     "UnknownHardware",
     "collective_time_s",
     "in_flight",
     "list_clusters",
-    "list_gpus",
-    "list_links",
     "load_cluster",
-    "load_gpu",
-    "load_link",
     "op_time_s",
     "price_collective",
     "schedule",

@@ -337,6 +337,8 @@ def _find(kind: str, name: str | Path) -> tuple[dict[str, Any], str, Path]:
         path = Path(name)
         if not path.is_file():
             raise UnknownHardware(f"{kind.removesuffix('s')} file {text} does not exist")
+    elif text.lower() in _names(kind):
+        path = CATALOGUE / kind / f"{text.lower()}.toml"
     else:
         index = _index(kind)
         if text.lower() not in index:
@@ -346,7 +348,7 @@ def _find(kind: str, name: str | Path) -> tuple[dict[str, Any], str, Path]:
 
 
 def load_gpu(name: str | Path) -> Gpu:
-    """A GPU by catalogue name, alias or TOML file. Raises UnknownHardware, HardwareFileError."""
+    """A GPU by catalogue name ('h100-sxm'), alias ('h100') or TOML file. Raises UnknownHardware, HardwareFileError."""
     data, stem, path = _find("gpus", name)
     return _gpu(_Table(data, str(path)), stem)
 

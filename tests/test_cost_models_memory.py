@@ -1,0 +1,96 @@
+"""The memory arithmetic: each term by hand on one model, ZeRO stages, monotony, refused arguments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import MemoryTerms, stage_memory
+from cost_models.memory import OPTIMIZERS
+
+pytestmark = pytest.mark.pure
+N = 1_000_000
+
+
+def test_mixed_precision_adam_takes_sixteen_bytes_a_parameter() -> None:
+    """bfloat16 parameters and gradients, fp32 master copy and two states (Rajbhandari et al. 2020, section 3.1)."""
+    terms = stage_memory(
+        param_bytes=2 * N, trainable_params=N, grad_itemsize=2, master_itemsize=4, optimizer="adam", activation_bytes_per_micro_batch=0
+    )
+    assert (terms.parameters, terms.gradients, terms.optimizer_states) == (2 * N, 2 * N, 12 * N)
+    assert terms.total_bytes == 16 * N
+
+
+@pytest.mark.parametrize(
+    "zero,expected",
+    [(0, (4 * N, 4 * N, 8 * N)), (1, (4 * N, 4 * N, 2 * N)), (2, (4 * N, N, 2 * N)), (3, (N, N, 2 * N))],
+)
+def test_zero_stages(zero: int, expected: tuple[int, int, int]) -> None:
+    terms = stage_memory(param_bytes=4 * N, trainable_params=N, zero=zero, dp=4, activation_bytes_per_micro_batch=0)
+    assert (terms.parameters, terms.gradients, terms.optimizer_states) == expected
+
+
+def test_every_term_has_its_field() -> None:
+    terms = stage_memory(
+        param_bytes=400,
+        trainable_params=50,
+        buffer_bytes=7,
+        optimizer="sgd_momentum",
+        activation_bytes_per_micro_batch=1000,
+        boundary_bytes_per_micro_batch=10,
+        micro_batches_in_flight=3,
+        largest_temporary_bytes=500,
+        bucket_bytes=25,
+        gathered_param_bytes=40,
+        framework_context_bytes=900,
+        allocator_slack_fraction=0.1,
+    )
+    assert terms == MemoryTerms(
+        parameters=407,
+        gradients=200,
+        optimizer_states=200,
+        saved_activations=3030,
+        largest_temporary=500,
+        communication_buffers=65,
+        framework_context=900,
+        allocator_slack=441,
+    )
+    assert terms.allocated_bytes == 4402
+    assert terms.total_bytes == 4402 + 900 + 441
+
+
+def test_optimizers() -> None:
+    states = {
+        name: stage_memory(param_bytes=4 * N, trainable_params=N, optimizer=name, activation_bytes_per_micro_batch=0).optimizer_states
+        for name in OPTIMIZERS
+    }
+    assert states == {"none": 0, "sgd": 0, "sgd_momentum": 4 * N, "adam": 8 * N, "adamw": 8 * N}
+    offloaded = stage_memory(param_bytes=4 * N, trainable_params=N, offload_optimizer=True, activation_bytes_per_micro_batch=0)
+    assert offloaded.optimizer_states == 0 and offloaded.gradients == 4 * N
+
+
+@given(st.integers(0, 10**10), st.integers(1, 64), st.integers(0, 2), st.integers(0, 64), st.integers(0, 10**9))
+def test_more_sharding_never_takes_more(params: int, dp: int, zero: int, flight: int, activation: int) -> None:
+    def total(**change: int) -> int:
+        arguments = {"zero": zero, "dp": dp, "micro_batches_in_flight": flight} | change
+        return stage_memory(
+            param_bytes=2 * params, trainable_params=params, activation_bytes_per_micro_batch=activation, **arguments
+        ).total_bytes
+
+    assert total(zero=zero + 1) <= total() <= total(micro_batches_in_flight=flight + 1)
+    assert total(dp=dp + 1) <= total()
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"optimizer": "adagradd"}, "optimizer 'adagradd'"),
+        ({"zero": 4}, "zero must be"),
+        ({"dp": 0}, "dp must be"),
+        ({"bucket_bytes": -1}, "bucket_bytes"),
+    ],
+)
+def test_wrong_arguments(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stage_memory(**{"param_bytes": 4, "trainable_params": 1, "activation_bytes_per_micro_batch": 0} | change)
