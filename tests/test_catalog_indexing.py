@@ -9,7 +9,20 @@ import torch
 
 from autopar.catalog import OpView, localized, strategies_of
 from autopar.ir import P, TensorType, refs
-from tests.soundness_harness import Case, Fixed, Lockstep, Tally, case_of, differs, gradient_laid_out, join, laid_out, leaves, run_ops
+from tests.soundness_harness import (
+    Case,
+    Fixed,
+    Lockstep,
+    Tally,
+    case_of,
+    differs,
+    gradient_laid_out,
+    join,
+    laid_out,
+    leaves,
+    run_ops,
+    tolerance_of,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -186,11 +199,13 @@ def count_cases() -> list[Case]:
 
 def expert_cases() -> list[Case]:
     pytest.importorskip("transformers.integrations.moe")  # defines the second operator
-    offs = torch.tensor([2, 2, 7, 10], dtype=torch.int32)
-    x, weight = real(10, 32), real(4, 32, 64)
+    offs = torch.tensor([2, 2, 7, 12], dtype=torch.int32)
+    x, weight = real(12, 32), real(4, 32, 64)
     return [
         case_of("transformers.grouped_mm_fallback.default", x, weight, offs),
         case_of("transformers.grouped_mm_fallback.default", x, weight.mT.contiguous().mT, offs.long()),
+        case_of("transformers.grouped_mm_fallback.default", x, weight, offs - 1),  # a row of no expert
+        case_of("transformers.grouped_mm_fallback.default", x[:4], weight, offs.clamp(max=4)),
         case_of("aten._grouped_mm.default", x.bfloat16(), weight.bfloat16(), offs),
         case_of("aten._grouped_mm.default", x.bfloat16(), weight.mT.bfloat16().contiguous().mT, offs),
         case_of("aten._grouped_mm.default", real(4, 16, 32).bfloat16(), weight.bfloat16()),
@@ -267,21 +282,24 @@ def test_every_stated_strategy_is_sound(cases: Callable[[], list[Case]]) -> None
     print(tally.table())
 
 
-VOCABULARY_CASES = {
+LOCAL_CASES = {
     "embedding": lambda: case_of("aten.embedding.default", real(8, 4), ints(8, 4, 6)),
     "padded embedding": lambda: case_of("aten.embedding.default", real(8, 4), torch.arange(8), 5),
     "cross entropy": lambda: case_of("aten.cross_entropy_loss.default", real(6, 8), ints(8, 6), None, 2),
+    "sorted rows": lambda: case_of(
+        "aten._grouped_mm.default", real(8, 32).bfloat16(), real(3, 32, 64).bfloat16(), torch.tensor([1, 5, 8]).int()
+    ),
     "ignored labels": lambda: case_of("aten.cross_entropy_loss.default", real(4, 8), torch.tensor([1, 3, 3, 7]), None, 2, 3),
 }
 
 
-@pytest.mark.parametrize("name", VOCABULARY_CASES)
-def test_vocabulary_parallel_under_a_second_axis(name: str) -> None:
+@pytest.mark.parametrize("name", LOCAL_CASES)
+def test_local_code_under_a_second_axis(name: str) -> None:
     """The code that stands in for an operator is split once more: values and gradients over both axes together."""
-    case = VOCABULARY_CASES[name]()
+    case = LOCAL_CASES[name]()
     view = case.view(2)
     (first,) = [s for s in strategies_of(view) if s.local is not None]
-    (op,) = localized(view, first, "tensor")
+    (op,) = localized(view, first, "a")
     order = [int(r.removeprefix("x")) for r in refs(op)]
     parts = [[laid_out(v, x, 2)[r] for v, x in zip(case.values, first.inputs)] for r in range(2)]
     types = tuple(TensorType(tuple(parts[0][k].shape), parts[0][k].dtype) for k in order)
@@ -290,7 +308,7 @@ def test_vocabulary_parallel_under_a_second_axis(name: str) -> None:
     (truth,), _ = run_ops((case.op,), whole)
     upstream = torch.randn_like(truth)
     (true_gradient,) = torch.autograd.grad(truth, whole[0], upstream)
-    split = [s for s in strategies_of(second) if s.splits_work]
+    split, made_as = [s for s in strategies_of(second) if s.splits_work], first.outputs[0]
     assert split
     for s in split:
         layouts = dict(zip(order, s.inputs))
@@ -299,9 +317,11 @@ def test_vocabulary_parallel_under_a_second_axis(name: str) -> None:
             lockstep = Lockstep(2)
             given = [leaves(laid_out(held[k], layouts[k], 2)[outer] for k in range(len(held))) for held in parts]
             results = lockstep.run(lambda rank: run_ops((op,), given[rank], lockstep.axis(rank))[0][0])  # noqa: B023
-            values.append((sum(results[1:], results[0]) if first.outputs[0] == P else results[0]).detach())
-            local = gradient_laid_out(upstream, s.outputs[0], 2)[outer]
-            pieces = [torch.autograd.grad(r, g[0], local)[0] for r, g in zip(results, given)]
+            made = [r.detach() for r in results]
+            values.append(join(made, made_as) if made_as.is_shard else sum(made[1:], made[0]) if made_as == P else made[0])
+            local = gradient_laid_out(gradient_laid_out(upstream, s.outputs[0], 2)[outer], made_as, 2)
+            pieces = [torch.autograd.grad(r, g[0], u)[0] for r, g, u in zip(results, given, local)]
             gradients.append(join(pieces, first.inputs[0]))
-        assert differs(values, truth.detach(), s.outputs[0], 1e-10, gradient=False) is None, str(s)
-        assert differs(gradients, true_gradient, layouts[0], 1e-10, gradient=True) is None, str(s)
+        tolerance = tolerance_of(case.values)
+        assert differs(values, truth.detach(), s.outputs[0], tolerance, gradient=False) is None, str(s)
+        assert differs(gradients, true_gradient, layouts[0], tolerance, gradient=True) is None, str(s)
