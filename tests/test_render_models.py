@@ -138,8 +138,8 @@ def llama() -> tuple[nn.Module, Batch]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=61, use_cache=False,
-        max_position_embeddings=16,
+        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=61,
+        max_position_embeddings=16, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config), tokens(61)
 

@@ -9,7 +9,7 @@ from autopar.errors import RenderError
 from autopar.ir import Layout, Op, TensorType, refs
 from autopar.render.blocks import relative
 from autopar.render.calls import call
-from autopar.render.literals import INDENT, WIDTH, Code, statement, string
+from autopar.render.literals import INDENT, WIDTH, Code, filled, statement, string
 from autopar.render.names import Names, comment_text, short
 from autopar.render.pieces import Piece, Wanted, pieces, without_directory
 
@@ -115,7 +115,7 @@ class Function:
             big = {self.local[v] for v in dead if self._nbytes(v) * BIG >= biggest > 0}
             stale = [name for name in dict.fromkeys(self.local[v] for v in dead) if name in big and self.names.is_free(name)]
             if stale and piece.stop < len(items):
-                lines.append(f"{INDENT * depth}del {', '.join(stale)}")
+                lines += [f"{INDENT * depth}del {line.strip().rstrip(',')}" for line in filled(stale, depth + 1)]
                 for name in stale:
                     self.names.forget(name)
             before = piece

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from autopar.errors import RenderError
 from autopar.ir import Ref
 
-__all__ = ["INDENT", "WIDTH", "Code", "literal", "statement", "string"]
+__all__ = ["INDENT", "WIDTH", "Code", "filled", "literal", "statement", "string"]
 
 WIDTH = 120  # columns of the emitted file
 INDENT = "    "
@@ -66,6 +66,17 @@ def literal(value: object, ref: Callable[[str], str] | None = None) -> str:
     raise RenderError(f"a value of type {type(value).__name__} has no literal form: {value!r}")
 
 
+def filled(items: Sequence[str], depth: int) -> list[str]:
+    """`item,` after `item,` on as few lines as they need."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + len(item) + 2 <= WIDTH:
+            lines[-1] += f" {item},"
+        else:
+            lines.append(f"{INDENT * depth}{item},")
+    return lines
+
+
 def statement(targets: str, code: Code, comment: str = "", depth: int = 1) -> list[str]:
     """The lines of `targets = code  # comment` (targets '': an expression statement) at an indentation of depth levels."""
     pad = INDENT * depth
@@ -78,8 +89,7 @@ def statement(targets: str, code: Code, comment: str = "", depth: int = 1) -> li
         if len(line) <= WIDTH:
             return [f"{pad}# {comment}", line]
         return [f"{start}({note}", f"{pad}{INDENT}{code}", f"{pad})"]
-    inner = f"{pad}{INDENT}{', '.join(code.items)},"
-    body = [inner] if len(inner) <= WIDTH else [f"{pad}{INDENT}{item}," for item in code.items]
+    body = filled(code.items, depth + 1)
     opening = f"{start}{code.head}"
     first = [opening + note] if len(opening + note) <= WIDTH else [f"{pad}# {comment}", opening]
     return [*first, *body, f"{pad}{code.tail}"]

@@ -126,7 +126,9 @@ class _Writer:
 
     def _usual_dtype(self) -> str:
         types = self.lowered.program.types
-        found = Counter(dtype_name(types[o]) for s in self.lowered.stages for op in s.ops for o in op.outputs if o in types)
+        found = Counter(
+            dtype_name(types[o]) for s in self.lowered.stages for op in s.ops for o in op.outputs if o is not None and o in types
+        )
         return min(found, key=lambda d: (-found[d], d), default="float32")
 
     def _inputs(self) -> dict[str, str]:
