@@ -305,7 +305,7 @@ def show(result: dict[str, Any], rows: Sequence[Row], worst: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks collectives", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks collectives", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, action="append", help="a CSV file; may be repeated; default: the tables in benchmarks/data")
     parser.add_argument("--worst", type=int, default=8, help="how many of the worst rows to list")
     parser.add_argument("--json", action="store_true", help="only the JSON line")

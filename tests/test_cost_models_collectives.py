@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import collectives as benchmark
+from benchmarks import fit_links
 from cost_models import Cluster, collective_time_s, list_clusters, load_cluster, price_collective
 from cost_models.collectives import ALGORITHMS, KINDS, Group, Traffic
 
@@ -120,3 +121,16 @@ def test_the_benchmark_refuses_unknown_tables(tmp_path, capsys: pytest.CaptureFi
     assert benchmark.main(["--data", str(tmp_path / "other.csv")]) == 2
     assert "has neither nccl-tests columns" in capsys.readouterr().err
     assert benchmark.main(["--data", str(tmp_path / "absent.csv")]) == 2
+
+
+@pytest.mark.parametrize("name", ["efa-100", "efa2-100"])
+def test_the_catalogue_holds_what_the_fit_finds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit_links.main([name, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["loss"] <= result["loss_before"] <= result["loss"] + 0.01
+
+
+def test_nothing_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit_links.main(["ethernet-10"]) == 1
+    assert fit_links.main(["ethernet-11"]) == 2
+    assert "did you mean ethernet-1" in capsys.readouterr().err
