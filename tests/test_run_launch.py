@@ -59,7 +59,8 @@ def test_a_pool_keeps_its_workers_and_survives_what_goes_wrong() -> None:
     with WorkerPool(2, backend="gloo") as pool:
         first = pool.run(_pid)
         assert pool.run(_pid) == first
-        with pytest.raises(LaunchError, match=r"_fail_on failed on rank . of 2: RuntimeError: broken on purpose, -1(.|\n)*Traceback(.|\n)*in _fail_on"):
+        text = r"_fail_on failed on rank . of 2: RuntimeError: broken on purpose, -1(.|\n)*Traceback(.|\n)*in _fail_on"
+        with pytest.raises(LaunchError, match=text):
             pool.run(_fail_on, -1)
         assert pool.run(_pid) == first  # all failed alike: the group is as it was
         with pytest.raises(LaunchError, match="failed on rank 1 of 2: RuntimeError: broken on purpose, 1"):
@@ -88,7 +89,7 @@ def test_under_torchrun_the_module_joins_the_group(tmp_path: Path) -> None:
         "print(f'loss {model.train_step(batch(0)).item():.6f}', flush=True)\n"
         "torch.distributed.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr

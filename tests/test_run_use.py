@@ -99,7 +99,7 @@ def test_tensors_that_do_not_fit_the_plan_are_refused_all_at_once() -> None:
 
 
 def test_without_a_group_it_says_how_to_launch() -> None:
-    with pytest.raises(LaunchError, match=r"4 processes \(pp=1 x dp=2 x tp=2\)(.|\n)*torchrun --nproc-per-node=4"):
+    with pytest.raises(LaunchError, match=r"4 processes \(pp=1 x dp=2 x tp=2\)(.|\n)*torchrun --standalone --nproc-per-node=4"):
         _model(dp=2, tp=2)
 
 

@@ -44,10 +44,10 @@ class Mesh:
     """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group.
 
     Collective over all ranks: every rank must build the same meshes in the same order. Groups are kept and used again by
-    later meshes of the same process group. Raises LaunchError if the world size is not the product of the sizes.
+    later meshes of the same process group. device: where this rank computes. Raises LaunchError if the world size is not the product of the sizes.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu") -> None:
         unknown = set(sizes) - set(AXES)
         if unknown or any(size < 1 for size in sizes.values()):
             raise ValueError(f"a mesh has axes {AXES} of positive size; got {dict(sizes)}")
@@ -60,8 +60,9 @@ class Mesh:
             script = os.path.basename(sys.argv[0]) or "train.py"
             raise LaunchError(
                 f"this parallel module is made for {world} processes ({shape}), and the process group has {found}. Launch it with\n"
-                f"    torchrun --nproc-per-node={world} {script}\nor start local workers with autopar.launch(fn, gpus={world})."
+                f"    torchrun --standalone --nproc-per-node={world} {script}\nor start local workers with autopar.launch(fn, gpus={world})."
             )
+        self.device = torch.device(device)
         self.world = world
         self.rank = dist.get_rank() if initialised else 0
         self._talks = world > 1 and dist.get_backend() != "fake"

@@ -91,6 +91,8 @@ class ParallelModule(nn.Module):
     _loss_dtype: torch.dtype
     _seed: int
     _steps: int
+    plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
+    source: str | None = None
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class ParallelModule(nn.Module):
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
-        keep["mesh"] = mesh = Mesh(manifest.mesh)
+        keep["mesh"] = mesh = Mesh(manifest.mesh, device)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
         if len(emitted.STAGES) != mesh.pp.size:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
@@ -231,6 +233,27 @@ class ParallelModule(nn.Module):
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
                 if self._holds(spec):
                     self._at_rest(spec.name).copy_(rest(spec, full, self.mesh))
+
+    def adopt(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Let these parameters of the original model, by name, be the parts that rest here, so that an optimizer that holds
+        them trains this module. Parameters of other stages become empty."""
+        known = {name: spec.name for spec in self.manifest.params for name in (spec.name, *spec.aliases)}
+        for name, original in params.items():
+            held = self._held.get(known.get(name, ""))
+            if held is None:
+                original.data = original.data.new_empty(0)
+            elif held.param is not original:
+                original.data = held.param.data
+                held.param = original
+                _register(self, name, original)
+            else:
+                _register(self, name, original)
+
+    def part_of(self, name: str) -> str:
+        """Which part of a parameter rests here, as text; ranks that name the same part must hold the same bits."""
+        held = self._held[self._names[name]]
+        cut = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, text in held.spec.layouts.items() if text.startswith("S(")]
+        return " ".join([held.spec.name, *cut, *([f"zero:{self.mesh.dp.rank}"] if held.zero is not None else [])])
 
     # ---------------------------------------------------------------------------------------------------------- private
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
