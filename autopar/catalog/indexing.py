@@ -32,9 +32,9 @@ class Advanced:
     block: tuple[int, ...]
 
     @property
-    def result(self) -> tuple[int | None, ...]:
-        """For each dim of the result the dim of x that it is, None for those of the indices."""
-        return (*self.kept[: self.position], *[None] * len(self.block), *self.kept[self.position :])
+    def passing(self) -> list[tuple[int, int]]:
+        """(dim of the result, dim of x that it is) for the dims that are not indexed."""
+        return [(d if d < self.position else d + len(self.block), k) for d, k in enumerate(self.kept)]
 
 
 def _advanced(view: OpView, indices: list[TensorType]) -> Advanced | None:
@@ -64,8 +64,8 @@ def index(view: OpView) -> Iterable[Strategy]:
     if how is None:
         return
     whole = [R] * len(indices)
-    for d, k in enumerate(how.result):
-        for g in view.splits(x.shape[k]) if k is not None else ():
+    for d, k in how.passing:
+        for g in view.splits(x.shape[k]):
             yield view.strategy([S(k, g), *whole], [S(d, g)])
     for d, size in enumerate(how.block):
         for g in view.splits(size) if size > 1 else ():
@@ -83,9 +83,9 @@ def index_put(view: OpView) -> Iterable[Strategy]:
     if how is None:
         yield from _mask_put(view, indices)
         return
-    lead = len(how.result) - len(values.shape)
-    for d, k in enumerate(how.result):
-        for g in view.splits(x.shape[k]) if k is not None else ():
+    lead = len(how.kept) + len(how.block) - len(values.shape)
+    for d, k in how.passing:
+        for g in view.splits(x.shape[k]):
             value = S(d - lead, g) if d >= lead and values.shape[d - lead] == x.shape[k] else R
             yield view.strategy([S(k, g), *whole, value], [S(k, g)])
     for d, size in enumerate(how.block) if accumulate else ():
