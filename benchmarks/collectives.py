@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import statistics
 import sys
 from collections import Counter
@@ -29,13 +30,12 @@ DATA = Path(__file__).parent / "data"
 DEFAULT = (DATA / "collectives.csv", DATA / "nccl_allreduce_a100_v100.csv")
 MIB = 2**20
 
-KINDS: dict[str, Kind] = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
+KINDS: dict[str, Kind] = {  # letters of the printed name, up to a bracket, without nccl-tests' "perf"
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
     "broadcast": "broadcast",
-    "send_recv": "p2p",
     "sendrecv": "p2p",
     "p2p": "p2p",
 }
@@ -136,22 +136,28 @@ def machine(*words: str) -> Cluster:
 
 
 def _number(row: dict[str, str], key: str) -> float | None:
+    """A column's number, None where it is empty. Raises Skip on what is neither."""
     text = (row.get(key) or "").strip()
-    return float(text) if text else None
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise Skip(f"{key} is not a number") from error
 
 
 def nccl_row(row: dict[str, str]) -> Row:
     """A row of nccl-tests style. Raises Skip."""
-    kind = KINDS.get(row["collective"].split()[0].lower())
+    name = row["collective"].partition("(")[0].strip()
+    kind = KINDS.get(re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("perf"))
     if kind is None:
-        raise Skip(f"not a collective: {row['collective'].split()[0]}")
-    size_bytes = _number(row, "size_bytes")
+        raise Skip(f"not a collective: {name}")
+    size_bytes, ranks, nodes = (_number(row, key) for key in ("size_bytes", "n_gpus", "n_nodes"))
     if not size_bytes:
         raise Skip("message size not stated")
-    ranks, nodes = int(float(row["n_gpus"])), int(float(row.get("n_nodes") or 1))
+    if not ranks or ranks < 2:
+        raise Skip("fewer than two ranks")
     time_us, algbw, busbw = (_number(row, key) for key in ("time_us", "algbw_GBps", "busbw_GBps"))
     if not time_us:
-        algbw = algbw or (busbw / BUS_FACTOR[kind](ranks) if busbw else None)
+        algbw = algbw or (busbw / BUS_FACTOR[kind](int(ranks)) if busbw else None)
         if not algbw:
             raise Skip("neither time nor bandwidth")
         time_us = size_bytes / (algbw * 1e3)
@@ -159,8 +165,8 @@ def nccl_row(row: dict[str, str]) -> Row:
     return predict(
         cluster,
         kind,
-        ranks=ranks,
-        nodes=nodes,
+        ranks=int(ranks),
+        nodes=int(nodes or 1),
         size_bytes=size_bytes,
         measured_s=time_us * 1e-6,
         table=row.get("source") or "",
@@ -171,9 +177,18 @@ def nccl_row(row: dict[str, str]) -> Row:
 
 def all_reduce_row(row: dict[str, str]) -> Row:
     """A row of a one-node all-reduce table (MB of 2**20 bytes, as nccl-tests counts them). Raises Skip."""
-    size_bytes, measured_s = float(row["MB"]) * MIB, float(row["ms"]) * 1e-3
-    cluster, ranks = machine(row["gpu"]), int(row["group"])
-    return predict(cluster, "all_reduce", ranks=ranks, nodes=1, size_bytes=size_bytes, measured_s=measured_s, table="vtrain")
+    megabytes, ranks, ms = (_number(row, key) for key in ("MB", "group", "ms"))
+    if not megabytes or not ranks or not ms or ranks < 2:
+        raise Skip("size, ranks or time not stated")
+    return predict(
+        machine(row["gpu"]),
+        "all_reduce",
+        ranks=int(ranks),
+        nodes=1,
+        size_bytes=megabytes * MIB,
+        measured_s=ms * 1e-3,
+        table="vtrain",
+    )
 
 
 def predict(

@@ -55,8 +55,11 @@ def loss_of(rows: dict[str, list[Row]]) -> Callable[[Link], float]:
     clusters = {name: load_cluster(name) for name in rows}
 
     def replaced(cluster: Cluster, link: Link) -> Cluster:
-        levels = {level: link for level in ("intra", "inter") if getattr(cluster, level).name == link.name}
-        return dataclasses.replace(cluster, **levels)
+        return dataclasses.replace(
+            cluster,
+            intra=link if cluster.intra.name == link.name else cluster.intra,
+            inter=link if cluster.inter.name == link.name else cluster.inter,
+        )
 
     def loss(link: Link) -> float:
         logs = []

@@ -1,23 +1,25 @@
 """Time of one operator on one device: a roofline with a ramp and a launch floor.
 
-    time = max(launch_s, ramp_s + max(flops / (fraction * peak), bytes / (fraction * bandwidth)))
+    kernel = ramp_s + max(flops / (fraction * peak), bytes / (fraction * bandwidth))
+    operator = max(launch_s, kernel)
 
 The ramp (filling and draining the device, tail waves) is what makes small kernels inefficient: a product whose ideal time
-equals the ramp runs at half its achievable rate. The launch floor is what the host needs to issue one kernel in eager mode; it
-hides behind kernels that take longer.
+equals the ramp runs at half its achievable rate. The launch floor is what the host needs to issue one kernel in eager mode. One
+operator by itself, or among its like, is as slow as the slower of both; in a mixed sequence the host runs ahead during long
+kernels and is caught up with during short ones: `step.launched_s` prices that from kernel times.
 """
 
 from __future__ import annotations
 
 from cost_models.cluster import OP_CLASSES, Gpu, dtype_name
 
-__all__ = ["OP_CLASSES", "op_time_s"]
+__all__ = ["OP_CLASSES", "kernel_time_s", "op_time_s"]
 
 _MEMORY_CLASS = "pointwise"  # how well a compute-bound class streams its operands when it turns out to be memory-bound
 
 
-def op_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> float:
-    """Seconds of one kernel.
+def kernel_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> float:
+    """Seconds that the device is busy with one kernel, however long the host takes to issue it.
 
     op_class: 'matmul', 'attention', 'conv' (bound by arithmetic or by memory), 'pointwise', 'reduction', 'gather', 'other'
     (their arithmetic runs on the vector units), or 'view' (0 s). flops: multiply and add count two. bytes_moved: read and
@@ -39,4 +41,13 @@ def op_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: 
         wide = dtype_name(dtype) == "float64"
         compute_s = flops / gpu.peak_flops_per_s("float64" if wide else "float32")
         memory_s = bytes_moved / (fraction * bandwidth_bytes_per_s)
-    return max(gpu.launch_s, gpu.ramp_s + max(compute_s, memory_s))
+    return gpu.ramp_s + max(compute_s, memory_s)
+
+
+def op_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> float:
+    """Seconds of one operator in eager mode: its kernel or its launch, whichever takes longer; 'view' costs nothing.
+
+    Arguments and errors as kernel_time_s's.
+    """
+    kernel_s = kernel_time_s(op_class, flops, bytes_moved, dtype, gpu)
+    return 0.0 if op_class == "view" else max(gpu.launch_s, kernel_s)

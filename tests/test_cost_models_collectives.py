@@ -134,3 +134,35 @@ def test_nothing_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit_links.main(["ethernet-10"]) == 1
     assert fit_links.main(["ethernet-11"]) == 2
     assert "did you mean ethernet-1" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_predicted_are_counted_with_the_reason(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "collective,gpu,n_gpus,n_nodes,intra_link,inter_link,tool,size_bytes,time_us,algbw_GBps,busbw_GBps,flags",
+        "allreduce,A100,8,1,NVLink3,,nccl-tests,1e9,8200,,,",
+        "all_gather_perf,H100,16,2,NVLink4,EFA (AWS),nccl-tests,1e9,,200,,",
+        "all-to-all (uneven),A100,8,,,,nccl-tests,1e9,,,190,looks wrong",
+        "gossip,A100,8,1,,,,1e9,1,,,",
+        "all_reduce,A100,,1,,,,1e9,1,,,",
+        "all_reduce,A100,8,1,,,,,1,,,",
+        "all_reduce,A100,8,1,,,,1e9,,,,",
+        "all_reduce,A100,8,1,,,,1e9,soon,,,",
+        "all_reduce,not stated,8,1,,,,1e9,1,,,",
+        "all_reduce,TPU v4,8,1,,,,1e9,1,,,",
+        "all_reduce,A100,16,1,,,,1e9,1,,,",
+    ]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert benchmark.main(["--data", str(path)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["rows"], result["scored"], result["flagged"]) == (11, 2, 1)
+    assert result["skipped"] == {
+        "not a collective: gossip": 1,
+        "fewer than two ranks": 1,
+        "message size not stated": 1,
+        "neither time nor bandwidth": 1,
+        "time_us is not a number": 1,
+        "hardware not stated": 1,
+        "no cluster described for tpu v4": 1,
+        "16 ranks on a node of dgx-a100, which has 8": 1,
+    }

@@ -1,0 +1,63 @@
+"""Launches, overlapped communication, the optimizer: bounds and the cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.cluster import load_gpu
+from cost_models.step import exposed_gather_s, exposed_reduction_s, launched_s, optimizer_time_s
+
+pytestmark = pytest.mark.pure
+
+seconds = st.floats(0, 10, allow_subnormal=False)
+lists = st.lists(seconds, max_size=12)
+
+
+@given(lists, seconds)
+def test_launches_lie_between_perfect_overlap_and_none(kernels: list[float], launch: float) -> None:
+    time_s = launched_s(kernels, launch)
+    assert max(sum(kernels), len(kernels) * launch) <= time_s * (1 + 1e-9)
+    assert time_s <= (launch + sum(max(launch, kernel) for kernel in kernels)) * (1 + 1e-9)
+
+
+def test_the_host_runs_ahead_during_long_kernels() -> None:
+    assert launched_s([10, 1, 1, 1], 2) == 2 + 10 + 3
+    assert launched_s([1, 1, 1], 2) == 3 * 2 + 1
+    assert launched_s([], 2) == 0
+
+
+@given(lists, seconds)
+def test_reduction_is_hidden_as_far_as_there_is_backward(buckets: list[float], backward: float) -> None:
+    exposed_s = exposed_reduction_s(buckets, backward)
+    assert exposed_s >= (max(buckets[-1], sum(buckets) - backward) if buckets else 0) * (1 - 1e-9) - 1e-9
+    assert exposed_s <= sum(buckets) * (1 + 1e-9) + 1e-9
+
+
+def test_more_buckets_hide_more() -> None:
+    assert [exposed_reduction_s([8 / n] * n, 100) for n in (1, 2, 8)] == pytest.approx([8, 4, 1])
+    assert exposed_reduction_s([8] * 4, 8) == pytest.approx(2 + 32 - 8)
+
+
+@given(st.lists(st.tuples(seconds, seconds), max_size=12), st.integers(0, 3))
+def test_gathers(blocks: list[tuple[float, float]], prefetch: int) -> None:
+    gathers, compute = [g for g, _ in blocks], [c for _, c in blocks]
+    exposed_s = exposed_gather_s(gathers, compute, prefetch)
+    assert -1e-9 <= exposed_s <= sum(gathers) * (1 + 1e-9) + 1e-9
+    assert exposed_gather_s(gathers, compute, prefetch + 1) <= exposed_s + 1e-9
+    assert exposed_gather_s(gathers, compute, 0) == pytest.approx(sum(gathers))
+    if blocks:
+        assert exposed_s >= gathers[0] - 1e-9
+
+
+def test_optimizer_traffic() -> None:
+    """AdamW in float32 moves 28 bytes a parameter: gradient read, parameter and two states read and written."""
+    gpu = load_gpu("a100")
+    n = 1e9
+    expected_s = 28 * n / (gpu.memory_bandwidth_bytes_per_s * gpu.fraction("pointwise"))
+    assert optimizer_time_s(trainable_params=n, gpu=gpu) == pytest.approx(expected_s, rel=1e-3)
+    assert optimizer_time_s(trainable_params=n, gpu=gpu, optimizer="none") == 0
+    assert optimizer_time_s(trainable_params=10, gpu=gpu, tensors=6400) > 99 * gpu.launch_s
+    with pytest.raises(ValueError, match="'lion' is not one of"):
+        optimizer_time_s(trainable_params=n, gpu=gpu, optimizer="lion")
