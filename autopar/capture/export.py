@@ -48,12 +48,12 @@ class Step(nn.Module):
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return _loss_of(model(*args, **kwargs), loss)
+            return loss_of(model(*args, **kwargs), loss)
 
         self.forward = forward
 
 
-def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+def loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, Mapping):
         candidates.append(output.get("loss"))

@@ -142,6 +142,9 @@ class _Functionalizer:
         new = map_refs(op, lambda n: Ref(self._now(n)))
         self._check_effects(new)
         self._emit(new)
+        for output in op.outputs:
+            if output is not None and output in self.metas:
+                self._check_type(op, self.metas[output], self.trace.metas[output])
         operands = [self._same(n) for n in refs(op)]
         for index, output in enumerate(op.outputs):
             if output is None or output not in self.trace.storages:
@@ -151,6 +154,14 @@ class _Functionalizer:
             if parent is not None and not op.target.startswith("aten.lift_fresh_copy"):
                 self.views[output] = _View(parent, op, index)
                 self.seen_version[output] = self.version.get(self._base(parent), 0)
+
+    def _check_type(self, op: Op, found: Meta, traced: Meta) -> None:
+        if self.origin.autocast and found.dtype != traced.dtype:
+            raise CaptureError(
+                f"torch.autocast inside the forward changes the precision of {op.target}\n  at {op.source}\n  what to do: remove the "
+                f"autocast region and cast explicitly, or choose the precision of the whole model (precision=)"
+            )
+        assert (found.shape, found.dtype) == (traced.shape, traced.dtype), (op, found, traced)
 
     def _check_effects(self, op: Op) -> None:
         if op.target in EFFECTS:
@@ -217,7 +228,8 @@ class _Functionalizer:
             if isinstance(op.args[1], Ref):
                 return self._now(op.args[1].name)
             return self._new("aten.full_like.default", Ref(old), op.args[1], like=wish)
-        target = _RENAMED.get(f"{name}.{overload}", f"{name[:-1]}.{overload}")
+        plain = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # __iand__ is the in-place __and__
+        target = _RENAMED.get(f"{name}.{overload}", f"{plain}.{overload}")
         try:
             resolve(f"{namespace}.{target}")
         except LookupError as e:

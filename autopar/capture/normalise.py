@@ -11,7 +11,6 @@ from autopar.capture.functionalize import EFFECTS
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
-from autopar.errors import CaptureError
 from autopar.ir import Arg, Op, Ref, map_refs, refs
 
 __all__ = ["normalise", "remove_dead", "split_label_means"]
@@ -74,31 +73,35 @@ def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterat
 def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]:
     """Drops operators whose result is their operand, makes default dtypes explicit, and types every value anew; also what
     dropped values are called now.
-
-    Raises CaptureError where autocast changed the precision of an operator.
     """
     metas = {value: trace.metas[value] for value in trace.given}
     renamed: dict[str, str] = {}
     kept: list[Traced] = []
     for traced in trace.ops:
-        op = map_refs(traced.op, lambda n: Ref(renamed.get(n, n)))
-        op, types = _typed(_explicit_dtype(op, trace.metas), infer, metas)
-        if traced.autocast and any(n is not None and m is not None and m.dtype != trace.metas[n].dtype for n, m in zip(op.outputs, types)):
-            raise CaptureError(
-                f"torch.autocast inside the forward changes the precision of {op.target}\n  at {op.source}\n  what to do: remove the "
-                f"autocast region and cast explicitly, or choose the precision of the whole model (precision=)"
-            )
-        if _does_nothing(op, metas, types[0]):
-            (output,), operand = op.outputs, op.args[0]
-            assert output is not None and isinstance(operand, Ref), op
-            if not metas[operand.name].grad or not op.no_grad:
-                renamed[output] = operand.name
-                continue
-            op = dataclasses.replace(op, target="aten.detach.default", args=(operand,), kwargs=())
-            op, types = _typed(op, infer, metas)
-        metas.update((n, m) for n, m in zip(op.outputs, types, strict=True) if n is not None and m is not None)
-        kept.append(dataclasses.replace(traced, op=op))
+        for op in _one_by_one(map_refs(traced.op, lambda n: Ref(renamed.get(n, n))), trace.metas):
+            op, types = _typed(_explicit_dtype(op, trace.metas), infer, metas)
+            if _does_nothing(op, metas, types[0]):
+                (output,), operand = op.outputs, op.args[0]
+                assert output is not None and isinstance(operand, Ref), op
+                if not metas[operand.name].grad or not op.no_grad:
+                    renamed[output] = operand.name
+                    continue
+                op, types = _typed(dataclasses.replace(op, target="aten.detach.default", args=(operand,), kwargs=()), infer, metas)
+            metas.update((n, m) for n, m in zip(op.outputs, types, strict=True) if n is not None and m is not None)
+            kept.append(dataclasses.replace(traced, op=op))
     return dataclasses.replace(trace, ops=tuple(kept), loss=renamed.get(trace.loss, trace.loss), metas=metas), renamed
+
+
+def _one_by_one(op: Op, metas: Mapping[str, Meta]) -> Iterator[Op]:
+    """The operator, or one for each of its results where they have nothing to do with one another."""
+    if op.target != "aten.broadcast_tensors.default":
+        yield op
+        return
+    (operands,) = op.args
+    assert isinstance(operands, tuple), op
+    for operand, output in zip(operands, op.outputs, strict=True):
+        assert output is not None, op
+        yield dataclasses.replace(op, target="aten.expand.default", args=(operand, metas[output].shape), outputs=(output,), multi=False)
 
 
 def _typed(op: Op, infer: Inference, metas: Mapping[str, Meta]) -> tuple[Op, tuple[Meta | None, ...]]:

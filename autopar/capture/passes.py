@@ -46,6 +46,8 @@ def capture(
     return one. check: run model and program on the inputs and compare loss and gradients (not on meta). The model is left as
     it was. Raises CaptureError with the line of the model's source and what to do.
     """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     step = Step(model, loss)
     infer = Inference()
