@@ -21,9 +21,9 @@ from autopar.errors import AutoparError
 from cost_models.cluster import HardwareFileError, UnknownHardware
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Pins, Plan
+    from autopar.plan import Pins, Plan
 
-# What a command needs is imported inside it: `autopar --help` must not wait seconds for torch.
+# What a command needs is imported inside it, so that doctor answers where another command could not even be imported.
 
 app = typer.Typer(
     name="autopar", help="Finds and runs the best parallel form of a PyTorch model.", no_args_is_help=True, add_completion=False,
@@ -123,7 +123,7 @@ def verify(
     target: Target,
     gpus: Gpus,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="verify this plan instead of making one")] = None,
-    cluster: Cluster = "auto",
+    cluster: Cluster = "cpu",
     memory: Memory = None,
     pin: PinList = None,
     loss: Loss = None,
@@ -131,29 +131,35 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the plan on local workers in float64 and compare loss, gradients and parameters with the single-process model."""
+    from autopar.plan import Plan
+    from autopar.report.verification import verification_json, verification_text
+    from autopar.targets import load_target
+    from autopar.verify import verify as run_verify
+
     if plan_file is not None and pin:
         raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
     _check_gpus(gpus)
-    from autopar.plan.plan import Plan
-    from autopar.verify import verify as run_verify
-
+    pins, memory_bytes, loss_fn = _pins(pin), _memory(memory), _loss(loss)
+    given = None if plan_file is None else Plan.load(_readable(plan_file))
+    if given is not None and given.gpus != gpus:
+        raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}")
     with _answers_only(as_json):
-        result = run_verify(
-            target, gpus, plan=Plan.load(_readable(plan_file)) if plan_file else None, pins=_pins(pin), cluster=cluster,
-            memory=_memory(memory), loss=_loss(loss), steps=steps,
-        )  # fmt: skip
+        model, example_inputs = load_target(target)
+        report = run_verify(
+            model, example_inputs, gpus, plan=given, pins=pins, steps=steps, loss=loss_fn, cluster=cluster, memory=memory_bytes
+        )
     if as_json:
-        _answer(result.to_json())
+        _answer(verification_json(report))
     else:
-        print(result.text())
-    if not result.ok:
+        print(verification_text(report))
+    if not report.ok:
         raise typer.Exit(1)
 
 
 @app.command()
 def diff(first: Path, second: Path, as_json: Json = False) -> None:
     """What differs between two plan files."""
-    from autopar.plan.plan import Plan
+    from autopar.plan import Plan
     from autopar.report.diff import diff_text, differences
     from autopar.report.text import plan_json
 
@@ -229,7 +235,7 @@ def _plan_of(
 
 def _explained(target: str, gpus: int | None, *, pins: list[str] | None, **options: Any) -> Plan:
     """The plan in a file, or the plan made for a TARGET."""
-    from autopar.plan.plan import Plan
+    from autopar.plan import Plan
 
     if ":" not in target and (target.endswith(".json") or Path(target).is_file()):
         loaded = Plan.load(_readable(Path(target)))
@@ -249,10 +255,10 @@ def _check_gpus(gpus: int) -> None:
 
 
 def _memory(text: str | None) -> int | None:
-    from autopar.report.units import parse_bytes
+    from autopar.plan.resources import parse_memory
 
     try:
-        return None if text is None else parse_bytes(text)
+        return parse_memory(text)
     except ValueError as error:
         raise UsageError(f"--memory: {error}") from error
 
@@ -270,7 +276,7 @@ def _loss(target: str | None) -> Any:
 
 def _pins(texts: list[str] | None) -> Pins | None:
     """['tp=2', 'schedule=1f1b'] to Pins(tp=2, schedule='1f1b'); None if there are none."""
-    from autopar.plan.plan import Pins
+    from autopar.plan import Pins
     from autopar.targets import did_you_mean
 
     values: dict[str, str] = {}

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan.plan import Plan
 from autopar.report.text import plan_text
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 
@@ -162,7 +161,7 @@ def train_single(batches: Tensor) -> Measured:
 def train_worker(batches: Tensor, plan_file: str, folder: str) -> Measured:
     """The compiled model, on one worker of several; the loop is the same."""
     before = _memory_before()
-    model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=Plan.load(plan_file))
+    model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=plan_file)
     rank = torch.distributed.get_rank()
     if rank == 0:
         (Path(folder) / "module.py").write_text(model.source, encoding="utf-8")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autopar import cli
 from autopar.demo import SEQUENCE, corpus, draw_batches
-from autopar.plan.plan import AxisPlan, MemoryPlan, Pins, Plan, StagePlan
+from autopar.plan import Pins, Plan
+from autopar.plan.plan import AxisPlan, MemoryPlan, StagePlan
 from autopar.report.diff import differences
 from autopar.report.doctor import checks, checks_text
 from autopar.report.text import plan_json, plan_text
-from autopar.report.units import bytes_text, count_text, parse_bytes, seconds_text, table
+from autopar.report.units import bytes_text, count_text, seconds_text, table
 from autopar.targets import TargetError, load_object, load_target
 
 pytestmark = pytest.mark.pure
@@ -246,7 +244,7 @@ def test_help_names_every_command(run) -> None:
         (["plan", "models.py:net", "--gpus", "two"], "--gpus"),
         (["plan", "models.py:net", "--gpus", "0"], "--gpus must be 1 or more, not 0"),
         (["plan", "models.py:net", "--gpus", "-1"], "--gpus must be 1 or more"),
-        (["plan", "models.py:net", "--gpus", "2", "--memory", "lots"], "write it as 80GiB"),
+        (["plan", "models.py:net", "--gpus", "2", "--memory", "lots"], "like '80GiB'"),
         (["plan", "models.py:net", "--gpus", "2", "--cluster", "dgx-h1000"], "did you mean"),
         (["plan", "models.py:net", "--gpus", "2", "--cluster", "none.toml"], "none.toml does not exist"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp"], "is not NAME=VALUE"),
@@ -298,12 +296,6 @@ def test_an_unexpected_error_keeps_its_traceback(models: Path, run, monkeypatch:
     monkeypatch.setattr("autopar.targets.load_target", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan", "models.py:net", "--gpus", "1"])
-
-
-def test_the_console_script_starts_without_torch() -> None:
-    code = "import sys, autopar.cli; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "False"
 
 
 # -------------------------------------------------------------------------------------------------------------- plans
@@ -405,27 +397,9 @@ def test_the_demos_batches_are_the_same_for_every_caller() -> None:
     assert b"import" in bytes(text[:100_000].tolist())
 
 
-@pytest.mark.parametrize(
-    "text,amount",
-    [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("512M", 512 * 2**20), ("1.5gib", 3 * 2**29), ("80e9", 80 * 10**9), ("7", 7)],
-)
-def test_amounts_of_memory(text: str, amount: int) -> None:
-    assert parse_bytes(text) == amount
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1..2GB", ".", "80XB", "0", "1e999", "nan", "80GiBs"])
-def test_what_is_no_amount_of_memory(text: str) -> None:
-    with pytest.raises(ValueError, match="memory"):
-        parse_bytes(text)
-
-
-@given(st.integers(1, 2**50))
-def test_bytes_are_read_as_they_are_written(amount: int) -> None:
-    assert parse_bytes(bytes_text(amount)) == pytest.approx(amount, rel=0.006, abs=1)
-
-
 def test_seconds_and_counts() -> None:
     assert [seconds_text(s) for s in (0, 3.1e-6, 0.0124, 1.24, 1234)] == ["0 s", "3.1 us", "12.4 ms", "1.24 s", "1,234 s"]
+    assert [bytes_text(n) for n in (512, 1536, 80 * 2**30)] == ["512 B", "1.50 KiB", "80.00 GiB"]
     assert [count_text(n) for n in (950, 10.7e6, 8.03e9)] == ["950", "10.7M", "8.03B"]
 
 

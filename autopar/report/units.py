@@ -1,30 +1,11 @@
-"""Amounts as people write and read them: bytes and seconds to text, text to bytes, columns to a table."""
+"""Amounts as people read them: bytes, seconds and counts to text, columns to a table."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "count_text", "parse_bytes", "seconds_text", "table"]
-
-BYTES = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
-}
-
-
-def parse_bytes(text: str) -> int:
-    """'80GiB', '80 GB', '512M' (binary) or '80e9' to bytes. ValueError, with an example, for anything else."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): factor for unit, factor in BYTES.items()}
-    if match is None or match[2].lower() not in units:
-        raise ValueError(f"not an amount of memory: {text!r}; write it as 80GiB, 80GB or 512MiB")
-    amount = int(float(match[1]) * units[match[2].lower()])
-    if amount == 0:
-        raise ValueError(f"an amount of memory is at least a byte: {text!r}")
-    return amount
-
+__all__ = ["bytes_text", "count_text", "seconds_text", "table"]
 
 def bytes_text(amount: float) -> str:
     """Bytes in the largest binary unit that keeps them above one: '1.50 GiB', '512 B'."""

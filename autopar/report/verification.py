@@ -1,0 +1,42 @@
+"""The outcome of `autopar verify` as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.report.units import table
+from autopar.verify import TOLERANCE, Report
+
+__all__ = ["verification_json", "verification_text"]
+
+
+def verification_text(report: Report) -> str:
+    """The worst relative error of each kind, where it is, and the verdict."""
+    plan = report.plan
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    rows = [
+        ("loss", f"{report.loss:.1e}", ""),
+        ("gradients", f"{report.gradient:.1e}", report.gradient_at),
+        ("parameters", f"{report.parameter:.1e}", report.parameter_at),
+    ]
+    if report.copies_equal:
+        copies = "all copies of a parameter are bit-equal on all ranks"
+    else:
+        copies = f"COPIES DIFFER between ranks: {', '.join(report.unequal)}"
+    verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal"
+    return (
+        f"{plan.model} on {plan.gpus} workers in float64: {mesh}, micro-batches {plan.micro_batches}, schedule {plan.schedule}, "
+        f"zero {plan.zero}\n{table(('', 'worst relative error', 'in'), rows)}\n  {copies}\n{verdict}"
+    )
+
+
+def verification_json(report: Report) -> dict[str, Any]:
+    """The same figures under their names."""
+    plan = report.plan
+    return {
+        "ok": report.ok, "tolerance": TOLERANCE, "model": plan.model, "gpus": plan.gpus, "mesh": plan.mesh,
+        "micro_batches": plan.micro_batches, "schedule": plan.schedule, "zero": plan.zero,
+        "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
+        "parameter": report.parameter, "parameter_at": report.parameter_at,
+        "copies_equal": report.copies_equal, "unequal": list(report.unequal),
+    }  # fmt: skip
