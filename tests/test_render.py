@@ -34,7 +34,7 @@ from autopar.ir import (
     refs,
 )  # fmt: skip
 from autopar.render import check_source, load, manifest_source, render
-from autopar.render.literals import literal
+from autopar.render.literals import Code, literal, statement
 from autopar.render.names import RESERVED, comment_text, identifier, short
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
 
@@ -480,6 +480,25 @@ def test_literals_are_exact() -> None:
     assert literal(torch.float32) == "torch.float32"
     assert literal(torch.channels_last) == "torch.channels_last"
     assert literal((r("a"), None), lambda name: f"<{name}>") == "(<a>, None)"
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize(
+    "targets", ["x", ", ".join(f"result_number_{n}" for n in range(30)), "(only_result_with_a_name_of_quite_some_length_indeed_so_long,)"]
+)
+def test_long_statements_are_broken_without_a_change(count: int, targets: str) -> None:
+    """What is laid out over lines is the same statement."""
+    items = (
+        f"({', '.join(f'argument_{n}' for n in range(count))},)",
+        "'a, b' + \"it's, \\\" , c\"",
+        "k=1",
+        *(f"x{n}" for n in range(count)),
+    )
+    code = Code("call(", items, ")")
+    lines = statement(targets, code, "(1, 2) int64", depth=1)
+    assert max(map(len, lines)) <= 120
+    assert ast.dump(ast.parse("if x:\n" + "\n".join(lines))) == ast.dump(ast.parse(f"if x:\n    {targets} = {code}"))
+    assert "# (1, 2) int64" in "".join(lines)
 
 
 def test_debuggers_see_the_source() -> None:

@@ -67,14 +67,37 @@ def literal(value: object, ref: Callable[[str], str] | None = None) -> str:
 
 
 def filled(items: Sequence[str], depth: int) -> list[str]:
-    """`item,` after `item,` on as few lines as they need."""
+    """`item,` after `item,` on as few lines as they need, inside of brackets; an item too long for a line is broken too."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + len(item) + 2 <= WIDTH:
             lines[-1] += f" {item},"
-        else:
+        elif len(INDENT) * depth + len(item) + 1 <= WIDTH:
             lines.append(f"{INDENT * depth}{item},")
-    return lines
+        else:
+            first, *rest = _broken(item)
+            lines.append(INDENT * depth + first)
+            for part in (*rest[:-1], f"{rest[-1]}," if rest else ""):
+                if len(lines[-1]) + len(part) + 1 <= WIDTH:
+                    lines[-1] += f" {part}"
+                else:
+                    lines.append(INDENT * (depth + 1) + part)
+    return [line.rstrip() for line in lines]
+
+
+def _broken(text: str) -> list[str]:
+    """The text cut behind every comma that is followed by a blank and not in a string."""
+    parts, start, quote, escaped = [], 0, "", False
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote and not escaped else quote
+            escaped = c == "\\" and not escaped
+        elif c in "\"'":
+            quote, escaped = c, False
+        elif c == "," and text[i + 1 : i + 2] == " ":
+            parts.append(text[start : i + 1])
+            start = i + 2
+    return [*parts, text[start:]]
 
 
 def statement(targets: str, code: Code, comment: str = "", depth: int = 1) -> list[str]:
@@ -82,14 +105,21 @@ def statement(targets: str, code: Code, comment: str = "", depth: int = 1) -> li
     pad = INDENT * depth
     note = f"  # {comment}" if comment else ""
     start = f"{pad}{targets} = " if targets else pad
+    before: list[str] = []
+    if len(start) > WIDTH // 2:
+        before, start = [f"{pad}(", *filled(_names(targets), depth + 1)], f"{pad}) = "
     line = f"{start}{code}"
     if len(line + note) <= WIDTH:
-        return [line + note]
+        return [*before, line + note]
     if not code.items:
         if len(line) <= WIDTH:
-            return [f"{pad}# {comment}", line]
-        return [f"{start}({note}", f"{pad}{INDENT}{code}", f"{pad})"]
+            return [f"{pad}# {comment}", *before, line]
+        return [*before, f"{start}({note}", f"{pad}{INDENT}{code}", f"{pad})"]
     body = filled(code.items, depth + 1)
     opening = f"{start}{code.head}"
-    first = [opening + note] if len(opening + note) <= WIDTH else [f"{pad}# {comment}", opening]
+    first = [*before, opening + note] if len(opening + note) <= WIDTH else [f"{pad}# {comment}", *before, opening]
     return [*first, *body, f"{pad}{code.tail}"]
+
+
+def _names(targets: str) -> list[str]:
+    return targets.strip("(,)").split(", ")
