@@ -23,7 +23,9 @@ from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.slices import cut, joined, local_slice, parted
 
-__all__ = ["BUCKET_BYTES", "Bucket", "Held", "gather_use", "make_buckets", "rest", "scatter_use"]
+__all__ = [
+    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "layouts_of", "make_buckets", "rest",
+]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a link, small enough to overlap
 
@@ -33,11 +35,11 @@ def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
     return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Held:
-    """One parameter on one rank. param: the part at rest. zero: its dim sharded over dp at rest, None if it rests whole.
-    partial: the axes over which the gradient of its use is partial. tied: the pipeline stages that share it, None if
-    it is on one stage."""
+    """One parameter on one rank. param: the part at rest (`ParallelModule.adopt` puts another object there). zero: its dim
+    sharded over dp at rest, None if it rests whole. partial: the axes over which the gradient of its use is partial.
+    tied: the pipeline stages that share it, None if it is on one stage."""
 
     spec: ParamSpec
     param: nn.Parameter
@@ -48,6 +50,11 @@ class Held:
     @property
     def gathered_when_used(self) -> bool:
         return self.zero is not None and self.spec.gather == "use"
+
+    @property
+    def late(self) -> bool:
+        """Whether its gradient is known only at the end of the step."""
+        return self.tied is not None or self.gathered_when_used
 
 
 def rest(spec: ParamSpec | BufferSpec, full: Tensor, mesh: Mesh) -> Tensor:
@@ -73,37 +80,23 @@ def hold(spec: ParamSpec, full: Tensor, mesh: Mesh, tied: Axis | None) -> Held:
     )
 
 
-# ------------------------------------------------------------------------------------------------ ZeRO-3: where it is used
-def gather_use(held: Held, part: Tensor, mesh: Mesh) -> Tensor:
-    """The parameter as it is used, from its part at rest; a new tensor."""
-    assert held.zero is not None
-    return joined(comm.all_gather(part, mesh.dp), held.zero)
-
-
-def scatter_use(held: Held, grad: Tensor, mesh: Mesh) -> Tensor:
-    """The gradient of the part at rest (over dp), from the gradient of the use."""
-    assert held.zero is not None
-    if "dp" in held.partial:
-        return comm.reduce_scatter(parted(grad, mesh.dp.size, held.zero), mesh.dp)
-    return cut(grad, mesh.dp.size, held.zero, 1, mesh.dp.rank).contiguous()
-
-
 # -------------------------------------------------------------------------------------------------------------- buckets
 class Bucket:
     """Parameters of one dtype that are gathered and reduced the same way, together.
 
     `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction
-    of gradients and `Reduction.finish` gives the gradients of what rests.
+    of gradients and `Reduction.finish` gives the gradients of what rests. where_used: the bucket of one parameter that is
+    gathered and reduced over dp at each use; what else its gradient needs is done once a step, by an ordinary bucket.
     """
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh) -> None:
+    def __init__(self, held: Sequence[Held], mesh: Mesh, *, where_used: bool = False) -> None:
         first = held[0]
         self.held = tuple(held)
         self.mesh = mesh
-        self.scattered = first.zero is not None and not first.gathered_when_used
+        self.scattered = first.zero is not None and first.gathered_when_used == where_used
         self.partial_over_dp = "dp" in first.partial
         remaining = [name for name in first.partial if not (name == "dp" and first.zero is not None)]
-        self.summed_over = mesh.joint(remaining) if remaining else None
+        self.summed_over = mesh.joint(remaining) if remaining and not where_used else None
 
     def gather(self) -> Gathering:
         return Gathering(self)
@@ -192,12 +185,12 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
     """Buckets in the order in which backward fills them: the parameters, given in the order of use, are taken from the
-    last; those tied across stages, which wait for the other stages, come at the end."""
+    last; those whose gradients are not complete until the end of the step come at the end."""
     open_: dict[tuple[object, ...], list[Held]] = {}
     done: list[list[Held]] = []
     last_first = tuple(held)[::-1]
-    for one in sorted(last_first, key=lambda h: h.tied is not None):
-        key = (one.param.dtype, one.zero is not None, one.spec.gather, one.partial, one.tied is not None, one.param.requires_grad)
+    for one in sorted(last_first, key=lambda h: h.late):
+        key = (one.param.dtype, one.zero is not None, one.spec.gather, one.partial, one.late, one.param.requires_grad)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
         if sum(h.param.numel() * h.param.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:

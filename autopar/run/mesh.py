@@ -44,7 +44,8 @@ class Mesh:
     """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group.
 
     Collective over all ranks: every rank must build the same meshes in the same order. Groups are kept and used again by
-    later meshes of the same process group. device: where this rank computes. Raises LaunchError if the world size is not the product of the sizes.
+    later meshes of the same process group. device: where this rank computes. Raises LaunchError if the world size is not the
+    product of the sizes.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu") -> None:
@@ -60,7 +61,8 @@ class Mesh:
             script = os.path.basename(sys.argv[0]) or "train.py"
             raise LaunchError(
                 f"this parallel module is made for {world} processes ({shape}), and the process group has {found}. Launch it with\n"
-                f"    torchrun --standalone --nproc-per-node={world} {script}\nor start local workers with autopar.launch(fn, gpus={world})."
+                f"    torchrun --standalone --nproc-per-node={world} {script}\n"
+                f"or start local workers with autopar.launch(fn, gpus={world})."
             )
         self.device = torch.device(device)
         self.world = world

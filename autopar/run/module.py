@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from autopar.ir import Layout
 from autopar.run import comm, state
 from autopar.run.buckets import Bucket, Held, hold, make_buckets, rest
+from autopar.run.gathered import GatheredWhereUsed, Orders
 from autopar.run.inputs import Batch, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -83,6 +84,8 @@ class ParallelModule(nn.Module):
     _constants: dict[str, Tensor]
     _tied: dict[tuple[int, ...], Axis]
     _buckets: tuple[Bucket, ...]
+    _where_used: dict[str, Bucket]
+    _orders: Orders
     _batch: Batch
     _prologue: Callable[..., Mapping[str, Tensor]] | None
     _stage: Stage
@@ -117,6 +120,9 @@ class ParallelModule(nn.Module):
         keep["_held"], keep["_constants"], keep["_names"] = {}, {}, {}
         self._take(tensors)
         keep["_buckets"] = make_buckets(self._held.values(), mesh)
+        used = [one for one in self._held.values() if one.gathered_when_used]
+        keep["_where_used"] = {one.spec.name: Bucket([one], mesh, where_used=True) for one in used}
+        keep["_orders"] = {}
         keep["_batch"] = Batch(manifest, mesh, device, local=local_batch)
         keep["_prologue"] = getattr(emitted, "prologue", None)
         keep["_loss_dtype"] = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
@@ -144,7 +150,14 @@ class ParallelModule(nn.Module):
             self._batch.check_equal(bound)
         inputs = self._batch.own_parts(bound)
         n = manifest.micro_batches
-        step = Step(held=self._held, names=self._names, buffer=self._buffer, buckets=self._buckets, mesh=mesh, passes=n)
+        step = Step(
+            held=self._held,
+            names=self._names,
+            buffer=self._buffer,
+            buckets=self._buckets,
+            where_used=GatheredWhereUsed(self._where_used, self._orders),
+            passes=n,
+        )
         self._stage.train(self.training)
         self._stage.weights = Weights(step)
         with self._random_numbers():
@@ -166,6 +179,7 @@ class ParallelModule(nn.Module):
             comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp.group)
         trainable = [one for one in self._held.values() if one.param.requires_grad]
         if not (torch.is_grad_enabled() and trainable):
+            step.finish()
             return loss.detach()
 
         def gradients(grad: Tensor) -> list[Tensor | None]:

@@ -16,17 +16,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.run import comm
-from autopar.run.buckets import Bucket, Gathering, Held, Reduction, gather_use, scatter_use
-from autopar.run.mesh import Mesh
+from autopar.run.buckets import Bucket, Gathering, Held, Reduction
+from autopar.run.gathered import GatheredWhereUsed
 
 __all__ = ["Step", "Weights", "buffers_kept"]
 
@@ -61,35 +57,12 @@ class Weights:
         return self._step.read(self._prefix + name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """A tensor saved for backward that is a view of a gathered parameter: how to make it again."""
-
-    name: str
-    version: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _GatherUse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, held: Held, mesh: Mesh) -> Tensor:
-        ctx.held, ctx.mesh = held, mesh
-        return gather_use(held, part, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_use(ctx.held, grad, ctx.mesh), None, None
-
-
 class Step:
     """The weights of one forward and backward pass of all micro-batches.
 
     held: canonical name -> parameter; names: every name (aliases too) -> canonical name; buffer: the current tensor of a
-    buffer or constant by name. passes: how many backward passes (micro-batches) each gradient is the sum of. With
-    gradients off (torch.no_grad) nothing is prepared for backward.
+    buffer or constant by name. where_used: the parameters that are gathered where they are used. passes: how many backward
+    passes (micro-batches) each gradient is the sum of. With gradients off (torch.no_grad) nothing is prepared for backward.
     """
 
     def __init__(
@@ -99,17 +72,16 @@ class Step:
         names: Mapping[str, str],
         buffer: Callable[[str], Tensor],
         buckets: Sequence[Bucket],
-        mesh: Mesh,
+        where_used: GatheredWhereUsed,
         passes: int = 1,
     ) -> None:
-        self._held, self._names, self._buffer, self._mesh = held, names, buffer, mesh
+        self._held, self._names, self._buffer, self._where_used = held, names, buffer, where_used
         self._buckets = tuple(buckets)
         self._passes = passes
         self._grad = torch.is_grad_enabled()
         self._leaves: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._reductions: list[Reduction] = []
-        self._gathered: dict[int, tuple[StorageWeakRef, str]] = {}
         # all gathers start now, in the order of use, and each is waited for when the first of its parameters is read
         self._gathering: dict[str, Gathering] = {}
         for bucket in reversed(self._buckets):
@@ -124,13 +96,9 @@ class Step:
             buffer = self._buffer(name)
             return buffer.clone() if _buffers_kept.get() else buffer
         leaf = self._leaf(canonical)
-        held = self._held[canonical]
-        if not held.gathered_when_used:
+        if not self._held[canonical].gathered_when_used:
             return leaf
-        full: Tensor = _GatherUse.apply(leaf, held, self._mesh)
-        storage = full.untyped_storage()
-        self._gathered[storage._cdata] = (StorageWeakRef(storage), canonical)
-        return full
+        return self._where_used.read(canonical, leaf)
 
     def _leaf(self, name: str) -> Tensor:
         if name not in self._leaves:
@@ -156,35 +124,15 @@ class Step:
         return leaf
 
     def saving(self) -> AbstractContextManager[object]:
-        """The context to run forward in: tensors saved for backward that are views of parameters gathered where they are
-        used are not kept, and gathered again in backward."""
-        if not self._grad or not any(held.gathered_when_used for held in self._held.values()):
-            return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Dropped:
-        # the weak reference keeps the address of a freed storage from being given to another
-        found = self._gathered.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            return tensor
-        name = found[1]
-        version = self._held[name].param._version
-        return _Dropped(name, version, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def _unpack(self, saved: Tensor | _Dropped) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        held = self._held[saved.name]
-        if held.param._version != saved.version:
-            raise RuntimeError(f"parameter {saved.name} was changed between the forward and the backward pass that uses it")
-        return gather_use(held, held.param.detach(), self._mesh).as_strided(saved.size, saved.stride, saved.offset)
+        """The context to run forward in."""
+        return self._where_used.saving()
 
     # ------------------------------------------------------------------------------------------------------ backward
     def _start_reductions(self, *, all_: bool = False) -> None:
         """Start the reductions of the buckets whose gradients have arrived, in order, so that all ranks start the same."""
         while len(self._reductions) < len(self._buckets):
             bucket = self._buckets[len(self._reductions)]
-            ready = all(self._arrived.get(one.spec.name, 0) == self._passes and one.tied is None for one in bucket.held)
+            ready = all(self._arrived.get(one.spec.name, 0) == self._passes and not one.late for one in bucket.held)
             if not (ready or all_):
                 return
             grads: dict[str, Tensor] = {}
@@ -196,7 +144,12 @@ class Step:
             self._reductions.append(bucket.reduce(grads))
 
     def finish(self) -> dict[str, Tensor]:
-        """After all backward passes: name -> the gradient of the parameter at rest, for those that have one."""
+        """At the end of the step: name -> the gradient of the parameter at rest, for those that have one."""
+        of_parts = self._where_used.close()
+        if not self._grad:
+            return {}
+        for name, grad in of_parts.items():
+            self._leaf(name).grad = grad
         for name, held in self._held.items():
             if held.tied is not None and held.param.requires_grad:
                 leaf = self._leaf(name)
@@ -210,5 +163,4 @@ class Step:
         for reduction in self._reductions:
             found.update(reduction.finish())
         self._leaves.clear()
-        self._gathered.clear()
         return found
