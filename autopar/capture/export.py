@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from autopar.errors import CaptureError
 
@@ -94,7 +95,18 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Expo
     except _FAILURES as e:
         raise CaptureError(_explain(step.model, e)) from e
     sys.stderr.write(printed.getvalue())
-    return exported
+    return _without_vmap(exported)
+
+
+def _without_vmap(exported: ExportedProgram) -> ExportedProgram:
+    """Regions of torch.vmap (masks made from a function of positions) are replaced by the batched operators they stand for."""
+    names = (getattr(n.target, "__module__", "") for n in exported.graph.nodes if n.op == "call_function")
+    if not any(str(name).startswith("torch._functorch") for name in names):
+        return exported
+    batched = exported.run_decompositions({})
+    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in batched.graph_signature.output_specs):
+        raise CaptureError("a forward that uses torch.vmap also changes buffers\n  what to do: replace torch.vmap by batched operators")
+    return batched
 
 
 @contextlib.contextmanager

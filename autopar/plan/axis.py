@@ -28,13 +28,18 @@ from autopar.plan.solver import Outcome, solve
 
 __all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
 
+IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
+WORK_FIRST = 1000.0  # how many times its time without latencies an operator costs under `work_first`
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisProblem:
     """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward;
     state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states. fixed: values that
     may not change their layout after they are made (mutated buffers). sync_params: price the reduction of gradients
-    of parameters that are used as R (on a data axis it is a cost that every plan has)."""
+    of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as
+    can be split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so
+    small that leaving it idle would be faster."""
 
     axis: str
     n: int
@@ -43,6 +48,7 @@ class AxisProblem:
     params: frozenset[str]
     fixed: frozenset[str] = frozenset()
     sync_params: bool = True
+    work_first: bool = False
     memory_price_s_per_byte: float = 0.0
     state_price_s_per_byte: float = 0.0
 
@@ -53,11 +59,11 @@ class AxisSolution:
     outcome: Outcome
 
 
-def solve_axis(problem: AxisProblem, *, time_limit_s: float = 20.0) -> AxisSolution:
+def solve_axis(problem: AxisProblem, *, time_limit_s: float = 20.0, gap: float = 1e-3) -> AxisSolution:
     """The best assignment, with its objective, bound and gap. Infeasible cannot happen: all-I is always a choice, unless
     leaves are restricted to layouts that no operator can read; then Infeasible is raised by the solver."""
     model = _Model(problem)
-    outcome = solve(model.problem, time_limit_s=time_limit_s, name=f"axis {problem.axis}")
+    outcome = solve(model.problem, time_limit_s=time_limit_s, name=f"axis {problem.axis}", gap=gap)
     chosen = {g: model.chosen(g) for g in problem.choices.groups}
     ops: dict[str, Strategy] = {}
     leaves: dict[str, Layout] = {}
@@ -81,6 +87,11 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     parts = n if s.splits_work else 1
     moved = float(sum(local_in) + sum(local_out)) if counts.op_class != "gather" else float(2 * sum(local_out))
     forward, backward = problem.pricer.counted_s(counts, _dtype(group.outs, group.ins), parts=parts, nbytes=moved)
+    if problem.work_first:
+        gpu = problem.pricer.cluster.gpu
+        work = (counts.flops + counts.backward_flops) / parts / gpu.peak_flops_per_s(_dtype(group.outs, group.ins))
+        forward, backward = WORK_FIRST * (work + 3 * moved / gpu.memory_bandwidth_bytes_per_s), 0.0
+        forward = 0.0 if counts.op_class == "view" else forward
     if not any(t.grad for t in group.outs):
         backward = 0.0
     if s.collective:
@@ -94,9 +105,10 @@ def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     if group.key not in problem.params:
         return 0.0
     layout, t = s.outputs[0], group.outs[0]
-    cost = problem.state_price_s_per_byte * _bytes(t, layout, problem.n)
+    resting = _bytes(t, layout, problem.n) * len(group.members)
+    cost = problem.state_price_s_per_byte * resting * (WORK_FIRST if problem.work_first else 1.0)
     if layout.kind is Kind.REPLICATE and t.grad and problem.sync_params:
-        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes, problem.axis)
+        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * len(group.members), problem.axis)
     return cost
 
 
@@ -167,6 +179,8 @@ class _Model:
             for i, (have, xs) in enumerate(makers.items()):
                 fixed = source.group in self.given.fixed and needs_transition(have, want, t)
                 cost = None if fixed else change_cost(self.given, have, want, t, times)
+                if cost and source.group in self.given.params:
+                    cost *= IN_PLACE_PREFERRED
                 if cost is None:
                     continue
                 if cost == 0.0:
@@ -217,6 +231,8 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
         t = groups[source.group].outs[source.output]
         for want in layouts:
             cost = change_cost(problem, have, want, t, times[source])
+            if cost and source.group in problem.params:
+                cost *= IN_PLACE_PREFERRED
             if cost is None or (source.group in problem.fixed and needs_transition(have, want, t)):
                 return float("inf")
             total += cost

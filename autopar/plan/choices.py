@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import networkx
+
 from autopar.catalog import OpView, strategies_of
-from autopar.ir import I, Layout, Op, Program, R, Ref, Strategy, TensorType, map_refs, refs
+from autopar.ir import I, Layout, Op, Program, R, Ref, S, Strategy, TensorType, map_refs, refs
 from autopar.plan.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of"]
@@ -73,10 +75,13 @@ class _Table:
         return self.known[key]
 
 
-def choices(program: Program, n: int, leaf_layouts: Mapping[str, tuple[Layout, ...]], *, data: bool = False) -> Choices:
+def choices(
+    program: Program, n: int, leaf_layouts: Mapping[str, tuple[Layout, ...]], *, data: bool = False, batched: frozenset[str] = frozenset()
+) -> Choices:
     """All decisions on an axis of n ranks. leaf_layouts: what each leaf may lie as; a parameter that is not named may be
     I, R or any shard that an operator reading it has a use for. data: keep only strategies that split what derives from
-    split inputs (a data axis), rather than every dim of every tensor."""
+    split inputs (a data axis), rather than every dim of every tensor. batched: inputs whose dim 0 is the batch, which an
+    axis that is no data axis does not split."""
     member_of = members_of(program)
     representatives = {op.name: op for op in program.ops if member_of[op.name] == op.name}
     members: dict[str, list[str]] = defaultdict(list)
@@ -85,13 +90,14 @@ def choices(program: Program, n: int, leaf_layouts: Mapping[str, tuple[Layout, .
     producer = {o: (op.name, k) for op in program.ops for k, o in enumerate(x for x in op.outputs if x is not None)}
     source = {v: Source(member_of[p], k) for v, (p, k) in producer.items()}
     leaves = [x.value for x in (*program.inputs, *program.params, *program.buffers)]
-    source |= {v: Source(v, 0) for v in leaves}
+    leaf_of = _leaf_members(program, set(leaves), set(leaf_layouts))
+    source |= {v: Source(leaf_of[v], 0) for v in leaves}
     counted: dict[tuple[Source, str, int], int] = defaultdict(int)
     for op in program.ops:
         for k, r in enumerate(refs(op)):
             counted[source[r], member_of[op.name], k] += 1
     edges = tuple(Edge(s, c, k, count) for (s, c, k), count in counted.items())
-    strategies = _strategies(program, representatives, edges, leaf_layouts, n, data)
+    strategies = _strategies(program, representatives, edges, leaf_layouts, n, data, batched)
     groups = {
         name: Group(
             key=name,
@@ -107,11 +113,12 @@ def choices(program: Program, n: int, leaf_layouts: Mapping[str, tuple[Layout, .
     for e in edges:
         for s in strategies.get(e.consumer, ()):
             wanted[e.source.group][s.inputs[e.operand]] = None
-    for v in leaves:
+    for v in (v for v in leaves if leaf_of[v] == v):
         t = program.types[v]
         options = leaf_layouts.get(v) or (I, R, *(x for x in wanted[v] if x.is_shard))
         fitting = tuple(Strategy(inputs=(), outputs=(x,)) for x in dict.fromkeys(options) if x.divides(t.shape, n))
-        groups[v] = Group(key=v, members=(v,), op=None, strategies=fitting, ins=(), outs=(t,))
+        same = tuple(x for x in leaves if leaf_of[x] == v)
+        groups[v] = Group(key=v, members=same, op=None, strategies=fitting, ins=(), outs=(t,))
     types = {s: program.types[v] for v, s in source.items()}
     return Choices(groups=groups, edges=edges, loss=source[program.loss], types=types)
 
@@ -127,6 +134,27 @@ def members_of(program: Program) -> dict[str, str]:
     return member_of
 
 
+def _leaf_members(program: Program, leaves: set[str], restricted: set[str]) -> dict[str, str]:
+    """Leaf -> the leaf of the first instance that it shares its decision with: parameters that only corresponding operators
+    of the instances of one block read, at the same operand."""
+    readers: dict[str, set[int]] = defaultdict(set)
+    for index, op in enumerate(program.ops):
+        for r in refs(op):
+            if r in leaves:
+                readers[r].add(index)
+    same = {v: v for v in leaves}
+    for block in program.blocks:
+        first = block.spans[0]
+        for span in block.spans[1:]:
+            for k in range(len(span)):
+                for a, b in zip(refs(program.ops[first.start + k]), refs(program.ops[span.start + k]), strict=True):
+                    alike = a in leaves and b in leaves and {i - first.start for i in readers[a]} == {i - span.start for i in readers[b]}
+                    inside = alike and all(i in first for i in readers[a])
+                    if inside and a not in restricted and program.types[a] == program.types[b]:
+                        same[b] = a
+    return same
+
+
 def _strategies(
     program: Program,
     ops: Mapping[str, Op],
@@ -134,6 +162,7 @@ def _strategies(
     leaf_layouts: Mapping[str, tuple[Layout, ...]],
     n: int,
     data: bool,
+    batched: frozenset[str],
 ) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every group. Group counts beyond 1 spread from the views that make them along edges, forward and
     backward, until nothing changes; shards with groups that no neighbour shares are then dropped."""
@@ -159,8 +188,12 @@ def _strategies(
         if not pending:
             break
     if data:
-        found = _derived_only(program, ops, edges, found, leaf_layouts)
-    return _supported(found, outgoing, incoming, ops)
+        found = _derived_only(ops, edges, found, leaf_layouts)[0]
+    elif batched:
+        batch = _derived_only(ops, edges, found, {v: (S(0),) for v in batched})[1]
+        found = {name: _not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
+    types = {Source(name, k): program.types[o] for name, op in ops.items() for k, o in enumerate(x for x in op.outputs if x is not None)}
+    return _supported(found, outgoing, incoming, ops, types)
 
 
 def _spread(groups: dict[str, frozenset[int]], name: str, layouts: object, changed: dict[str, None], ops: Mapping[str, Op]) -> None:
@@ -173,38 +206,90 @@ def _spread(groups: dict[str, frozenset[int]], name: str, layouts: object, chang
 
 
 def _supported(
-    found: dict[str, tuple[Strategy, ...]], outgoing: Mapping[str, list[Edge]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op]
+    found: dict[str, tuple[Strategy, ...]],
+    outgoing: Mapping[str, list[Edge]],
+    incoming: Mapping[str, list[Edge]],
+    ops: Mapping[str, Op],
+    types: Mapping[Source, TensorType],
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Drop strategies with a grouped shard that no neighbour can give or take as it is."""
-    for _ in range(3):
-        makes = {name: [{s.outputs[k] for s in ss} for k in range(len(ss[0].outputs))] for name, ss in found.items()}
-        takes: dict[tuple[str, int], set[Layout]] = defaultdict(set)
-        for edges in outgoing.values():
-            for e in edges:
-                takes[e.source.group, e.source.output] |= {s.inputs[e.operand] for s in found[e.consumer]}
+    """Drop strategies with grouped shards (groups > 1) that cannot pay: a grouped shard is worth its place only in a chain of
+    operators that makes it without a transition, consumes it without one, and somewhere turns it into a shard of other
+    groups (a fused q|k|v that is split into its parts). Anywhere else it is the plain shard under another name."""
+    made = _made(found, incoming, ops, types)
+    used = _used(found, outgoing, ops)
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for name, strategies in found.items():
+        sources = {e.operand: e.source for e in incoming[name] if e.source.group in ops}
 
-        def useful(name: str, s: Strategy, makes: object = makes, takes: object = takes) -> bool:
-            for e in incoming[name]:
-                x = s.inputs[e.operand]
-                if x.groups > 1 and e.source.group in ops and x not in makes[e.source.group][e.source.output]:  # type: ignore[index]
-                    return False
-            return all(x.groups == 1 or not takes.get((name, k)) or x in takes[name, k] for k, x in enumerate(s.outputs))  # type: ignore[attr-defined,index]
+        def alive(s: Strategy, name: str = name, sources: Mapping[int, Source] = sources) -> bool:
+            inputs = all((sources[k], x) in made for k, x in enumerate(s.inputs) if x.groups > 1 and k in sources)
+            return inputs and all((Source(name, k), x) in used for k, x in enumerate(s.outputs) if x.groups > 1)
 
-        kept = {name: tuple(s for s in ss if useful(name, s)) for name, ss in found.items()}
-        if kept == found:
-            break
-        found = kept
-    return found
+        kept[name] = tuple(s for s in strategies if alive(s))
+    return _converted(kept, incoming, ops)
+
+
+Place = tuple[Source, Layout]
+
+
+def _made(
+    found: Mapping[str, tuple[Strategy, ...]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op], types: Mapping[Source, TensorType]
+) -> set[Place]:
+    """The shards that operators make from leaves and from one another without a transition."""
+    made: set[Place] = set()
+    for _ in range(2):  # twice, for a repeated block that feeds itself
+        for name in ops:
+            for s in found[name]:
+                shards = [(e.source, s.inputs[e.operand]) for e in incoming[name] if s.inputs[e.operand].is_shard and e.source.group in ops]
+                if all(place in made or not types[place[0]].grad for place in shards):
+                    made |= {(Source(name, k), x) for k, x in enumerate(s.outputs) if x.is_shard}
+    return made
+
+
+def _used(found: Mapping[str, tuple[Strategy, ...]], outgoing: Mapping[str, list[Edge]], ops: Mapping[str, Op]) -> set[Place]:
+    """The shards that operators consume, to the end of the chain (where the split dim is contracted or reduced)."""
+    used: set[Place] = set()
+    for _ in range(2):
+        for name in reversed(ops):
+            for e in outgoing[name]:
+                for s in found[e.consumer]:
+                    shards = [(Source(e.consumer, k), x) for k, x in enumerate(s.outputs) if x.is_shard]
+                    if s.inputs[e.operand].is_shard and all(place in used for place in shards):
+                        used.add((e.source, s.inputs[e.operand]))
+    return used
+
+
+def _converted(
+    found: Mapping[str, tuple[Strategy, ...]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op]
+) -> dict[str, tuple[Strategy, ...]]:
+    """Keep grouped shards that are connected, through the strategies they share, with one that changes their groups."""
+    connected: networkx.Graph[Place] = networkx.Graph()
+    changing: set[Place] = set()
+    grouped_of: dict[tuple[str, Strategy], list[Place]] = {}
+    for name, strategies in found.items():
+        sources = {e.operand: e.source for e in incoming[name] if e.source.group in ops}
+        for s in strategies:
+            places = [(sources[k], x) for k, x in enumerate(s.inputs) if x.is_shard and k in sources]
+            places += [(Source(name, k), x) for k, x in enumerate(s.outputs) if x.is_shard]
+            grouped = [p for p in places if p[1].groups > 1]
+            if not grouped:
+                continue
+            grouped_of[name, s] = grouped
+            connected.add_nodes_from(grouped)
+            connected.add_edges_from(zip(grouped, grouped[1:], strict=False))
+            if len({p[1].groups for p in places}) > 1:
+                changing |= set(grouped)
+    paying: set[Place] = set()
+    for component in networkx.connected_components(connected):
+        if component & changing:
+            paying |= component
+    return {name: tuple(s for s in ss if (name, s) not in grouped_of or grouped_of[name, s][0] in paying) for name, ss in found.items()}
 
 
 def _derived_only(
-    program: Program,
-    ops: Mapping[str, Op],
-    edges: tuple[Edge, ...],
-    found: dict[str, tuple[Strategy, ...]],
-    leaf_layouts: Mapping[str, tuple[Layout, ...]],
-) -> dict[str, tuple[Strategy, ...]]:
-    """Keep strategies whose shards can be reached from the split inputs without a change of dim."""
+    ops: Mapping[str, Op], edges: tuple[Edge, ...], found: dict[str, tuple[Strategy, ...]], leaf_layouts: Mapping[str, tuple[Layout, ...]]
+) -> tuple[dict[str, tuple[Strategy, ...]], Mapping[Source, set[Layout]]]:
+    """The strategies whose shards can be reached from the split inputs without a change of dim, and those shards."""
     reached: dict[Source, set[Layout]] = defaultdict(set)
     for v, layouts in leaf_layouts.items():
         reached[Source(v, 0)] |= {x for x in layouts if x.is_shard}
@@ -224,4 +309,14 @@ def _derived_only(
                         if x.is_shard:
                             reached[Source(name, k)].add(x)
             kept[name] = tuple(good)
-    return kept
+    return kept, reached
+
+
+def _not_over(batch: Mapping[Source, set[Layout]], name: str, strategies: tuple[Strategy, ...], incoming: list[Edge]) -> tuple[Strategy, ...]:
+    """Those that do not split the batch."""
+
+    def over(s: Strategy) -> bool:
+        inputs = any(s.inputs[e.operand] in batch.get(e.source, ()) for e in incoming)
+        return inputs or any(x in batch.get(Source(name, k), ()) for k, x in enumerate(s.outputs))
+
+    return tuple(s for s in strategies if not over(s))

@@ -2,8 +2,9 @@
 
 Splitting a step into m micro-batches is typing the program with the batch S on an axis of m moments, parameters R, the
 loss P, and no transition in between, because moments cannot exchange values. What depends on inputs alone may be
-computed for the whole step beforehand, in the *prologue* (the count of labelled tokens). What cannot be typed so is not
-split, and `NotSplittable` says which operator is the reason.
+computed for the whole step beforehand, in the *prologue*, and be given to every moment whole (R: the count of labelled
+tokens) or in slices (S: a mask that was built by indexing the batch). What cannot be typed so is not split, and
+`NotSplittable` says which operator is the reason.
 """
 
 from __future__ import annotations
@@ -65,49 +66,72 @@ def split_into_moments(program: Program, count: int) -> Moments:
     if not batched or (program.batch_size or 0) % count:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")
     derived = derived_from_inputs(program)
-    whole: set[str] = set()  # values that the prologue makes
-    for _ in range(1 + len(program.ops)):
-        typed = _type(program, count, batched, derived, whole)
-        if not isinstance(typed, str):
-            return _split(program, count, typed, whole)
-        whole.add(typed)
-    raise AssertionError("every round moves one more value into the prologue")
+    made: dict[str, Layout] = {}  # by the prologue
+    for _ in range(1 + 2 * len(program.ops)):
+        typed = _type(program, count, batched, derived, made)
+        if isinstance(typed, Assignment):
+            return _split(program, count, typed, made)
+        assert any(made.get(v) != x for v, x in typed.items()), "every round moves something into the prologue"
+        made |= typed
+    raise AssertionError("the prologue cannot grow for ever")
 
 
-def _type(program: Program, count: int, batched: frozenset[str], derived: frozenset[str], whole: set[str]) -> Assignment | str:
-    """A typing without transitions, or the next value that the prologue must make."""
+def _type(
+    program: Program, count: int, batched: frozenset[str], derived: frozenset[str], made: dict[str, Layout]
+) -> Assignment | dict[str, Layout]:
+    """A typing without transitions, or what the prologue must make besides."""
     layouts: dict[str, Layout] = {x.value: S(0) if x.value in batched else R for x in program.inputs}
-    layouts |= {x.value: R for x in (*program.params, *program.buffers)} | dict.fromkeys(whole, R)
+    layouts |= {x.value: R for x in (*program.params, *program.buffers)} | made
     leaves = dict(layouts)
     chosen: dict[str, Strategy] = {}
     for op in program.ops:
-        if op.outputs and all(o in whole for o in op.outputs if o is not None):
+        outputs = [o for o in op.outputs if o is not None]
+        if outputs and all(o in made for o in outputs):
             continue
         have = tuple(layouts[r] for r in refs(op))
-        groups = frozenset({1, *(x.groups for x in have if x.is_shard)})
-        fitting = [
-            s for s in strategies_of(view_of(program, op, count, groups)) if s.inputs == have and not s.collective and I not in (*s.inputs, *s.outputs)
-        ]
-        usable = [_without_axis(op, s) for s in fitting if s.local in LOCAL_CODE_WITHOUT_EXCHANGE or s.local is None or is_random(op.target)]
-        if not refs(op):
-            usable = [s for s in usable if s.outputs[0] == R] or [Strategy(inputs=(), outputs=(R,) * len(op.outputs))]
+        usable = [s for s in _strategies(program, op, count, have) if s.inputs == have]
         if not usable:
-            movable = [r for r in refs(op) if r in derived and layouts[r] != R and r not in whole and r not in batched]
-            movable += [r for r in refs(op) if r in derived and r in batched]
-            if movable and movable[0] not in batched:
-                return movable[0]
-            own = next((o for o in op.outputs if o is not None), None)
-            if own in derived and own not in whole:
-                return str(own)
-            lay = ", ".join(map(str, have))
-            raise NotSplittable(f"{op.target} (operands {lay} over the micro-batches) mixes samples at {op.source or op.module or 'the top level'}")
+            return _prologue_for(program, op, count, have, derived, made)
         best = min(usable, key=lambda s: [x.groups if x.is_shard else 0 for x in s.outputs])
         chosen[op.name] = best
-        layouts |= {o: x for o, x in zip([o for o in op.outputs if o is not None], best.outputs, strict=True)}
+        layouts |= {o: made.get(o, x) for o, x in zip(outputs, best.outputs, strict=True)}
     if layouts[program.loss] != P:
         raise NotSplittable(f"the loss is not a sum over samples (it is {layouts[program.loss]} over the micro-batches)")
-    leaves = {v: x for v, x in leaves.items()}
     return Assignment(axis="time", n=count, ops=chosen, leaves=leaves)
+
+
+def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) -> list[Strategy]:
+    """Those of an operator that exchange nothing. An operator without operands makes the same at every moment."""
+    groups = frozenset({1, *(x.groups for x in have if x.is_shard)})
+    stated = strategies_of(view_of(program, op, count, groups))
+    kept = [s for s in stated if not s.collective and I not in (*s.inputs, *s.outputs)]
+    kept = [_without_axis(op, s) for s in kept if s.local in LOCAL_CODE_WITHOUT_EXCHANGE or s.local is None or is_random(op.target)]
+    if not refs(op):
+        outputs = [o for o in op.outputs if o is not None]
+        return [Strategy(inputs=(), outputs=(R,) * len(outputs))]
+    return kept
+
+
+def _prologue_for(
+    program: Program, op: Op, count: int, have: tuple[Layout, ...], derived: frozenset[str], made: dict[str, Layout]
+) -> dict[str, Layout]:
+    """What the prologue must make so that an operator can be typed: the fewest operands, all derived from inputs; else the
+    operator's own results, if they derive from inputs. Raises NotSplittable."""
+    operands = refs(op)
+    options: list[dict[str, Layout]] = []
+    for s in _strategies(program, op, count, have):
+        moved = {r: want for r, want, x in zip(operands, s.inputs, have, strict=True) if want != x}
+        consistent = all(want == moved.get(r, x) for r, want, x in zip(operands, s.inputs, have, strict=True))
+        if consistent and all(r in derived and r not in made and want != P for r, want in moved.items()):
+            if any(x.is_shard for x in s.outputs) or not any(x.is_shard for x in have):
+                options.append(moved)
+    if options:
+        return min(options, key=lambda m: (len(m), sorted(map(str, m.values()))))
+    outputs = [o for o in op.outputs if o is not None]
+    if outputs and all(o in derived for o in outputs) and not any(o in made for o in outputs):
+        return dict.fromkeys(outputs, R)
+    lay = ", ".join(map(str, have))
+    raise NotSplittable(f"{op.target} (operands {lay} over the micro-batches) mixes samples at {op.source or op.module or 'the top level'}")
 
 
 def _without_axis(op: Op, s: Strategy) -> Strategy:
@@ -115,7 +139,8 @@ def _without_axis(op: Op, s: Strategy) -> Strategy:
     return dataclasses.replace(s, local=None) if is_random(op.target) else s
 
 
-def _split(program: Program, count: int, typing: Assignment, whole: set[str]) -> Moments:
+def _split(program: Program, count: int, typing: Assignment, made: dict[str, Layout]) -> Moments:
+    whole = set(made)
     needed = set(whole)
     prologue: list[Op] = []
     for op in reversed(program.ops):
@@ -127,7 +152,7 @@ def _split(program: Program, count: int, typing: Assignment, whole: set[str]) ->
     extra = tuple(Input(value=v, path=()) for v in outputs)
     body = program.replace(ops=tuple(program.ops[k] for k in kept), inputs=(*program.inputs, *extra), blocks=_kept_blocks(program, kept))
     types = dict(program.types)
-    rank = shard_loss_free(body, typing, count)
+    rank = _at_one_moment(body, typing)
     return Moments(
         body=rank.replace(batch_size=(program.batch_size or 0) // count),
         prologue=tuple(prologue),
@@ -136,13 +161,11 @@ def _split(program: Program, count: int, typing: Assignment, whole: set[str]) ->
     )
 
 
-def shard_loss_free(body: Program, typing: Assignment, count: int) -> Program:
+def _at_one_moment(body: Program, typing: Assignment) -> Program:
     """Shard over time; the loss stays P: the schedule adds the micro-batches' losses."""
     leaves = {x.value: typing.leaves.get(x.value, R) for x in (*body.inputs, *body.params, *body.buffers)}
-    before = len(body.ops)
     rank = shard(body, dataclasses.replace(typing, leaves=leaves), final=P)
     assert all(not op.target.startswith("autopar.C.") or op.kwarg("axis") != "time" for op in rank.ops), "no transition over time"
-    assert len(rank.ops) >= before and count > 1
     return rank
 
 

@@ -115,7 +115,7 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
             )
         )
     return Lowered(
-        program=program,
+        program=program.replace(inputs=tuple(x for x in program.inputs if x.path)),
         stages=tuple(stages),
         prologue=moments.prologue,
         prologue_outputs=moments.prologue_outputs,

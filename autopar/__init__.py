@@ -1,0 +1,24 @@
+"""autopar: an auto-parallelization compiler for PyTorch. `autopar.compile(model, gpus=8)`, and the training loop stays as it was.
+
+Names are loaded when they are first used, so that an emitted module, which imports autopar.run, does not load the planner.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "compile": "compiler", "plan": "compiler", "Pins": "plan", "Plan": "plan", "ParallelModule": "run", "launch": "run",
+    "AutoparError": "errors", "CaptureError": "errors", "Infeasible": "errors", "LaunchError": "errors",
+    "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",
+}  # fmt: skip
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"autopar has no {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"autopar.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,133 @@
+"""What a lowered program costs on one rank: the seconds and bytes of every stretch of operators.
+
+Bytes kept for backward are those that autograd saves of the *sharded* program, once for each tensor: a view counts as
+what it views, a tensor that several operators save counts once, parameters are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.ir import Op, Program, R, Span, refs
+from autopar.measure import OpCost, Pricer
+
+__all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
+
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
+ZERO_MIN_NUMEL = 1  # every parameter that divides is sharded; what does not divide rests whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A tensor kept for backward: where it is first saved, its bytes."""
+
+    at: int
+    nbytes: int
+
+
+class Ledger:
+    """Costs of the operators of one rank's program, and the tensors they keep."""
+
+    def __init__(self, program: Program, pricer: Pricer) -> None:
+        self.program = program
+        self.costs: list[OpCost] = [pricer.op(op, program) for op in program.ops]
+        self.root = _roots(program.ops, self.costs)
+        self.leaves = {x.value for x in (*program.params, *program.buffers)}
+        self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
+
+    def _saves(self, op: Op, cost: OpCost) -> tuple[tuple[str, int], ...]:
+        """(tensor, bytes) that autograd keeps of an operator."""
+        types = self.program.types
+        if op.no_grad or not any(types[o].grad for o in op.outputs if o is not None):
+            return ()
+        operands, results = refs(op), [o for o in op.outputs if o is not None]
+        found = [operands[k] for k in cost.counts.saved_inputs] + [results[k] for k in cost.counts.saved_outputs]
+        kept = {self.root[v]: types[self.root[v]].nbytes for v in found if self.root[v] not in self.leaves}
+        if cost.counts.saved_other_bytes:
+            kept[f"{op.name}#"] = cost.counts.saved_other_bytes
+        return tuple(kept.items())
+
+    def kept_bytes(self, span: Span, seen: set[str] | None = None) -> int:
+        """Bytes kept by operators of the span; tensors in `seen` are counted elsewhere and new ones are added to it."""
+        seen = set() if seen is None else seen
+        total = 0
+        for index in range(span.start, span.stop):
+            for name, nbytes in self.saved_by[index]:
+                if name not in seen:
+                    seen.add(name)
+                    total += nbytes
+        return total
+
+    def entering_bytes(self, span: Span) -> int:
+        """Bytes of the differentiable values that a span reads from outside: what a recomputed span keeps."""
+        types, ops = self.program.types, self.program.ops
+        inside = {o for k in range(span.start, span.stop) for o in ops[k].outputs}
+        read = {self.root[r] for k in range(span.start, span.stop) for r in refs(ops[k]) if r not in inside and r not in self.leaves}
+        return sum(types[v].nbytes for v in read if types[v].grad)
+
+    def temporary_bytes(self, spans: Iterable[int]) -> int:
+        """The largest operand-and-result set of one operator: what must be alive beside the kept tensors."""
+        types, ops = self.program.types, self.program.ops
+        sizes = [
+            sum(types[o].nbytes for o in ops[k].outputs if o is not None) + sum(types[r].nbytes for r in refs(ops[k]) if r not in self.leaves)
+            for k in spans
+            if self.costs[k].counts.op_class != "view"
+        ]
+        return max(sizes, default=0)
+
+    def seconds(self, indices: Iterable[int]) -> tuple[float, float, float]:
+        """(forward, backward, of which communication) of operators."""
+        forward = backward = communication = 0.0
+        for k in indices:
+            c = self.costs[k]
+            forward, backward, communication = forward + c.forward_s, backward + c.backward_s, communication + c.communication_s
+        return forward, backward, communication
+
+
+def _roots(ops: tuple[Op, ...], costs: list[OpCost]) -> dict[str, str]:
+    """value -> the value whose storage it shares."""
+    root: dict[str, str] = {}
+    for op, cost in zip(ops, costs, strict=True):
+        operands = refs(op)
+        for r in operands:
+            root.setdefault(r, r)
+        for o in op.outputs:
+            if o is not None:
+                root[o] = root[operands[0]] if cost.counts.op_class == "view" and operands else o
+    return root
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamBytes:
+    """Of one parameter on one rank. local_bytes: as used; resting_bytes: as it rests; trainable."""
+
+    local_bytes: int
+    resting_bytes: int
+    numel: int
+    resting_numel: int
+    trainable: bool
+
+
+def zero_dims(program: Program, dp: int, zero: int) -> dict[str, int]:
+    """Parameter (fqn) -> the dim on which it rests sharded over dp: the first that divides. Those of which no dim divides,
+    and those that every data-parallel rank uses for the same work, rest whole."""
+    found: dict[str, int] = {}
+    for p in program.params if zero and dp > 1 else ():
+        shape = program.types[p.value].shape
+        dim = next((d for d, size in enumerate(shape) if size and size % dp == 0), None)
+        if dim is not None and p.trainable and dict(p.layouts).get("dp") == R:
+            found[p.fqn] = dim
+    return found
+
+
+def param_bytes(program: Program, dims: Mapping[str, int], dp: int) -> dict[str, ParamBytes]:
+    """value -> its bytes on a rank. program: of one rank (tensor-parallel shapes)."""
+    found = {}
+    for p in program.params:
+        t = program.types[p.value]
+        parts = dp if p.fqn in dims else 1
+        found[p.value] = ParamBytes(
+            local_bytes=t.nbytes, resting_bytes=t.nbytes // parts, numel=t.numel, resting_numel=t.numel // parts, trainable=p.trainable
+        )
+    return found
