@@ -491,8 +491,8 @@ def test_long_statements_are_broken_without_a_change(count: int, targets: str) -
     items = (
         f"({', '.join(f'argument_{n}' for n in range(count))},)",
         "'a, b' + \"it's, \\\" , c\"",
-        "k=1",
         *(f"x{n}" for n in range(count)),
+        "k=1",
     )
     code = Code("call(", items, ")")
     lines = statement(targets, code, "(1, 2) int64", depth=1)
