@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from cost_models.cluster import HardwareFileError, UnknownHardware
 
 if TYPE_CHECKING:
-    from autopar.plan import Pins, Plan
+    from autopar.planner import Pins, Plan
 
 # What a command needs is imported inside it, so that doctor answers where another command could not even be imported.
 
@@ -131,7 +131,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the plan on local workers in float64 and compare loss, gradients and parameters with the single-process model."""
-    from autopar.plan import Plan
+    from autopar.planner import Plan
     from autopar.report.verification import verification_json, verification_text
     from autopar.targets import load_target
     from autopar.verify import verify as run_verify
@@ -159,7 +159,7 @@ def verify(
 @app.command()
 def diff(first: Path, second: Path, as_json: Json = False) -> None:
     """What differs between two plan files."""
-    from autopar.plan import Plan
+    from autopar.planner import Plan
     from autopar.report.diff import diff_text, differences
     from autopar.report.text import plan_json
 
@@ -235,7 +235,7 @@ def _plan_of(
 
 def _explained(target: str, gpus: int | None, *, pins: list[str] | None, **options: Any) -> Plan:
     """The plan in a file, or the plan made for a TARGET."""
-    from autopar.plan import Plan
+    from autopar.planner import Plan
 
     if ":" not in target and (target.endswith(".json") or Path(target).is_file()):
         loaded = Plan.load(_readable(Path(target)))
@@ -255,7 +255,7 @@ def _check_gpus(gpus: int) -> None:
 
 
 def _memory(text: str | None) -> int | None:
-    from autopar.plan.resources import parse_memory
+    from autopar.planner.resources import parse_memory
 
     try:
         return parse_memory(text)
@@ -276,7 +276,7 @@ def _loss(target: str | None) -> Any:
 
 def _pins(texts: list[str] | None) -> Pins | None:
     """['tp=2', 'schedule=1f1b'] to Pins(tp=2, schedule='1f1b'); None if there are none."""
-    from autopar.plan import Pins
+    from autopar.planner import Pins
     from autopar.targets import did_you_mean
 
     values: dict[str, str] = {}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
 from autopar.errors import PlanError
-from autopar.plan import Pins, Plan, lower, make_plan
-from autopar.plan.resources import choose_cluster, parse_memory
+from autopar.planner import Pins, Plan, lower, make_plan
+from autopar.planner.resources import choose_cluster, parse_memory
 from autopar.render import load, make_manifest, positional_names, render
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size

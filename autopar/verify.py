@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
 from autopar.compiler import emit, plan_of, tensors_of
-from autopar.plan import Pins, Plan
+from autopar.planner import Pins, Plan
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule, WorkerPool
 

@@ -4,29 +4,35 @@ A case is one call of an aten overload with concrete tensors. Each strategy of i
 are cut by their layouts, every rank runs the localized operators, results are put together by theirs. Then the gradient
 of the results is laid out by the transposed table (S: slices; R: terms of a sum; I and P: the same on every rank), every
 rank runs backward on its own, and the gradients of the operands are put together and compared with the true ones.
-No process group is needed: local code that communicates is reported as skipped.
+No process group is needed: ranks that communicate are threads (`Lockstep`). Only what draws random numbers is skipped.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autopar.catalog import OpView, localized, strategies_of
-from autopar.catalog.rule import is_random, rule_of
-from autopar.catalog.schema import resolve
+from autopar.catalog.rule import draws, is_random, rule_of
+from autopar.catalog.schema import resolve, tensor_refs
 from autopar.ir import Arg, I, Kind, Layout, Op, R, Ref, Strategy, TensorType
+from autopar.run import collectives, comm, local_ops
+from autopar.run.mesh import Axis
 
 # What an operator raises that was given operands that it does not take.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, KeyError, AssertionError)
 UNDEFINED = ("empty_like", "new_empty", "empty", "empty_strided", "new_empty_strided", "empty_permuted")  # of any value
+LARGE = 1 << 14  # elements
 SIZES = {"XS": (3, 4), "S": (5, 8), "M": (10, 16), "L": (20, 16)}  # op_db's sizes hardly divide: name -> (as it is, as we want it)
 
 
@@ -56,6 +62,9 @@ class Case:
         return f"{self.op.target} {self.op.args} {dict(self.op.kwargs)} of {shapes}"
 
 
+ONE = Axis(name="b", size=1, rank=0, ranks=(0,))
+
+
 class Unusable(Exception):
     """A call that is no case: results that are no tensors, or operands that the operator refuses."""
 
@@ -81,13 +90,20 @@ def case_of(target: str, *args: Any, **kwargs: Any) -> Case:
     op_args = tuple(lift(a) for a in args)
     op_kwargs = tuple((k, lift(v)) for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory"))
     op = Op(target=target, args=op_args, kwargs=op_kwargs, outputs=("y0",))
-    try:
-        results = run_ops((op,), leaves(values, fixed), None)
-    except REFUSALS as error:
-        raise Unusable(str(error)) from error
-    if results is None or not all(isinstance(r, torch.Tensor) and r.layout is torch.strided for r in results):
+    results = None
+    while results is None:
+        try:
+            results, _ = run_ops((op,), leaves(values, fixed))
+        except REFUSALS as error:
+            constant = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
+            index = tensor_refs(op).get(constant[1]) if constant else None
+            if index is None or index in fixed:
+                raise Unusable(str(error)) from error
+            fixed.add(index)
+    if not all(isinstance(r, torch.Tensor) and r.layout is torch.strided for r in results):
         raise Unusable("its results are not all tensors")
-    multi = any(r.type.kind() == "ListType" for r in resolve(target)._schema.returns) or len(resolve(target)._schema.returns) > 1
+    returns = [] if target.startswith("autopar.") else resolve(target)._schema.returns
+    multi = any(r.type.kind() == "ListType" for r in returns) or len(returns) > 1
     op = Op(target=target, args=op_args, kwargs=op_kwargs, outputs=tuple(f"y{k}" for k in range(len(results))), multi=multi)
     return Case(op, tuple(values), results, frozenset(fixed))
 
@@ -100,9 +116,10 @@ def leaves(values: Iterable[torch.Tensor], fixed: Collection[int] = ()) -> list[
     return [v.detach().clone().requires_grad_(differentiable(v) and k not in fixed) for k, v in enumerate(values)]
 
 
-def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], names: tuple[str, ...] | None) -> tuple[torch.Tensor, ...] | None:
-    """Run operators one after another; the results of the last (names None: of whatever number), or None if some cannot
-    be run without other ranks. The operands are copied first, so that operators may write to them."""
+def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], axis: Axis | None = None) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """Run operators one after another: the results of the last, and the operands as they are then. The operands are copied
+    first, so that operators may write to them. axis: what autopar's own operators are given as axis "a"; any other axis that
+    they name has one rank."""
     env: dict[str, Any] = {f"x{k}": v.clone() for k, v in enumerate(operands)}
 
     def value(arg: Arg) -> Any:
@@ -110,15 +127,71 @@ def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], names: tuple[str,
             return env[arg.name]
         return [value(a) for a in arg] if isinstance(arg, tuple) else arg
 
-    result: Any = None
+    axes = {} if axis is None else {"a": axis}
+    results: tuple[Any, ...] = ()
     for op in ops:
         if op.target.startswith("autopar."):
-            return None
-        result = resolve(op.target)(*map(value, op.args), **{k: value(v) for k, v in op.kwargs})
+            _, kind, name = op.target.split(".")
+            function = getattr(collectives if kind == "C" else local_ops, name)
+        else:
+            function = resolve(op.target)
+        result = function(*map(value, op.args), **{k: axes.get(v, ONE) if k == "axis" else value(v) for k, v in op.kwargs})
         results = tuple(result) if isinstance(result, (list, tuple)) else (result,)
         env.update({k: v for k, v in zip(op.outputs, results) if k is not None})
-        result = results
-    return result if names is None else tuple(env[name] for name in names)
+    return results, [env[f"x{k}"] for k in range(len(operands))]
+
+
+# ------------------------------------------------------------------------------------------ ranks that communicate
+class Lockstep:
+    """n ranks as threads. Within it, what `autopar.run.comm` sends goes through one list that they fill together."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.slots, self.barrier = n, [torch.empty(0)] * n, threading.Barrier(n)
+
+    def axis(self, rank: int) -> Axis:
+        return Axis(name="a", size=self.n, rank=rank, ranks=tuple(range(self.n)))
+
+    def exchange(self, x: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
+        if axis.size == 1:
+            return [x.detach().clone()]
+        self.slots[axis.rank] = x.detach().clone()
+        self.barrier.wait(timeout=30)
+        found = list(self.slots)
+        self.barrier.wait(timeout=30)
+        return found
+
+    def all_reduce_(self, x: torch.Tensor, axis: Axis, op: Any = torch.distributed.ReduceOp.SUM, *, wait: bool = True) -> None:
+        found = torch.stack(self.exchange(x, axis))
+        x.copy_(found.amax(0) if op == torch.distributed.ReduceOp.MAX else found.sum(0))
+
+    def run(self, fn: Callable[[int], Any]) -> list[Any]:
+        """fn(rank) on all ranks at once. Raises what the first of them raised that broke the others' exchanges."""
+        results: list[Any] = [None] * self.n
+        errors: list[BaseException] = []
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = fn(rank)
+            except REFUSALS as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        stand_ins = {
+            "all_gather": lambda x, axis: torch.stack(self.exchange(x, axis)),
+            "all_reduce": lambda x, axis: sum(self.exchange(x, axis)),
+            "all_reduce_": self.all_reduce_,
+            "reduce_scatter": lambda x, axis: sum(self.exchange(x, axis))[axis.rank],  # type: ignore[index]
+            "all_to_all": lambda x, axis: torch.cat([part.chunk(axis.size)[axis.rank] for part in self.exchange(x, axis)]),
+        }
+        with mock.patch.multiple(comm, **stand_ins):
+            threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.n)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return results
 
 
 # ----------------------------------------------------------------------------------------------- layouts, executed
@@ -201,38 +274,43 @@ def unsound(case: Case, view: OpView, strategy: Strategy) -> str | None:
         ops = localized(view, strategy, "a")
     except REFUSALS as error:
         return f"it cannot be localized: {type(error).__name__}: {error}"
+    if any(op.target.startswith("autopar.") and draws(case.op) for op in ops):
+        return SKIPPED
     whole = leaves(case.values, case.fixed)
-    truth = run_ops((case.op,), whole, case.op.outputs)  # type: ignore[arg-type]
-    assert truth is not None
-    tolerance = tolerance_of((*truth, *whole))
-    locals_ = [laid_out(v, layout, n) for v, layout in zip(case.values, strategy.inputs)]
-    operands = [leaves((parts[r] for parts in locals_), case.fixed) for r in range(n)]
-    results = []
-    for r in range(n):
-        try:
-            result = run_ops(ops, operands[r], case.op.outputs)  # type: ignore[arg-type]
-        except REFUSALS as error:
-            return f"a rank refuses it: {type(error).__name__}: {error}"
-        if result is None:
-            return SKIPPED
-        results.append(result)
-    for k, (t, layout) in enumerate(zip(truth, strategy.outputs)):
-        if wrong := differs([results[r][k].detach() for r in range(n)], t.detach(), layout, tolerance, gradient=False):
-            return f"result {k} is wrong: {wrong}"
+    truth, written = run_ops((case.op,), whole)
     flowing = [k for k, t in enumerate(truth) if t.requires_grad]
-    if not flowing:
-        return None
     gradients = [torch.randn_like(truth[k]) for k in flowing]
     try:
-        true_grads = grads([truth[k] for k in flowing], whole, gradients)
+        true_grads = grads([truth[k] for k in flowing], whole, gradients) if flowing else []
     except REFUSALS:
-        return None  # torch has no derivative for it
-    laid = [gradient_laid_out(g, strategy.outputs[k], n) for g, k in zip(gradients, flowing)]
-    local_grads = [grads([results[r][k] for k in flowing], operands[r], [parts[r] for parts in laid]) for r in range(n)]
+        flowing, gradients, true_grads = [], [], []  # torch has no derivative for it
+    values = [laid_out(v, layout, n) for v, layout in zip(case.values, strategy.inputs)]
+    cotangents = [gradient_laid_out(g, strategy.outputs[k], n) for g, k in zip(gradients, flowing)]
+    ranks = Lockstep(n)
+
+    def run(rank: int) -> tuple[Any, ...]:
+        operands = leaves((parts[rank] for parts in values), case.fixed)
+        results, after = run_ops(ops, operands, ranks.axis(rank))
+        found = grads([results[k] for k in flowing], operands, [parts[rank] for parts in cotangents]) if flowing else []
+        return [r.detach() for r in results], [a.detach() for a in after], found
+
+    try:
+        together = any(op.target.startswith("autopar.") for op in ops)
+        results, after, found = zip(*(ranks.run(run) if together else map(run, range(n))))
+    except REFUSALS as error:
+        return f"a rank refuses it: {type(error).__name__}: {error}"
+    tolerance = tolerance_of((*truth, *whole))
+    for k, (t, layout) in enumerate(zip(truth, strategy.outputs)):
+        if wrong := differs([results[r][k] for r in range(n)], t.detach(), layout, tolerance, gradient=False):
+            return f"result {k} is wrong: {wrong}"
+    for i, (before, t, layout) in enumerate(zip(case.values, written, strategy.inputs)):
+        if torch.equal(before, t):
+            continue
+        if wrong := differs([after[r][i] for r in range(n)], t.detach(), layout, tolerance, gradient=False):
+            return f"operand {i} is written and then wrong: {wrong}"
     for i, (g, layout) in enumerate(zip(true_grads, strategy.inputs)):
-        if g is not None:
-            if wrong := differs([local_grads[r][i] for r in range(n)], g, layout, tolerance, gradient=True):  # type: ignore[misc]
-                return f"gradient of operand {i} is wrong: {wrong}"
+        if g is not None and (wrong := differs([found[r][i] for r in range(n)], g, layout, tolerance, gradient=True)):
+            return f"gradient of operand {i} is wrong: {wrong}"
     return None
 
 
@@ -247,7 +325,7 @@ def grads(outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: li
     filled = []
     for x in inputs:
         g = next(given) if x.requires_grad else None
-        filled.append((torch.zeros_like(x) if g is None else g) if x.requires_grad else None)
+        filled.append((torch.zeros_like(x) if g is None else g.to_dense()) if x.requires_grad else None)
     return filled
 
 
@@ -350,12 +428,15 @@ def op_db(*, divisible: bool) -> list[Any]:
 
 
 def op_db_cases(info: Any, *, limit: int) -> Iterator[Case]:
-    """Cases of at most `limit` samples of one entry of op_db."""
+    """Cases of the first `limit` samples of one entry of op_db, and as many spread over the next 32; none of large tensors."""
     if not info.supports_dtype(torch.float64, "cpu"):
         return
     samples = info.sample_inputs("cpu", torch.float64, requires_grad=False)
     try:
-        for sample in itertools.islice(samples, limit):
-            yield from cases_within(info.op, sample.input, *sample.args, **sample.kwargs)
+        first, more = list(itertools.islice(samples, limit)), list(itertools.islice(samples, 32))
+        for sample in (*first, *more[:: max(1, len(more) // limit)]):
+            for case in cases_within(info.op, sample.input, *sample.args, **sample.kwargs):
+                if sum(v.numel() for v in (*case.values, *case.results)) <= LARGE:
+                    yield case
     except REFUSALS:
         return  # a sample that op_db itself cannot make at this size

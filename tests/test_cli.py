@@ -12,8 +12,8 @@ import pytest
 
 from autopar import cli
 from autopar.demo import SEQUENCE, corpus, draw_batches
-from autopar.plan import Pins, Plan
-from autopar.plan.plan import AxisPlan, MemoryPlan, StagePlan
+from autopar.planner import Pins, Plan
+from autopar.planner.plan import AxisPlan, MemoryPlan, StagePlan
 from autopar.report.diff import differences
 from autopar.report.doctor import checks, checks_text
 from autopar.report.text import plan_json, plan_text

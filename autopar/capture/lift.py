@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,22 @@ class _LiftMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _called_by_torch():
+            return func(*args, **kwargs)
         if func in _CASTS:
             return args[0].double()
         if func in _GROUPED_MM and args[0].dtype == torch.float64:
             return _grouped_mm_float64(*args, **kwargs)
         return func(*(_lift(a) for a in args), **{k: _lift(v) for k, v in kwargs.items()})
+
+
+def _called_by_torch() -> bool:
+    """Whether torch itself makes the call that a __torch_function__ is handling: to describe a tensor, not to compute in a model."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("torch.") and not module.startswith(("torch.nn.", "torch.distributions.", "torch.functional"))
 
 
 def _lift(arg: Any) -> Any:

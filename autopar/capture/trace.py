@@ -91,6 +91,12 @@ class _Symbolic:
     def __init__(self, source: str) -> None:
         self.source = source
 
+    def error(self) -> CaptureError:
+        return CaptureError(
+            f"cannot capture a shape or an argument that depends on the values of a tensor\n  at {self.source}\n  what to do: use masking "
+            f"or a fixed capacity, so that every shape follows from the shapes of the inputs"
+        )
+
 
 class _Flattener:
     def __init__(self, model: nn.Module, exported: ExportedProgram) -> None:
@@ -108,6 +114,8 @@ class _Flattener:
         params, buffers, copies = self._state()
         env = self._placeholders()
         (loss,) = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
+        if isinstance(loss, _Symbolic):
+            raise loss.error()
         assert isinstance(loss, Ref), loss
         return Trace(
             name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
@@ -215,8 +223,8 @@ class _Flattener:
             values = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
             if not node.kwargs and all(isinstance(v, (bool, int, float)) for v in values):
                 env[node] = target(*values)  # type: ignore[operator]
-            elif any(isinstance(v, _Symbolic) for v in values):
-                env[node] = _Symbolic(self._source(node))
+            elif symbolic := next((v for v in values if isinstance(v, _Symbolic)), None):
+                env[node] = symbolic
             else:
                 name = getattr(target, "__name__", str(target))
                 raise CaptureError(
@@ -257,10 +265,10 @@ class _Flattener:
         if symbolic is None and any(not _is_static(r) for r in results if r is not None):
             symbolic = _Symbolic(source)
         if symbolic is not None:
-            raise CaptureError(
-                f"cannot capture {target}: its shape or an argument depends on the values of a tensor\n  at {symbolic.source or source}\n"
-                f"  what to do: use masking or a fixed capacity, so that every shape follows from the shapes of the inputs"
-            )
+            if target._schema.is_mutable:
+                raise symbolic.error()
+            env[node] = symbolic  # which may serve an assertion only; the loss may not depend on it
+            return
         args, kwargs = self._arguments(node, target, env, results[0])
         name_of_target = str(target) if str(target).startswith("aten.") else f"{target.namespace}.{target._opname}.{target._overloadname}"
         if name_of_target.rpartition(".")[0] in _CASTS:

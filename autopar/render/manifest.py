@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from autopar.ir import I, Layout, Lowered, Program, TensorType, refs
-from autopar.plan.plan import Plan
+from autopar.planner.plan import Plan
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
 
 __all__ = ["make_manifest", "positional_names"]

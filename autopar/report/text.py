@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from autopar.plan.plan import AxisPlan, Plan
+from autopar.planner.plan import AxisPlan, Plan
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 
 __all__ = ["plan_json", "plan_text"]

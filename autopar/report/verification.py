@@ -13,7 +13,7 @@ __all__ = ["verification_json", "verification_text"]
 def verification_text(report: Report) -> str:
     """The worst relative error of each kind, where it is, and the verdict."""
     plan = report.plan
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in ("pp", "dp", "tp"))
     rows = [
         ("loss", f"{report.loss:.1e}", ""),
         ("gradients", f"{report.gradient:.1e}", report.gradient_at),

@@ -14,7 +14,7 @@ import networkx
 
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, Program, R, Ref, S, Strategy, TensorType, map_refs, refs
-from autopar.plan.shard import view_of
+from autopar.planner.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of"]
 

@@ -22,9 +22,9 @@ from autopar.catalog import needs_transition, transition
 from autopar.ir import Kind, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
 from autopar.measure.costs import _dtype
-from autopar.plan.choices import Choices, Edge, Group, Source
-from autopar.plan.shard import Assignment
-from autopar.plan.solver import Outcome, solve
+from autopar.planner.choices import Choices, Edge, Group, Source
+from autopar.planner.shard import Assignment
+from autopar.planner.solver import Outcome, solve
 
 __all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
 

@@ -11,11 +11,11 @@ import dataclasses
 from autopar.catalog import strategies_of
 from autopar.errors import PlanError
 from autopar.ir import I, Layout, Lowered, Op, Program, Strategy, refs
-from autopar.plan.choices import members_of
-from autopar.plan.moments import Moments, NotSplittable, split_into_moments
-from autopar.plan.plan import AxisPlan, Plan, parse_strategy
-from autopar.plan.shard import Assignment, shard, view_of
-from autopar.plan.stages import cut_stages
+from autopar.planner.choices import members_of
+from autopar.planner.moments import Moments, NotSplittable, split_into_moments
+from autopar.planner.plan import AxisPlan, Plan, parse_strategy
+from autopar.planner.shard import Assignment, shard, view_of
+from autopar.planner.stages import cut_stages
 
 __all__ = ["axis_plan", "lower", "on_tensor_axis"]
 

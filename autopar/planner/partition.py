@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pulp
 
-from autopar.plan.solver import Outcome, solve
+from autopar.planner.solver import Outcome, solve
 
 __all__ = ["Partition", "Piece", "partition", "peak_bytes"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.errors import Infeasible
 from autopar.ir import BlockCall, Lowered, Op, Program, Span, StageProgram, refs
-from autopar.plan.moments import Moments, derived_from_inputs
+from autopar.planner.moments import Moments, derived_from_inputs
 
 __all__ = ["Cuts", "Segment", "cut_stages", "legal_cuts", "segments_of"]
 

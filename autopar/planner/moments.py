@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autopar.catalog import strategies_of
 from autopar.catalog.rule import is_random
 from autopar.ir import I, Input, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
-from autopar.plan.shard import Assignment, alike, shard, view_of
+from autopar.planner.shard import Assignment, alike, shard, view_of
 
 __all__ = ["Moments", "NotSplittable", "batched_inputs", "derived_from_inputs", "split_into_moments"]
 

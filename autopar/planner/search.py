@@ -19,16 +19,16 @@ from autopar.capture import program_hash
 from autopar.errors import Infeasible
 from autopar.ir import I, Layout, Program, R, S, Span, refs
 from autopar.measure import Pricer, count
-from autopar.plan.axis import AxisProblem, solve_axis
-from autopar.plan.choices import choices
-from autopar.plan.lower import axis_plan, on_tensor_axis
-from autopar.plan.moments import Moments, NotSplittable, batched_inputs, split_into_moments
-from autopar.plan.partition import Partition, Piece, partition
-from autopar.plan.plan import AxisPlan, MemoryPlan, Pins, Plan, StagePlan
-from autopar.plan.price import OPTIMIZER_STATES, Ledger, ParamBytes, param_bytes, zero_dims
-from autopar.plan.shard import Assignment, shard
-from autopar.plan.solver import Outcome
-from autopar.plan.stages import Cuts, Segment, cut_stages, legal_cuts, segments_of
+from autopar.planner.axis import AxisProblem, solve_axis
+from autopar.planner.choices import choices
+from autopar.planner.lower import axis_plan, on_tensor_axis
+from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
+from autopar.planner.partition import Partition, Piece, partition
+from autopar.planner.plan import AxisPlan, MemoryPlan, Pins, Plan, StagePlan
+from autopar.planner.price import OPTIMIZER_STATES, Ledger, ParamBytes, param_bytes, zero_dims
+from autopar.planner.shard import Assignment, shard
+from autopar.planner.solver import Outcome
+from autopar.planner.stages import Cuts, Segment, cut_stages, legal_cuts, segments_of
 from cost_models.cluster import Cluster
 from cost_models.pipeline import in_flight
 
