@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +18,6 @@ from autopar.run.slices import join, local_slice
 
 pytestmark = pytest.mark.gloo
 N = 4
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(N, backend="gloo") as workers:
-        yield workers
 
 
 I, R, P = (Layout.parse(text) for text in "IRP")  # noqa: E741
@@ -102,8 +96,8 @@ def _check_all() -> int:
     return len(CASES)
 
 
-def test_forward_and_backward_of_every_transition(pool: WorkerPool) -> None:
-    assert pool.run(_check_all, timeout_s=60) == [len(CASES)] * N
+def test_forward_and_backward_of_every_transition(workers: WorkerPool) -> None:
+    assert workers.run(_check_all, timeout_s=60) == [len(CASES)] * N
 
 
 def _check_dtypes() -> None:
@@ -127,8 +121,8 @@ def _check_dtypes() -> None:
     assert scalar.shape == () and scalar.item() == 6
 
 
-def test_dtypes_that_are_not_real_floats(pool: WorkerPool) -> None:
-    pool.run(_check_dtypes, timeout_s=60)
+def test_dtypes_that_are_not_real_floats(workers: WorkerPool) -> None:
+    workers.run(_check_dtypes, timeout_s=60)
 
 
 def test_an_axis_of_size_one_is_the_identity() -> None:

@@ -264,6 +264,27 @@ def test_gathered_weights_are_freed_after_use(workers: WorkerPool, recomputed: b
     workers.run(_gathered_and_freed, recomputed, timeout_s=60)
 
 
+def _another_order() -> None:
+    """What is gathered ahead is a guess: a step that goes another way than the last one is as correct."""
+    torch.manual_seed(0)
+    model = _model(dp=4, zero=3)
+    model.train_step(batch(0))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    order = list(model._orders[True])
+    for wrong in (order[::-1], order[:5], order + order, [order[0]] * 50):
+        model.zero_grad()
+        model._orders[True] = wrong
+        with torch.no_grad():
+            model(**batch(1))
+        model.train_step(batch(0))
+        assert model._orders[True] == order
+        assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def test_gathering_ahead_is_a_guess(workers: WorkerPool) -> None:
+    workers.run(_another_order, timeout_s=60)
+
+
 def _order_of_events() -> list[str]:
     """What happens in backward: 'grad' for the arrival of a leaf's gradient, 'reduce' for the start of a reduction."""
     torch.manual_seed(0)

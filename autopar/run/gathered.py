@@ -82,20 +82,28 @@ class GatheredWhereUsed:
 
     def close(self) -> dict[str, Tensor]:
         """At the end of the step: name -> gradient of the part at rest."""
+        self._take_ahead(None)
         self._finish_reduction()
         self._orders[self._grad] = self._order
         self._gathered.clear()
         return self._grads
 
     def _gather(self, name: str) -> Tensor:
-        gathering = self._ahead[1] if self._ahead is not None and self._ahead[0] == name else self._buckets[name].gather()
-        self._ahead = None
+        gathering = self._take_ahead(name) or self._buckets[name].gather()
         position = len(self._order)
         self._order.append(name)
         if self._expected[position : position + 1] == [name] and position + 1 < len(self._expected):
             following = self._expected[position + 1]
             self._ahead = (following, self._buckets[following].gather())
         return gathering.finish()[name]
+
+    def _take_ahead(self, name: str | None) -> Gathering | None:
+        """What is being gathered ahead, if it is this. Anything else is waited for, since its memory is being written."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] == name:
+            return ahead[1] if ahead is not None else None
+        ahead[1].finish()
+        return None
 
     def _pack(self, tensor: Tensor) -> Tensor | Dropped:
         # the weak reference keeps the address of a freed storage from being given to another

@@ -163,4 +163,4 @@ def grouped_rows(x: Tensor, weight: Tensor, offs: Tensor, axis: Axis, operator: 
     rows = x.shape[0]
     namespace, name, overload = operator.split(".")
     product = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return product(x, weight, (offs - axis.rank * rows).clamp(0, rows))  # type: ignore[no-any-return]
+    return product(x, weight, (offs - axis.rank * rows).clamp(0, rows))

@@ -146,6 +146,9 @@ class Step:
     def finish(self) -> dict[str, Tensor]:
         """At the end of the step: name -> the gradient of the parameter at rest, for those that have one."""
         of_parts = self._where_used.close()
+        for gathering in {id(g): g for g in self._gathering.values()}.values():  # of parameters that nothing has read
+            gathering.finish()
+        self._gathering.clear()
         if not self._grad:
             return {}
         for name, grad in of_parts.items():
