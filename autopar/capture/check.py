@@ -16,7 +16,9 @@ from autopar.ir import Program
 __all__ = ["check_program"]
 
 # The largest difference allowed, relative to the largest gradient: many roundings of the precision, far below any real difference.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {
+    torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.complex128: 1e-9, torch.complex64: 1e-4,
+}  # fmt: skip
 
 
 def check_program(

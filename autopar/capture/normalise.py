@@ -13,7 +13,7 @@ from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
 from autopar.ir import Arg, Op, Ref, map_refs, refs
 
-__all__ = ["normalise", "remove_dead", "split_label_means"]
+__all__ = ["drops_randomness", "has_effect", "normalise", "remove_dead", "split_label_means"]
 
 _MEAN, _SUM = 1, 2  # at::Reduction
 _UNCHANGED = {"aten.alias.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.resolve_conj.default"}
@@ -167,6 +167,12 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
         outputs = tuple(o if o in needed else None for o in op.outputs) if unused_allowed else op.outputs
         kept.append(dataclasses.replace(traced, op=dataclasses.replace(op, outputs=outputs)))
     return dataclasses.replace(trace, ops=tuple(reversed(kept)))
+
+
+def drops_randomness(before: Trace, after: Trace) -> bool:
+    """Whether some operators that draw random numbers went while others stayed: those draw other numbers from then on."""
+    drawing = [sum(torch.Tag.nondeterministic_seeded in resolve(t.op.target).tags for t in trace.ops) for trace in (before, after)]
+    return drawing[0] > drawing[1] > 0
 
 
 def has_effect(op: Op) -> bool:

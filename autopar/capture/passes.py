@@ -16,7 +16,7 @@ from autopar.capture.check import check_program
 from autopar.capture.export import Step, export, frozen_model
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.infer import Inference
-from autopar.capture.normalise import has_effect, normalise, remove_dead, split_label_means
+from autopar.capture.normalise import drops_randomness, has_effect, normalise, remove_dead, split_label_means
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
 from autopar.ir import Buffer, Program, Ref
@@ -58,12 +58,13 @@ def capture(
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
         mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
-        trace = remove_dead(trace, tuple(value for _, value in mutations))
+        whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
         program = _program(trace, mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors((args, kwargs))))
         if check and real:
             args, kwargs = _copied(args, kwargs)
-            check_program(program, step, trace.tensors, args, kwargs, _inputs_by_value(program, *_copied(args, kwargs)))
+            checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
+            check_program(checked, step, trace.tensors, args, kwargs, _inputs_by_value(program, *_copied(args, kwargs)))
     return Captured(program, dict(trace.tensors))
 
 
