@@ -1,0 +1,69 @@
+"""`autopar verify` on the command line, with real workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar import cli
+
+pytestmark = pytest.mark.gloo
+
+MODELS = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def net():
+    return Net(), (torch.ones(8, 8),)
+
+
+def larger():
+    return Net(), (torch.ones(16, 8),)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(MODELS)
+    return tmp_path
+
+
+def code_of(*argv: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(argv))
+    return int(stop.value.code or 0)
+
+
+def test_a_plan_file_is_verified(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert code_of("plan", "nets.py:net", "--gpus", "2", "--cluster", "cpu", "--pin", "dp=2", "-o", "plan.json") == 0
+    capsys.readouterr()
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--plan", "plan.json", "--json") == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["ok"]
+    assert max(answer["loss"], answer["gradient"], answer["parameter"]) < 1e-9
+
+    assert code_of("verify", "nets.py:larger", "--gpus", "2", "--plan", "plan.json") == 2
+    assert "the plan was made for another model" in capsys.readouterr().err
+    assert code_of("verify", "nets.py:net", "--gpus", "4", "--plan", "plan.json") == 2
+    assert "is a plan for 2 GPUs, and --gpus says 4" in capsys.readouterr().err
+
+
+def test_what_is_not_within_the_tolerance_exits_with_1(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.verify.TOLERANCE", -1.0)
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--pin", "tp=2", "--steps", "1") == 1
+    assert "NOT VERIFIED" in capsys.readouterr().out
