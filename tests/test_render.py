@@ -188,6 +188,7 @@ def toy(layers: int = 2, recompute: bool = False, cut: bool = False) -> tuple[Lo
             InputSpec(name="y", path=("y",), shape=(8,), dtype="int64"),
         ),
         positional=("x", "y"),
+        prologue={"count": "R"},
     )
     return Lowered(program=program, stages=stages, prologue=prologue, prologue_outputs=("count",)), manifest
 
@@ -480,6 +481,19 @@ def test_literals_are_exact() -> None:
     assert literal(torch.float32) == "torch.float32"
     assert literal(torch.channels_last) == "torch.channels_last"
     assert literal((r("a"), None), lambda name: f"<{name}>") == "(<a>, None)"
+
+
+def test_transitions_keep_the_layout_of_the_other_axes() -> None:
+    lowered, manifest = toy(1)
+    stage = dataclasses.replace(lowered.stages[0], calls=())
+    moved = op("autopar.C.copy_to", r("h_0_up"), out="h_0_up_tp_r", axis="tp")
+    ops = (*stage.ops[:2], moved, *stage.ops[2:])
+    program = lowered.program.replace(layouts={"dp": {"h_0_up": S(0)}, "tp": {"h_0_up": I, "h_0_up_tp_r": R}})
+    program = program.replace(types={**program.types, "h_0_up_tp_r": TensorType((4, 12), f32)})
+    changed = dataclasses.replace(lowered, program=program, stages=(dataclasses.replace(stage, ops=ops, sends=("loss", "h_0_up_tp_r")),))
+    source = render(changed, dataclasses.replace(manifest, mesh={"pp": 1, "dp": 2, "tp": 2}))
+    assert 'y = F.linear(x, w["h.0.up.weight"])  # (4, 12) dp=S(0) tp=I' in source
+    assert "y_tp_r = C.copy_to(y, mesh.tp)  # (4, 12) dp=S(0) tp=R" in source
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])

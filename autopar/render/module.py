@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.errors import RenderError
-from autopar.ir import Lowered, StageProgram, refs
+from autopar.ir import Layout, Lowered, StageProgram, refs
 from autopar.render.blocks import BlockFunction, Call, agreed_layouts, block_functions
 from autopar.render.calls import makes_new_tensor
 from autopar.render.check import check_source
@@ -58,6 +58,10 @@ def manifest_source(manifest: Manifest) -> str:
             for spec in value:
                 lines += _entry(2, "", Code(f"{type(spec).__name__}(", tuple(f"{k}={literal(v)}" for k, v in _fields(spec)), ")"))
             lines.append(f"{INDENT}),")
+        elif isinstance(value, Mapping):
+            lines += _entry(1, f"{name}=", Code("{", tuple(f"{literal(k)}: {literal(v)}" for k, v in value.items()), "}"))
+        elif isinstance(value, tuple) and len(value) > 1:
+            lines += _entry(1, f"{name}=", Code("(", tuple(map(literal, value)), ")"))
         else:
             lines += _entry(1, f"{name}=", Code(literal(value)))
     return "\n".join((*lines, ")")) + "\n"
@@ -111,12 +115,23 @@ class _Writer:
         self.blocks = block_functions(lowered, named)
         self.function_of = {(c.stage, c.call.span.start): (f, c) for f in self.blocks for c in f.calls}
         self.usual = self._usual_dtype()
-        self.facts = Facts(types=program.types, layouts=program.layouts, axes=dict(manifest.mesh), usual=self.usual, wanted=self._wanted())
+        self.facts = Facts(types=program.types, layouts=self._layouts(), axes=dict(manifest.mesh), usual=self.usual, wanted=self._wanted())
         self.inputs = self._inputs()
         prologue = self._prologue_keywords()
         self.keywords = self.inputs | prologue
         over_time = {prologue[v]: text for v, text in self.manifest.prologue.items()}
         self.manifest = dataclasses.replace(self.manifest, prologue=over_time)
+
+    def _layouts(self) -> dict[str, dict[str, Layout]]:
+        """The program's layouts. A transition is on one axis: on the others its result lies as its operand does."""
+        layouts = {axis: dict(of) for axis, of in self.lowered.program.layouts.items()}
+        for op in (*self.lowered.prologue, *(op for stage in self.lowered.stages for op in stage.ops)):
+            moved = refs(op)
+            if op.target.startswith("autopar.C.") and moved:
+                for axis, of in layouts.items():
+                    if axis != op.kwarg("axis") and moved[0] in of:
+                        of.setdefault(op.name, of[moved[0]])
+        return layouts
 
     def _wanted(self) -> dict[str, Wanted]:
         found = wanted_names(self.lowered.prologue, self.lowered.prologue_outputs)
@@ -142,7 +157,8 @@ class _Writer:
     def _prologue_keywords(self) -> dict[str, str]:
         """Value that the prologue hands to the stages -> its keyword, different from those of the inputs."""
         taken = set(self.inputs.values())
-        return {value: _fresh(value, taken) for value in self.lowered.prologue_outputs}
+        wanted = self.facts.wanted
+        return {v: _fresh(wanted[v].name if v in wanted else v, taken) for v in self.lowered.prologue_outputs}
 
     def header(self) -> str:
         m = self.manifest
