@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.run import Mesh, WorkerPool, recompute
 from autopar.run import collectives as C
@@ -109,6 +110,14 @@ def _dropout() -> None:
 @pytest.mark.parametrize("check", [_embedding, _cross_entropy, _batch_norm, _dropout], ids=lambda f: f.__name__)
 def test_local_code_equals_the_operator(workers: WorkerPool, check: object) -> None:
     workers.run(check, timeout_s=60)  # type: ignore[arg-type]
+
+
+def test_dropout_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        x = torch.ones(3, 4, requires_grad=True)
+        y = L.dropout(x, 0.5, Mesh({}).tp)
+        y.sum().backward()
+        assert y.shape == (3, 4) and x.grad is not None
 
 
 def test_wrong_shapes_are_refused() -> None:

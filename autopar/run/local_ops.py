@@ -5,6 +5,8 @@ Layouts are over `axis`; every function is exact, also where the axis has size 1
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from typing import Any
 
 import torch
@@ -147,8 +149,12 @@ def dropout(x: Tensor, p: float, axis: Axis | tuple[Axis, ...] | None = None) ->
     shard = 0
     for a in () if axis is None else axis if isinstance(axis, tuple) else (axis,):
         shard = shard * a.size + a.rank
-    seed = int(torch.randint(2**31, ()))  # equal on all ranks
-    generator = torch.Generator(x.device).manual_seed(seed * 2**31 + shard)
+    # The seed is a digest of the state, which is equal on all ranks. A number drawn as a tensor could not be read on a GPU
+    # without waiting for it, nor from a fake tensor at all.
+    state = torch.get_rng_state()
+    torch.rand(())  # so that the next dropout has another state
+    digest = hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.numel()) + shard.to_bytes(4, "little"), digest_size=7)
+    generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest.digest(), "little"))
     kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p, generator=generator)
     return x * kept.div_(1 - p) if p < 1 else x * kept
 
