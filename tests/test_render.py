@@ -298,7 +298,8 @@ def test_buffers_that_change_places() -> None:
     mutations = (("b_left", "b_right"), ("b_right", "b_left"), ("b_turned", "flipped"))
     stage = StageProgram(index=0, ops=ops, receives=(), sends=("loss",), mutations=mutations)
     _, manifest = toy(1)
-    manifest = dataclasses.replace(manifest, params=(), buffers=(), inputs=(InputSpec(name="x", path=("x",), shape=(), dtype="float32"),))
+    spec = InputSpec(name="x", path=("x",), shape=(), dtype="float32")
+    manifest = dataclasses.replace(manifest, params=(), buffers=(), inputs=(spec,), prologue={})
     module = load(render(Lowered(program=program, stages=(stage,)), manifest))
     weights = Weights(left=torch.tensor([1.0, 2.0]), right=torch.tensor([3.0, 4.0]), turned=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     stage_of(module, 0, weights)(x=torch.tensor(1.0))
@@ -450,6 +451,8 @@ def test_a_program_that_cannot_be_written_is_refused() -> None:
         rendered(mutations=(("x", "loss"),))
     with pytest.raises(RenderError, match=r"does not name the inputs \[\('y',\)\]"):
         render(lowered, dataclasses.replace(manifest, inputs=manifest.inputs[:1]))
+    with pytest.raises(RenderError, match="'total'.* which the prologue does not make"):
+        render(lowered, dataclasses.replace(manifest, prologue={"total": "R"}))
     with pytest.raises(RenderError, match="no literal form"):
         manifest_source(dataclasses.replace(manifest, constant_inputs=((("a",), object()),)))
 
@@ -492,8 +495,8 @@ def test_transitions_keep_the_layout_of_the_other_axes() -> None:
     program = program.replace(types={**program.types, "h_0_up_tp_r": TensorType((4, 12), f32)})
     changed = dataclasses.replace(lowered, program=program, stages=(dataclasses.replace(stage, ops=ops, sends=("loss", "h_0_up_tp_r")),))
     source = render(changed, dataclasses.replace(manifest, mesh={"pp": 1, "dp": 2, "tp": 2}))
-    assert 'y = F.linear(x, w["h.0.up.weight"])  # (4, 12) dp=S(0) tp=I' in source
-    assert "y_tp_r = C.copy_to(y, mesh.tp)  # (4, 12) dp=S(0) tp=R" in source
+    assert 'y_2 = F.linear(x, w["h.0.up.weight"])  # (4, 12) dp=S(0) tp=I' in source
+    assert "y_tp_r = C.copy_to(y_2, mesh.tp)  # (4, 12) dp=S(0) tp=R" in source
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])

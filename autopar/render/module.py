@@ -119,6 +119,9 @@ class _Writer:
         self.inputs = self._inputs()
         prologue = self._prologue_keywords()
         self.keywords = self.inputs | prologue
+        unknown = [v for v in self.manifest.prologue if v not in prologue]
+        if unknown:
+            raise RenderError(f"the manifest lists {unknown}, which the prologue does not make")
         over_time = {prologue[v]: text for v, text in self.manifest.prologue.items()}
         self.manifest = dataclasses.replace(self.manifest, prologue=over_time)
 
