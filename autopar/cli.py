@@ -23,7 +23,7 @@ from cost_models.cluster import HardwareFileError, UnknownHardware
 if TYPE_CHECKING:
     from autopar.planner import Pins, Plan
 
-# What a command needs is imported inside it, so that doctor answers where another command could not even be imported.
+# What a command needs is imported inside it: `autopar --help` must not wait seconds for torch.
 
 app = typer.Typer(
     name="autopar", help="Finds and runs the best parallel form of a PyTorch model.", no_args_is_help=True, add_completion=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -296,6 +297,12 @@ def test_an_unexpected_error_keeps_its_traceback(models: Path, run, monkeypatch:
     monkeypatch.setattr("autopar.targets.load_target", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan", "models.py:net", "--gpus", "1"])
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, autopar.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
 
 
 # -------------------------------------------------------------------------------------------------------------- plans

@@ -30,7 +30,7 @@ def test_cost_models_know_neither_torch_nor_autopar() -> None:
 
 
 def test_what_emitted_modules_import_does_not_import_the_planner() -> None:
-    code = "import sys, autopar.run; print([m for m in sys.modules if m.startswith(('autopar.plan', 'autopar.capture', 'pulp'))])"
+    code = "import sys, autopar.run; print([m for m in sys.modules if m.startswith(('autopar.planner', 'autopar.capture', 'pulp'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
