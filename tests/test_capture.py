@@ -217,6 +217,55 @@ def test_what_cannot_be_captured_is_refused_with_line_and_remedy(fn: Callable[..
         assert "test_capture.py:" in str(refused.value)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def own_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = Doubled.apply(x * m.weight)
+    return y
+
+
+def hooked(m: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.weight
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 2)
+    return y
+
+
+@pytest.mark.parametrize("fn", [own_gradient, hooked])
+def test_gradients_that_the_graph_does_not_show_are_refused(fn: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match="gradients of weight differ"):
+        capture(Function(fn), (torch.randn(BATCH, DIM),))
+    with torch.device("meta"), pytest.raises(CaptureError, match="gradients of its own"):
+        capture(Function(fn), (torch.randn(BATCH, DIM),))
+
+
+def test_hooks_on_parameters_and_modules_are_refused() -> None:
+    for hook in (lambda m: m.weight.register_hook(torch.neg), lambda m: m.register_full_backward_hook(lambda *_: None)):
+        model = nn.Linear(DIM, DIM)
+        hook(model)
+        with pytest.raises(CaptureError, match="gradient hooks"):
+            capture(model, (torch.randn(BATCH, DIM),), loss=torch.sum)
+
+
+def test_parametrised_weights_and_recurrent_layers() -> None:
+    """Spectral norm writes its buffers with out=; recurrent layers are one operator each."""
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)),
+        nn.GRU(DIM, DIM, batch_first=True),
+    )  # fmt: skip
+    captured = capture(model, (torch.randn(BATCH, 3, DIM),), loss=lambda out: out[0].sum())
+    check_well_formed(captured)
+    assert len(captured.program.mutations) == 2 and "gru" in targets(captured.program)
+
+
 # --------------------------------------------------------------------------------------------------- losses and inputs
 def test_losses_are_found_where_models_put_them() -> None:
     def build(wrap: Callable[[torch.Tensor], Any]) -> nn.Module:

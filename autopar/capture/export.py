@@ -24,7 +24,7 @@ from torch.export.graph_signature import OutputKind
 
 from autopar.errors import CaptureError
 
-__all__ = ["PREFIX", "Step", "export", "frozen_model", "source_line"]
+__all__ = ["PREFIX", "Step", "export", "frozen_model", "own_gradients", "source_line"]
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 PREFIX = "model"  # the name of the user's model inside Step
@@ -87,6 +87,7 @@ def _describe(x: object) -> str:
 
 def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
     """torch.export of one call, in its training form (operators as the user called them, in-place ones included)."""
+    _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
         with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), _quiet():
@@ -107,6 +108,41 @@ def _without_vmap(exported: ExportedProgram) -> ExportedProgram:
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in batched.graph_signature.output_specs):
         raise CaptureError("a forward that uses torch.vmap also changes buffers\n  what to do: replace torch.vmap by batched operators")
     return batched
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked += [name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:
+        raise CaptureError(
+            f"{type(model).__name__} has gradient hooks on {', '.join(hooked[:5])}, which a captured graph does not run\n  what to do: "
+            f"remove them, and register them on the parameters of the parallel module"
+        )
+
+
+@contextlib.contextmanager
+def own_gradients() -> Iterator[list[str]]:
+    """Collects the names of the custom autograd functions and tensor hooks that run inside: a graph of operators does not show
+    what they make of gradients."""
+    used: list[str] = []
+    apply, register_hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def noted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            used.append(cls.__qualname__)
+        return apply.__func__(cls, *args, **kwargs)
+
+    def noted_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        used.append(f"the hook {getattr(hook, '__qualname__', hook)}")
+        return register_hook(tensor, hook)
+
+    torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[assignment]
+    torch.Tensor.register_hook = noted_hook  # type: ignore[method-assign]
+    try:
+        yield used
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Trace, Traced
@@ -178,9 +180,13 @@ class _Functionalizer:
     # ------------------------------------------------------------------------------------------------------- in place
     def _in_place(self, op: Op, written: Sequence[str]) -> None:
         name = op.target.split(".")[1]
-        if written != ["self"] or not name.endswith("_") or name in _UNTRACEABLE or op.multi or not isinstance(op.args[0], Ref):
+        out = op.kwarg("out")
+        if written == ["out"] and isinstance(out, Ref) and not op.multi:
+            self_name = self._same(out.name)
+        elif written == ["self"] and name.endswith("_") and name not in _UNTRACEABLE and not op.multi and isinstance(op.args[0], Ref):
+            self_name = self._same(op.args[0].name)
+        else:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
-        self_name = self._same(op.args[0].name)
         old = self._now(self_name)
         meta = self.metas[old]
         if old in {p.value for p in self.trace.params} or self._base(self_name) in {p.value for p in self.trace.params}:
@@ -218,6 +224,10 @@ class _Functionalizer:
         namespace, name, overload = op.target.split(".")
         wish = op.outputs[0] or name
         meta = self.metas[old]
+        if op.kwarg("out") is not None:
+            op = dataclasses.replace(op, target=self._without_out(op.target), kwargs=tuple((k, v) for k, v in op.kwargs if k != "out"))
+            self._emit(dataclasses.replace(map_refs(op, lambda n: Ref(self._now(n))), outputs=(wish,)))
+            return wish
         if name == "copy_":
             source = op.args[1]
             assert isinstance(source, Ref), op
@@ -239,6 +249,16 @@ class _Functionalizer:
         self._emit(functional)
         assert self.metas[wish].dtype == meta.dtype or meta.dtype.is_floating_point or not self.metas[wish].dtype.is_floating_point, op
         return wish
+
+    def _without_out(self, target: str) -> str:
+        """The overload of an out= operator that returns its result instead."""
+        namespace, name, _ = target.split(".")
+        wanted = [(a.name, str(a.type)) for a in resolve(target)._schema.arguments if not a.is_out]
+        for overload in getattr(getattr(torch.ops, namespace), name).overloads():
+            schema = resolve(f"{namespace}.{name}.{overload}")._schema
+            if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == wanted:
+                return f"{namespace}.{name}.{overload}"
+        raise self._error(f"{target} has no form that does not write to its argument out")
 
     def _write(self, name: str, new: str) -> None:
         """Makes `new` the current value of a traced value, and of the parents whose memory it shares."""

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.blocks import find_blocks
 from autopar.capture.check import check_program
-from autopar.capture.export import Step, export, frozen_model
+from autopar.capture.export import Step, export, frozen_model, own_gradients
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.infer import Inference
 from autopar.capture.normalise import drops_randomness, has_effect, normalise, remove_dead, split_label_means
@@ -52,7 +52,8 @@ def capture(
     step = Step(model, loss)
     infer = Inference()
     with frozen_model(model):
-        exported = export(step, *_copied(args, kwargs))
+        with own_gradients() as unseen:
+            exported = export(step, *_copied(args, kwargs))
         trace = flatten(model, exported)
         trace, mutations = functionalize(trace, infer)
         trace = split_label_means(trace)
@@ -65,6 +66,11 @@ def capture(
             args, kwargs = _copied(args, kwargs)
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
             check_program(checked, step, trace.tensors, args, kwargs, _inputs_by_value(program, *_copied(args, kwargs)))
+        elif unseen:
+            raise CaptureError(
+                f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(unseen))}), which a graph of "
+                f"operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are compared"
+            )
     return Captured(program, dict(trace.tensors))
 
 
