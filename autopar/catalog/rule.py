@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autopar.catalog.schema import bind, parameters, tensor_refs
-from autopar.ir import Arg, I, Layout, Op, P, R, Strategy, TensorType
+from autopar.ir import Arg, I, Kind, Op, P, R, Ref, Strategy, TensorType, map_refs
 
 __all__ = [
     "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "draws", "is_random", "local_code", "localized",
@@ -105,7 +105,20 @@ def localizer_of(target: str) -> Localizer | None:
 
 def strategies_of(view: OpView) -> tuple[Strategy, ...]:
     """All strategies of an operator on an axis of view.n ranks, the trivial ones first. Those that do not divide, that
-    make a partial value of a type that cannot be summed, or that a rule states twice are left out."""
+    make a partial value of a type that cannot be summed, or that a rule states twice are left out. Computed once for each
+    distinct operator, whatever its values are called."""
+    numbered = iter(range(len(view.ins)))
+    anonymous = map_refs(view.op, lambda _: Ref(f"x{next(numbered)}"))
+    key = (anonymous.target, repr(anonymous.args), repr(anonymous.kwargs), view.ins, view.outs, view.n, view.groups)
+    if key not in _KNOWN:
+        _KNOWN[key] = _strategies_of(view)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[object, tuple[Strategy, ...]] = {}
+
+
+def _strategies_of(view: OpView) -> tuple[Strategy, ...]:
     trivial = [
         view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in ((I,) if draws(view.op) else (I, R))
     ]

@@ -1,12 +1,14 @@
 """The integer program of one mesh axis: a strategy for every operator, a layout for every leaf, transitions between.
 
-    minimise   sum_{g,s} cost(g,s) x[g,s]  +  sum_{v,a,b} change(v,a,b) z[v,a,b]                            objective()
-    one        sum_s x[g,s] = 1                                      for every group g                      add_groups()
-    made       sum_a z[v,a,b] >= sum_{s reads v as b} x[c,s]         for every value v, layout b, reader c   add_values()
-    had        z[v,a,b] <= sum_{s makes v as a} x[g,s]               for every value v, layouts a, b         add_values()
+    minimise   sum_{g,s} cost(g,s) x[g,s]  +  sum_{v,a,b} change(v,a,b) z[v,a,b]
+    one        sum_s x[g,s] = 1                              for every group g                                   add_groups
+    made       sum_b w[v,r,a,b] = sum_{s makes v as a} x     for every value v, reader r, layout a               _add_edge
+    read       sum_a w[v,r,a,b] = sum_{s reads v as b} x     for every value v, reader r, layout b               _add_edge
+    once       z[v,a,b] >= w[v,r,a,b]                        for every value v, reader r, layouts a, b           _add_edge
 
-x is binary; z is continuous, in [0, 1], and integral wherever x is. A value is brought into a layout once, however many
-operators read it so: `made` is one row for each reader on one shared z. cost is seconds of forward and backward, plus
+x is binary; w and z are continuous, in [0, 1], and integral wherever x is: rows and columns of w sum to the operators'
+own variables, the tight linearisation of their product. A value is brought into a layout once, however many operators
+read it so: the readers share z. (With one reader, w is z.) cost is seconds of forward and backward, plus
 `memory_price` (seconds for each byte) times the bytes that the choice keeps.
 """
 
@@ -29,6 +31,8 @@ from autopar.planner.solver import Outcome, solve
 __all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
+Var = pulp.LpVariable | float  # a variable, or the constant 1 where there is no choice
+
 WORK_FIRST = 1000.0  # how many times its time without latencies an operator costs under `work_first`
 
 
@@ -131,7 +135,7 @@ class _Model:
     def __init__(self, problem: AxisProblem) -> None:
         self.given = problem
         self.problem = pulp.LpProblem(f"axis_{problem.axis}", pulp.LpMinimize)
-        self.x: dict[str, list[pulp.LpVariable | float]] = {}
+        self.x: dict[str, list[Var]] = {}
         self.terms: list[tuple[pulp.LpVariable, float]] = []
         self.constant = 0.0
         self.add_groups()
@@ -160,41 +164,63 @@ class _Model:
     def _add_value(self, index: int, source: Source, edges: list[Edge]) -> None:
         group = self.given.choices.groups[source.group]
         t = group.outs[source.output]
-        makers: dict[Layout, list[pulp.LpVariable | float]] = defaultdict(list)
+        makers: dict[Layout, list[Var]] = defaultdict(list)
         for x, s in zip(self.x[source.group], group.strategies, strict=True):
             makers[s.outputs[source.output]].append(x)
-        takers: dict[Layout, list[list[pulp.LpVariable | float]]] = defaultdict(list)
-        times = max((e.count for e in edges), default=1)
+        readers: list[dict[Layout, list[Var]]] = []
         for e in edges:
-            reader = self.given.choices.groups[e.consumer]
-            by_layout: dict[Layout, list[pulp.LpVariable | float]] = defaultdict(list)
-            for x, s in zip(self.x[e.consumer], reader.strategies, strict=True):
-                by_layout[s.inputs[e.operand]].append(x)
-            for layout, xs in by_layout.items():
-                takers[layout].append(xs)
+            wants: dict[Layout, list[Var]] = defaultdict(list)
+            for x, s in zip(self.x[e.consumer], self.given.choices.groups[e.consumer].strategies, strict=True):
+                wants[s.inputs[e.operand]].append(x)
+            readers.append(wants)
         if source == self.given.choices.loss:
-            takers[Layout(Kind.INVARIANT)].append([1.0])
-        for j, (want, rows) in enumerate(takers.items()):
-            ways: list[pulp.LpVariable | float] = []
-            for i, (have, xs) in enumerate(makers.items()):
-                fixed = source.group in self.given.fixed and needs_transition(have, want, t)
-                cost = None if fixed else change_cost(self.given, have, want, t, times)
-                if cost and source.group in self.given.params:
-                    cost *= IN_PLACE_PREFERRED
-                if cost is None:
-                    continue
-                if cost == 0.0:
-                    ways += xs
-                    continue
-                z = pulp.LpVariable(f"z_{index}_{i}_{j}", 0, 1)
-                self.terms.append((z, cost * 1e6))
-                ways.append(z)
-                self._row(f"had_{index}_{i}_{j}", [*((x, 1.0) for x in xs), (z, -1.0)])
-            for k, xs in enumerate(rows):
-                self._row(f"made_{index}_{j}_{k}", [*((w, 1.0) for w in ways), *((x, -1.0) for x in xs)])
+            readers.append({Layout(Kind.INVARIANT): [1.0]})
+        times = max((e.count for e in edges), default=1)
+        costs: dict[tuple[Layout, Layout], float | None] = {}
+        for have in makers:
+            for want in dict.fromkeys(w for r in readers for w in r):
+                costs[have, want] = self._change(source, have, want, t, times)
+        shared: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
+        if len(readers) > 1:
+            for k, (pair, cost) in enumerate(costs.items()):
+                if cost:
+                    shared[pair] = pulp.LpVariable(f"z_{index}_{k}", 0, 1)
+                    self.terms.append((shared[pair], cost * 1e6))
+        for j, wants in enumerate(readers):
+            self._add_edge(f"{index}_{j}", makers, wants, costs, shared)
 
-    def _row(self, name: str, terms: list[tuple[pulp.LpVariable | float, float]]) -> None:
-        """sum of terms >= 0, where a term's variable may be the constant 1."""
+    def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
+        if source.group in self.given.fixed and needs_transition(have, want, t):
+            return None
+        cost = change_cost(self.given, have, want, t, times)
+        return cost * IN_PLACE_PREFERRED if cost and source.group in self.given.params else cost
+
+    def _add_edge(
+        self,
+        name: str,
+        makers: Mapping[Layout, list[Var]],
+        wants: Mapping[Layout, list[Var]],
+        costs: Mapping[tuple[Layout, Layout], float | None],
+        shared: Mapping[tuple[Layout, Layout], pulp.LpVariable],
+    ) -> None:
+        """One reader: what flows from the layouts that are made to those that it wants is one unit."""
+        flows: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
+        for i, have in enumerate(makers):
+            for j, want in enumerate(wants):
+                cost = costs[have, want]
+                if cost is not None:
+                    flows[have, want] = w = pulp.LpVariable(f"w_{name}_{i}_{j}", 0, 1)
+                    if (have, want) in shared:
+                        self._row(f"once_{name}_{i}_{j}", [(shared[have, want], 1.0), (w, -1.0)])
+                    elif cost:
+                        self.terms.append((w, cost * 1e6))
+        for i, (have, xs) in enumerate(makers.items()):
+            self._row(f"made_{name}_{i}", [*((w, 1.0) for (h, _), w in flows.items() if h == have), *((x, -1.0) for x in xs)], equal=True)
+        for j, (want, xs) in enumerate(wants.items()):
+            self._row(f"read_{name}_{j}", [*((w, 1.0) for (_, k), w in flows.items() if k == want), *((x, -1.0) for x in xs)], equal=True)
+
+    def _row(self, name: str, terms: list[tuple[Var, float]], *, equal: bool = False) -> None:
+        """sum of terms >= 0 (or = 0), where a term's variable may be the constant 1."""
         weights: dict[pulp.LpVariable, float] = defaultdict(float)
         constant = 0.0
         for v, c in terms:
@@ -204,9 +230,9 @@ class _Model:
                 weights[v] += c
         rest = [(v, c) for v, c in weights.items() if c]
         if rest:
-            self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(rest), pulp.LpConstraintGE, name, -constant))
+            self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(rest), pulp.LpConstraintEQ if equal else pulp.LpConstraintGE, name, -constant))
         else:
-            assert constant >= 0, f"{name}: no way to make the layout that its only reader needs"
+            assert (constant == 0) if equal else (constant >= 0), f"{name}: no way to make the layout that its only reader needs"
 
     def chosen(self, key: str) -> Strategy:
         strategies = self.given.choices.groups[key].strategies

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import networkx
 
 from autopar.catalog import OpView, strategies_of
-from autopar.ir import I, Layout, Op, Program, R, Ref, S, Strategy, TensorType, map_refs, refs
+from autopar.ir import I, Layout, Op, Program, R, S, Strategy, TensorType, refs
 from autopar.planner.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of"]
@@ -60,19 +60,14 @@ class Choices:
     types: Mapping[Source, TensorType] = field(default_factory=dict)
 
 
-class _Table:
-    """Strategies of operators by signature, computed once."""
-
-    def __init__(self) -> None:
-        self.known: dict[object, tuple[Strategy, ...]] = {}
-
-    def of(self, view: OpView) -> tuple[Strategy, ...]:
-        numbered = iter(range(len(view.ins)))
-        anonymous = map_refs(view.op, lambda _: Ref(f"x{next(numbered)}"))
-        key = (anonymous.target, repr(anonymous.args), repr(anonymous.kwargs), view.ins, view.outs, view.n, view.groups)
-        if key not in self.known:
-            self.known[key] = strategies_of(view)
-        return self.known[key]
+def _without_twins(view: OpView, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """Where nothing has a gradient, I is R: of strategies that differ in that alone, one is enough."""
+    if any(t.grad for t in (*view.ins, *view.outs)):
+        return strategies
+    kept: dict[tuple[Layout, ...], Strategy] = {}
+    for s in strategies:
+        kept[tuple(R if x == I else x for x in (*s.inputs, *s.outputs))] = s
+    return tuple(kept.values())
 
 
 def choices(
@@ -166,7 +161,6 @@ def _strategies(
 ) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every group. Group counts beyond 1 spread from the views that make them along edges, forward and
     backward, until nothing changes; shards with groups that no neighbour shares are then dropped."""
-    table = _Table()
     groups: dict[str, frozenset[int]] = {name: frozenset({1}) for name in ops}
     outgoing: dict[str, list[Edge]] = defaultdict(list)
     incoming: dict[str, list[Edge]] = defaultdict(list)
@@ -179,7 +173,8 @@ def _strategies(
         changed: dict[str, None] = {}
         for name in list(ops) if sweep % 2 == 0 else list(reversed(list(ops))):
             if name in pending:
-                found[name] = table.of(view_of(program, ops[name], n, groups[name]))
+                view = view_of(program, ops[name], n, groups[name])
+                found[name] = _without_twins(view, strategies_of(view))
                 for e in outgoing[name]:
                     _spread(groups, e.consumer, (s.outputs[e.source.output] for s in found[name]), changed, ops)
                 for e in incoming[name]:

@@ -16,17 +16,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.capture import program_hash
+from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import I, Layout, Program, R, S, Span, refs
-from autopar.measure import Pricer, count
-from autopar.planner.axis import AxisProblem, solve_axis
+from autopar.ir import I, Layout, Program, R, S, Span, Strategy, refs
+from autopar.measure import Pricer
+from autopar.measure import count as count_op
+from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.choices import choices
 from autopar.planner.lower import axis_plan, on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
 from autopar.planner.partition import Partition, Piece, partition
 from autopar.planner.plan import AxisPlan, MemoryPlan, Pins, Plan, StagePlan
 from autopar.planner.price import OPTIMIZER_STATES, Ledger, ParamBytes, param_bytes, zero_dims
-from autopar.planner.shard import Assignment, shard
+from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import Cuts, Segment, cut_stages, legal_cuts, segments_of
 from cost_models.cluster import Cluster
@@ -37,7 +39,6 @@ __all__ = ["Search", "make_plan"]
 GIB = float(2**30)
 MAX_MICRO_BATCHES = 64  # candidates a step is split into, beyond which nothing is gained but latency
 OVERLAP_FRACTION = 0.5  # of backward that gradient reduction hides under; assumed until `autopar profile` measures it
-IDLE_SHARE = 0.5  # of FLOPs that a pinned tensor axis must divide before it counts as used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,7 @@ class Search:
     refused: dict[str, None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     short_bytes: float = math.inf
+    _work_s: float | None = None
     _data: dict[int, tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
     _moments: dict[tuple[int, int], Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[int, int, int], Rank | str] = field(default_factory=dict)
@@ -183,30 +185,44 @@ class Search:
             cuts=legal_cuts(program), outcomes=outcomes, micro_batches=count,
         )  # fmt: skip
 
-    def on_tensor_axis(self, mesh: Mesh, body: Program) -> tuple[Assignment, Outcome]:
-        """The tensor axis of one micro-batch; two micro-batches of one size have one answer."""
+    def on_tensor_axis(self, mesh: Mesh, body: Program, *, exactly: bool = False) -> tuple[Assignment, Outcome]:
+        """The tensor axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
+        differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         key = (body.batch_size or 0, mesh.tp)
         names = {op.name for op in body.ops}
-        known = self._tensor.get(key)
-        if known is None or set(known[0].ops) != names:
-            leaves: dict[str, tuple[Layout, ...]] = {x.value: (I,) for x in body.inputs}
-            pricer = Pricer(self.cluster, mesh.sizes())
-            passes = 3 + 2 * OPTIMIZER_STATES[self.optimizer]
-            problem = AxisProblem(
-                axis="tp",
-                n=mesh.tp,
-                choices=self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body))),
-                pricer=pricer,
-                state_price_s_per_byte=passes / self.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
-                params=frozenset(p.value for p in body.params),
-                fixed=frozenset(b.value for b in body.buffers if b.mutated),
-            )
-            solution = self.timed("tensor axis", lambda: solve_axis(problem))
-            if self.pins.tp is not None and _split_share(body, solution.assignment) < IDLE_SHARE:
-                solution = self.timed("tensor axis", lambda: solve_axis(dataclasses.replace(problem, work_first=True)))
-                self.notes["tp is pinned, and would be fastest left idle: it was solved for the most split work instead"] = None
-            known = self._tensor[key] = (solution.assignment, solution.outcome)
-        return known
+        if not exactly:
+            for known_key, known in self._tensor.items():
+                if known_key[1] == mesh.tp and set(known[0].ops) == names and (known_key == key or _fits(known[0], body)):
+                    return known
+        problem = self._tensor_problem(mesh, body)
+        solution = self.timed("tensor axis", lambda: self._solve_tensor(problem))
+        self._tensor[key] = (solution.assignment, solution.outcome)
+        return self._tensor[key]
+
+    def _tensor_problem(self, mesh: Mesh, body: Program) -> AxisProblem:
+        leaves: dict[str, tuple[Layout, ...]] = {x.value: (I,) for x in body.inputs}
+        pricer = Pricer(self.cluster, mesh.sizes())
+        passes = 3 + 2 * OPTIMIZER_STATES[self.optimizer]
+        return AxisProblem(
+            axis="tp",
+            n=mesh.tp,
+            choices=self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body))),
+            pricer=pricer,
+            state_price_s_per_byte=passes / self.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
+            params=frozenset(p.value for p in body.params),
+            fixed=frozenset(b.value for b in body.buffers if b.mutated),
+        )
+
+    def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
+        """The fastest assignment. On a model so small that splitting its work costs more than doing it on every rank, the one
+        that splits the most work, which is what a pinned axis asks for (an axis that is not pinned is skipped then)."""
+        most = solve_axis(dataclasses.replace(problem, work_first=True), gap=0.01)
+        split = objective_of(problem, lambda key: _chosen(most, problem, key))
+        idle = objective_of(problem, lambda key: problem.choices.groups[key].strategies[0])
+        if split < idle:
+            return solve_axis(problem, gap=5e-3)
+        self.notes[f"tp={problem.n}: splitting this model's work costs more in communication than it saves"] = None
+        return most
 
     # ------------------------------------------------------------------------------------------------- candidates
     def candidates(self) -> Iterator[Candidate]:
@@ -223,9 +239,24 @@ class Search:
                 if time.perf_counter() - start > self.time_limit_s and best < math.inf:
                     self.notes["the search was stopped at its time limit; meshes with more tensor and pipeline parallelism are unexplored"] = None
                     return
+                if self.least_s(mesh, count) >= best:
+                    continue
                 for found in self._of_count(mesh, count):
                     best = min(best, found.step_time_s)
                     yield found
+
+    def least_s(self, mesh: Mesh, count: int) -> float:
+        """No plan of this mesh is faster: all FLOPs and bytes divided by all GPUs at full rate, and the pipeline's bubble."""
+        if self._work_s is None:
+            gpu, total = self.cluster.gpu, 0.0
+            for op in self.program.ops:
+                ins = tuple(self.program.types[r] for r in refs(op))
+                outs = tuple(self.program.types[o] for o in op.outputs if o is not None)
+                counts = count_op(op, ins, outs)
+                dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outs, *ins) if t.dtype.is_floating_point), "float32")
+                total += (counts.flops + counts.backward_flops) / gpu.peak_flops_per_s(dtype)
+            self._work_s = total
+        return self._work_s / self.gpus * (count + mesh.pp - 1) / count
 
     def _counts_pin(self) -> str:
         if self.pins.micro_batches is not None:
@@ -458,7 +489,18 @@ class Search:
         found = sorted(self.candidates(), key=lambda c: c.step_time_s)
         if not found:
             raise Infeasible(self._why_not())
-        return self._plan(found)
+        return self._plan(self._exactly(found))
+
+    def _exactly(self, found: list[Candidate]) -> list[Candidate]:
+        """The winner with its tensor axis solved for its own micro-batch, if that was taken over from another size."""
+        c = found[0]
+        body = c.rank.moments.body
+        if c.rank.tensor is None or (body.batch_size or 0, c.mesh.tp) in self._tensor:
+            return found
+        self.on_tensor_axis(c.mesh, body, exactly=True)
+        self._rank.pop((c.mesh.dp, c.rank.micro_batches, c.mesh.tp))
+        again = list(self._of_count(c.mesh, c.rank.micro_batches))
+        return sorted([*again, *found], key=lambda x: x.step_time_s)
 
     def _why_not(self) -> str:
         if not any(True for _ in self.meshes()):
@@ -553,10 +595,27 @@ def _split_share(body: Program, assignment: Assignment) -> float:
     """The share of the forward FLOPs that an assignment divides among its ranks."""
     whole = split = 0.0
     for op in body.ops:
-        flops = count(op, tuple(body.types[r] for r in refs(op)), tuple(body.types[o] for o in op.outputs if o is not None)).flops
+        flops = count_op(op, tuple(body.types[r] for r in refs(op)), tuple(body.types[o] for o in op.outputs if o is not None)).flops
         whole += flops
         split += flops if assignment.ops[op.name].splits_work else 0.0
     return split / whole if whole else 0.0
+
+
+def _fits(assignment: Assignment, body: Program) -> bool:
+    """Whether every strategy of an assignment is one of this program's own, so that it is sound here too."""
+    for op in body.ops:
+        s = assignment.ops[op.name]
+        groups = frozenset({1, *(x.groups for x in (*s.inputs, *s.outputs) if x.is_shard)})
+        if s not in strategies_of(view_of(body, op, assignment.n, groups)):
+            return False
+    leaves = {x.value for x in (*body.inputs, *body.params, *body.buffers)}
+    return leaves == set(assignment.leaves)
+
+
+def _chosen(solution: AxisSolution, problem: AxisProblem, key: str) -> Strategy:
+    member = problem.choices.groups[key].members[0]
+    ops, leaves = solution.assignment.ops, solution.assignment.leaves
+    return ops[member] if member in ops else Strategy(inputs=(), outputs=(leaves[member],))
 
 
 def _distinct(found: list[Candidate]) -> list[Candidate]:
