@@ -431,8 +431,9 @@ def op_db_cases(info: Any, *, limit: int) -> Iterator[Case]:
     """Cases of the first `limit` samples of one entry of op_db, and as many spread over the next 32; none of large tensors."""
     if not info.supports_dtype(torch.float64, "cpu"):
         return
-    samples = info.sample_inputs("cpu", torch.float64, requires_grad=False)
     try:
+        # Not info.sample_inputs: it inspects the whole stack for each sample.
+        samples = iter(info.sample_inputs_func(info, "cpu", torch.float64, False))
         first, more = list(itertools.islice(samples, limit)), list(itertools.islice(samples, 32))
         for sample in (*first, *more[:: max(1, len(more) // limit)]):
             for case in cases_within(info.op, sample.input, *sample.args, **sample.kwargs):
