@@ -170,7 +170,7 @@ class Op:
     """One call of an operator.
 
     target: 'aten.linear.default' (namespace.name.overload) or an operator of autopar's own ('autopar.all_gather').
-    outputs: the names of its results; None where nothing uses a result. multi: it returns a tuple or list (of which
+    outputs: the names of its results, used or not; None for an optional result that it does not have. multi: it returns a tuple or list (of which
     `outputs` are the elements), even if of one element. no_grad: it runs with gradients off.
     module: the user's module path it comes from ('transformer.h.0.attn'). source: 'file.py:12: the line of code'.
     """

@@ -273,7 +273,8 @@ def _verified(connection: Connection, name: str, ref: Any, spec: PlanSpec, secon
         places = {"gradient": f" ({report.gradient_at})", "parameter": f" ({report.parameter_at})"}
         parts = [f"{k} {e:.1e}{places.get(k, '')}" for k, e in errors.items() if not e < verify.TOLERANCE]
         reason = ", ".join(parts + ([f"unequal copies of {', '.join(report.unequal[:3])}"] if not report.copies_equal else []))
-    return Outcome(name=name, plan=spec.name, outcome="verified" if right else "wrong", reason=reason, errors=errors, seconds=seconds, **facts)
+    outcome = "verified" if right else "wrong"
+    return Outcome(name=name, plan=spec.name, outcome=outcome, reason=reason, errors=errors, seconds=seconds, **facts)
 
 
 def _failure(
@@ -299,7 +300,9 @@ def _failure(
 
 
 def _one_line(text: str) -> str:
-    return text.splitlines()[0][:400] if text else ""
+    """The first line; with the next, where it only announces it."""
+    first, *rest = text.splitlines() or [""]
+    return (f"{first} {rest[0].strip()}" if rest and first.rstrip().endswith(":") else first)[:400]
 
 
 def _where(trace: str) -> str:

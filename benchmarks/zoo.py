@@ -115,7 +115,8 @@ def _append(path: Path | None, found: Iterable[Outcome]) -> None:
 def _line(found: Sequence[Outcome], count: int, total: int, elapsed_s: float) -> str:
     first = found[0]
     own = {k: v for k, v in first.seconds.items() if k in ("build", "capture", "reference")}
-    head = f"[{count}/{total} {elapsed_s:.0f}s] {first.name}  {max(o.ops for o in found)} ops  " + " ".join(f"{k} {v:.1f}s" for k, v in own.items())
+    times = " ".join(f"{k} {v:.1f}s" for k, v in own.items())
+    head = f"[{count}/{total} {elapsed_s:.0f}s] {first.name}  {max(o.ops for o in found)} ops  {times}"
     if len({(o.outcome, o.reason) for o in found}) == 1 and first.outcome != "verified":
         return f"{head}\n    every plan: {_said(first)}"
     return "\n".join([head, *(f"    {o.plan:<7} {_said(o)}" for o in found)])

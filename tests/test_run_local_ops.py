@@ -65,7 +65,7 @@ def _batch_norm() -> None:
         whole, weight, bias = (t.requires_grad_() for t in (_random(*shape) * 3 + 1, _random(3, seed=1), _random(3, seed=2)))
         part, w, b = _part(whole, axis, 0), weight.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
         statistics = [(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)) for _ in range(2)]
-        ours = L.sync_batch_norm(part, w, b, *statistics[0], 0.1, 1e-5, axis)
+        ours = L.sync_batch_norm(part, w, b, *statistics[0], axis, 0.1, 1e-5)
         theirs = F.batch_norm(whole, *statistics[1], weight, bias, True, 0.1, 1e-5)
         assert torch.allclose(ours, theirs.chunk(N)[axis.rank], rtol=1e-11, atol=1e-13)
         for mine, other in zip(*statistics, strict=True):
@@ -77,9 +77,9 @@ def _batch_norm() -> None:
         assert torch.allclose(part.grad, whole.grad.chunk(N)[axis.rank], rtol=1e-10, atol=1e-12)
         assert torch.allclose(C.all_reduce(w.grad, axis), weight.grad, rtol=1e-11)
         assert torch.allclose(C.all_reduce(b.grad, axis), bias.grad, rtol=1e-11)
-    bare = L.sync_batch_norm(part.detach(), None, None, None, None, 0.1, 1e-5, axis)
+    bare = L.sync_batch_norm(part.detach(), None, None, None, None, axis, 0.1, 1e-5)
     assert torch.allclose(bare, F.batch_norm(whole.detach(), None, None, training=True).chunk(N)[axis.rank])
-    low = L.sync_batch_norm(part.detach().bfloat16(), w.float(), b.float(), None, None, 0.1, 1e-5, axis)
+    low = L.sync_batch_norm(part.detach().bfloat16(), w.float(), b.float(), None, None, axis, 0.1, 1e-5)
     assert low.dtype == torch.bfloat16
 
 
@@ -91,20 +91,20 @@ def _dropout() -> None:
     def masks(y: Tensor) -> list[Tensor]:
         return list(C.gather((y != 0).unsqueeze(0), mesh.dp_tp, 0))
 
-    same = masks(L.dropout(ones, 0.25))
+    same = masks(L.dropout(ones, None, 0.25))
     assert all(torch.equal(m, same[0]) for m in same)
-    over_dp = masks(L.dropout(ones, 0.25, mesh.dp))
+    over_dp = masks(L.dropout(ones, mesh.dp, 0.25))
     assert torch.equal(over_dp[0], over_dp[1]) and torch.equal(over_dp[2], over_dp[3]) and not torch.equal(over_dp[0], over_dp[2])
-    both = masks(L.dropout(ones, 0.25, (mesh.dp, mesh.tp)))
+    both = masks(L.dropout(ones, (mesh.dp, mesh.tp), 0.25))
     assert len({tuple(m.flatten().tolist()) for m in both}) == 4
-    y = L.dropout(ones, 0.25, mesh.tp)
+    y = L.dropout(ones, mesh.tp, 0.25)
     assert set(y.detach().unique().tolist()) == {0.0, 1 / 0.75}
     assert abs(y.detach().mean().item() - 1) < 0.05
-    again = recompute(lambda x: L.dropout(x * 1.0, 0.5, mesh.dp).square(), ones)
+    again = recompute(lambda x: L.dropout(x * 1.0, mesh.dp, 0.5).square(), ones)
     again.sum().backward()
     assert ones.grad is not None
     assert torch.equal(ones.grad != 0, again != 0)
-    assert not L.dropout(ones, 1.0).any() and torch.equal(L.dropout(ones, 0.0), ones)
+    assert not L.dropout(ones, None, 1.0).any() and torch.equal(L.dropout(ones, None, 0.0), ones)
 
 
 @pytest.mark.parametrize("check", [_embedding, _cross_entropy, _batch_norm, _dropout], ids=lambda f: f.__name__)
@@ -115,7 +115,7 @@ def test_local_code_equals_the_operator(workers: WorkerPool, check: object) -> N
 def test_dropout_on_fake_tensors() -> None:
     with FakeTensorMode():
         x = torch.ones(3, 4, requires_grad=True)
-        y = L.dropout(x, 0.5, Mesh({}).tp)
+        y = L.dropout(x, Mesh({}).tp, 0.5)
         y.sum().backward()
         assert y.shape == (3, 4) and x.grad is not None
 
@@ -125,6 +125,6 @@ def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logits must be \[N, classes\]"):
         L.cross_entropy_sum_vocab(torch.ones(2, 3, 4), torch.ones(2, 4), axis)
     with pytest.raises(ValueError, match="more than one value per channel"):
-        L.sync_batch_norm(torch.ones(1, 3), None, None, None, None, 0.1, 1e-5, axis)
+        L.sync_batch_norm(torch.ones(1, 3), None, None, None, None, axis, 0.1, 1e-5)
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):
-        L.dropout(torch.ones(3), 1.5)
+        L.dropout(torch.ones(3), None, 1.5)

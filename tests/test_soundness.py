@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -190,8 +191,9 @@ def test_family(family: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
-def test_op_db() -> None:
+def test_op_db(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operator samples, with its sizes changed to ones that divide."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # or pytest has every traced node described
     tally = Tally()
     for info in op_db(divisible=True):
         for case in op_db_cases(info, limit=2):

@@ -163,10 +163,19 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
         if needed.isdisjoint(o for o in op.outputs if o is not None) and not has_effect(op):
             continue
         needed.update(refs(op))
-        unused_allowed = op.multi and not needed.isdisjoint(o for o in op.outputs if o is not None)
-        outputs = tuple(o if o in needed else None for o in op.outputs) if unused_allowed else op.outputs
-        kept.append(dataclasses.replace(traced, op=dataclasses.replace(op, outputs=outputs)))
+        kept.append(traced)
     return dataclasses.replace(trace, ops=tuple(reversed(kept)))
+
+
+def as_reshapes(trace: Trace) -> Trace:
+    """Views as reshapes: the same values, whatever order in memory the parts of a tensor have after it is cut."""
+    changed = [
+        dataclasses.replace(t, op=dataclasses.replace(t.op, target="aten.reshape.default")) if t.op.target in _VIEWS else t for t in trace.ops
+    ]
+    return dataclasses.replace(trace, ops=tuple(changed))
+
+
+_VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 
 
 def drops_randomness(before: Trace, after: Trace) -> bool:

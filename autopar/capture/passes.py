@@ -16,7 +16,7 @@ from autopar.capture.check import check_program
 from autopar.capture.export import Step, export, frozen_model, own_gradients
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.infer import Inference
-from autopar.capture.normalise import drops_randomness, has_effect, normalise, remove_dead, split_label_means
+from autopar.capture.normalise import as_reshapes, drops_randomness, has_effect, normalise, remove_dead, split_label_means
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
 from autopar.ir import Buffer, Program, Ref
@@ -60,7 +60,7 @@ def capture(
         trace, renamed = normalise(trace, infer)
         mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
         whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
-        program = _program(trace, mutations)
+        program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors((args, kwargs))))
         if check and real:
             args, kwargs = _copied(args, kwargs)

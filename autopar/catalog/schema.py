@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from autopar.ir import Arg, Op, Ref
 
-__all__ = ["Parameter", "bind", "parameters", "resolve", "tensor_refs"]
+__all__ = ["Parameter", "bind", "parameters", "registering_module", "resolve", "tensor_refs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,17 @@ def resolve(target: str) -> torch._ops.OpOverload:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)  # type: ignore[no-any-return]
     except AttributeError:
         raise KeyError(f"torch has no operator {target!r}") from None
+
+
+def registering_module(target: str) -> str | None:
+    """The Python module whose import registers a custom operator; None for torch's own, for autopar's, and where it cannot be
+    told (an operator of the user's script, which registers it in every process that runs it)."""
+    namespace, name, _ = target.split(".")
+    if namespace in ("aten", "prims", "autopar"):
+        return None
+    defined = OPDEFS.get(f"{namespace}::{name}")
+    module = getattr(defined._init_fn, "__module__", None) if defined is not None else None
+    return None if module in (None, "__main__") else str(module)
 
 
 @lru_cache(maxsize=None)

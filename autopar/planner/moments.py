@@ -65,10 +65,21 @@ def split_into_moments(program: Program, count: int) -> Moments:
     batched = batched_inputs(program)
     if not batched or (program.batch_size or 0) % count:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")
+    try:
+        return _typed(program, count, batched, wide=True)
+    except NotSplittable as first:
+        try:
+            return _typed(program, count, batched, wide=False)
+        except NotSplittable:
+            raise first from None
+
+
+def _typed(program: Program, count: int, batched: frozenset[str], *, wide: bool) -> Moments:
+    """wide: what is the same for all samples and is expanded to the size of the batch is taken to be one for each sample."""
     derived = derived_from_inputs(program)
     made: dict[str, Layout] = {}  # by the prologue
     for _ in range(1 + 2 * len(program.ops)):
-        typed = _type(program, count, batched, derived, made)
+        typed = _type(program, count, batched, derived, made, wide)
         if isinstance(typed, Assignment):
             return _split(program, count, typed, made)
         assert any(made.get(v) != x for v, x in typed.items()), "every round moves something into the prologue"
@@ -77,7 +88,7 @@ def split_into_moments(program: Program, count: int) -> Moments:
 
 
 def _type(
-    program: Program, count: int, batched: frozenset[str], derived: frozenset[str], made: dict[str, Layout]
+    program: Program, count: int, batched: frozenset[str], derived: frozenset[str], made: dict[str, Layout], wide: bool
 ) -> Assignment | dict[str, Layout]:
     """A typing without transitions, or what the prologue must make besides."""
     layouts: dict[str, Layout] = {x.value: S(0) if x.value in batched else R for x in program.inputs}
@@ -90,6 +101,9 @@ def _type(
             continue
         have = tuple(layouts[r] for r in refs(op))
         usable = [s for s in _strategies(program, op, count, have) if s.inputs == have]
+        over = [s for s in usable if s.outputs == (S(0),) and not any(x.is_shard for x in have)]
+        if wide and over and len(program.types[op.name].shape) > 1 and program.types[op.name].shape[0] == program.batch_size:
+            usable = over
         if not usable:
             return _prologue_for(program, op, count, have, derived, made)
         best = min(usable, key=lambda s: [x.groups if x.is_shard else 0 for x in s.outputs])
@@ -108,7 +122,7 @@ def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) 
     kept = [_without_axis(op, s) for s in kept if s.local in LOCAL_CODE_WITHOUT_EXCHANGE or s.local is None or is_random(op.target)]
     if not refs(op):
         outputs = [o for o in op.outputs if o is not None]
-        return [Strategy(inputs=(), outputs=(R,) * len(outputs))]
+        return [Strategy(inputs=(), outputs=(R,) * len(outputs)), *(s for s in kept if all(x.is_shard for x in s.outputs))]
     return kept
 
 

@@ -6,6 +6,7 @@ import inspect
 
 from torch import nn
 
+from autopar.catalog.schema import registering_module
 from autopar.ir import I, Layout, Lowered, Program, TensorType, refs
 from autopar.planner.plan import Plan
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
@@ -70,8 +71,14 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         inputs=inputs,
         positional=positional,
         constant_inputs=program.constant_inputs,
+        libraries=_libraries(lowered),
         prologue={v: str(over_time[v]) for v in lowered.prologue_outputs},
     )
+
+
+def _libraries(lowered: Lowered) -> tuple[str, ...]:
+    targets = {op.target for ops in (lowered.prologue, *(s.ops for s in lowered.stages)) for op in ops}
+    return tuple(sorted({module for t in targets if (module := registering_module(t)) is not None}))
 
 
 def _layouts(layouts: tuple[tuple[str, Layout], ...]) -> dict[str, str]:

@@ -113,9 +113,9 @@ def sync_batch_norm(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    axis: Axis,
     momentum: float,
     eps: float,
-    axis: Axis,
 ) -> Tensor:
     """F.batch_norm(training=True) with the statistics of the whole batch: x S(0) [N/n, C, *], weight and bias R [C]
     (their gradients are partial), running statistics I [C], updated in place with the unbiased variance -> S(0)."""
@@ -137,7 +137,7 @@ def sync_batch_norm(
     return normal.to(x.dtype)
 
 
-def dropout(x: Tensor, p: float, axis: Axis | tuple[Axis, ...] | None = None) -> Tensor:
+def dropout(x: Tensor, axis: Axis | tuple[Axis, ...] | None, p: float) -> Tensor:
     """F.dropout(training=True). axis None: x is I or R, and its mask is the same on every rank. An axis, or several: x is
     S over them, and every shard has a mask of its own.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -108,6 +109,8 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         manifest = emitted.MANIFEST
+        for library in manifest.libraries:
+            importlib.import_module(library)
         keep = self.__dict__
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
