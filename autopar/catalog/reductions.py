@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from autopar.catalog.rule import OpView, Rule, local_code, register
-from autopar.ir import Op, P, R, Ref, S, Strategy
+from autopar.ir import Op, P, Ref, S, Strategy
 
 __all__ = ["along", "reduced_dims"]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autopar.catalog.schema import bind, parameters, tensor_refs
-from autopar.ir import Arg, I, Kind, Op, P, R, Ref, Strategy, TensorType, map_refs
+from autopar.ir import Arg, I, Layout, Op, P, R, Ref, Strategy, TensorType, map_refs
 
 __all__ = [
     "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "draws", "is_random", "local_code", "localized",
