@@ -131,9 +131,9 @@ def affine_grid(view: OpView) -> Iterable[Strategy]:
 def _affine_grid(op: Op, view: OpView, strategy: Strategy) -> Op:
     if not strategy.inputs[0].is_shard:
         return op
-    batch, *rest = view.args()["size"]  # type: ignore[misc]
-    assert isinstance(batch, int)
-    return set_args(op, size=(batch // view.n, *rest))
+    size = view.args()["size"]
+    assert isinstance(size, tuple) and isinstance(size[0], int)
+    return set_args(op, size=(size[0] // view.n, *size[1:]))
 
 
 def cdist(view: OpView) -> Iterable[Strategy]:
