@@ -165,7 +165,8 @@ def _text(found: Mapping[str, Any]) -> str:
     if "error" in found:
         return f"{found['model']}: {found['error']}"
     head = (
-        f"{found['model']}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['operators']} operators, {found['gpus']} GPUs of {found['cluster']}\n"
+        f"{found['model']}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['operators']} operators, {found['gpus']} GPUs of "
+        f"{found['cluster']}\n"
         f"  plan: {' '.join(f'{k}={v}' for k, v in found['mesh'].items())}, micro-batches {found['micro_batches']}, zero {found['zero']}, "
         f"step {found['step_time_s']:.3f} s, gap {100 * found['gap']:.2f}%, fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB"
     )
