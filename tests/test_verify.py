@@ -1,0 +1,56 @@
+"""Real architectures on four real processes: loss, gradients, trained parameters and copies against the original, in float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from autopar.compiler import plan_of
+from autopar.errors import Infeasible
+from autopar.run import WorkerPool
+from autopar.verify import TOLERANCE, Reference, Report, reference, verify_plan
+from benchmarks import _models
+
+pytestmark = pytest.mark.gloo
+
+CASES = {
+    "gpt2": ("auto", "dp=2 tp=2", "tp=2 pp=2", "dp=2 pp=2 micro_batches=4", "pp=4 recompute=full", "dp=4 zero=3"),
+    "t5": ("tp=4", "pp=4", "dp=2 tp=2 zero=1"),
+    "resnet": ("dp=4", "tp=2 pp=2"),
+    "mixtral": ("dp=2 tp=2", "dp=2 pp=2"),
+    "unruled": ("dp=2 tp=2",),
+}
+
+
+@functools.cache
+def referenced(name: str) -> Reference:
+    model, inputs, *loss = getattr(_models, name)()
+    return reference(model, inputs, loss=loss[0] if loss else None)
+
+
+def pins_of(text: str) -> dict[str, Any]:
+    pairs = [pair.split("=") for pair in text.split()] if text != "auto" else []
+    return {key: int(value) if value.isdigit() else value for key, value in pairs}
+
+
+def errors(report: Report) -> Mapping[str, float]:
+    return {"loss": report.loss, report.gradient_at: report.gradient, report.parameter_at: report.parameter}
+
+
+@pytest.mark.parametrize("name,plan", [(name, plan) for name, plans in CASES.items() for plan in plans])
+def test_equals_the_original(name: str, plan: str, workers: WorkerPool) -> None:
+    pins = pins_of(plan)
+    ref = referenced(name)
+    decided = plan_of(ref.captured, 4, cluster="cpu", pins=pins)
+    report = verify_plan(ref, decided, workers, timeout_s=120)
+    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+    assert report.unequal == ()
+    assert {k: v for k, v in decided.mesh.items() if k in pins} == {k: v for k, v in pins.items() if k in decided.mesh}
+
+
+def test_split_into_micro_batches_is_refused_where_the_result_would_change(workers: WorkerPool) -> None:
+    with pytest.raises(Infeasible, match="micro-batches: not split, because"):
+        plan_of(referenced("resnet").captured, 4, cluster="cpu", pins={"dp": 2, "pp": 2, "micro_batches": 4})
