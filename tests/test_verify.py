@@ -17,7 +17,7 @@ from benchmarks import _models
 pytestmark = pytest.mark.gloo
 
 CASES = {
-    "gpt2": ("auto", "dp=2 tp=2", "tp=2 pp=2", "dp=2 pp=2 micro_batches=4", "pp=4 recompute=full", "dp=4 zero=3"),
+    "gpt2": ("auto", "dp=2 tp=2", "tp=2 pp=2", "dp=2 pp=2 micro_batches=4", "dp=4 recompute=full", "dp=4 zero=3"),
     "t5": ("tp=4", "pp=4", "dp=2 tp=2 zero=1"),
     "resnet": ("dp=4", "tp=2 pp=2"),
     "mixtral": ("dp=2 tp=2", "dp=2 pp=2"),
