@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from autopar.catalog.dims import split_names
-from autopar.catalog.rule import OpView, draws, register
-from autopar.ir import Layout, R, S, Strategy
+from autopar.catalog.rule import OpView, draws, local_code, over_axes, register
+from autopar.ir import Layout, Op, R, S, Strategy
 
 __all__: list[str] = []
 
@@ -17,9 +18,9 @@ def attention(view: OpView) -> Iterable[Strategy]:
     With enable_gqa, query head h reads key head h // (H / K): the same cut of both leaves them together. A causal
     attention numbers its queries from 0, so that their dim stays whole.
     """
-    if draws(view.op):
-        return
     bound, tensors = view.args(), view.tensors()
+    if view.op.target == "autopar.L.attention":
+        tensors = dict(zip(("query", "key", "value", "attn_mask"), range(len(view.ins)), strict=False)) | {"attn_mask": 3 if len(view.ins) > 3 else None}
     ndim = len(view.outs[0].shape)
     batch = tuple(f"b{k}" for k in range(ndim - 2))  # the last of them is the heads
     ends = {"query": ("l", "e"), "key": ("t", "e"), "value": ("t", "f"), "attn_mask": ("l", "t")}
@@ -29,10 +30,22 @@ def attention(view: OpView) -> Iterable[Strategy]:
         if index is not None:
             operands[index] = (*batch, rows, cols)[ndim - len(view.ins[index].shape) :]
     fixed = {"e", "t", "f"} | ({"l"} if bound["is_causal"] else set())
+    found: list[Strategy] = []
     if bound["enable_gqa"] and batch:
-        yield from _grouped_heads(view, operands, batch[-1])
+        found += _grouped_heads(view, operands, batch[-1])
         fixed.add(batch[-1])
-    yield from split_names(view, operands, [(*batch, "l", "f")], [False] * len(view.ins), lambda name: name in fixed)
+    found += split_names(view, operands, [(*batch, "l", "f")], [False] * len(view.ins), lambda name: name in fixed)
+    for s in found:
+        yield dataclasses.replace(s, local="attention") if draws(view.op) else s
+
+
+@local_code("attention")
+def _attention(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
+    """Attention with dropout draws from a stream of the shard's own."""
+    bound = view.args()
+    operands = op.args[:4] if op.target == "autopar.L.attention" else tuple(bound[n] for n in ("query", "key", "value", "attn_mask"))
+    rest = tuple((name, bound[name]) for name in ("dropout_p", "is_causal", "scale", "enable_gqa"))
+    return (dataclasses.replace(op, target="autopar.L.attention", args=operands, kwargs=(("axis", over_axes(op, axis)), *rest)),)
 
 
 def _grouped_heads(view: OpView, operands: list[tuple[str, ...]], heads: str) -> Iterable[Strategy]:
@@ -45,4 +58,4 @@ def _grouped_heads(view: OpView, operands: list[tuple[str, ...]], heads: str) ->
         yield view.strategy(ins, [S(len(view.outs[0].shape) - 3, g)])
 
 
-register("aten.scaled_dot_product_attention", attention)
+register("aten.scaled_dot_product_attention autopar.L.attention", attention)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
-from autopar.catalog.rule import OpView, local_code, register
-from autopar.ir import Op, P, R, S, Strategy
+from autopar.catalog.rule import OpView, local_code, over_axes, register
+from autopar.ir import Arg, Op, P, R, S, Strategy
 
 __all__ = ["align", "pointwise"]
 
@@ -82,15 +83,16 @@ def complex_view(view: OpView) -> Iterable[Strategy]:
 
 
 def dropout(view: OpView) -> Iterable[Strategy]:
-    """Random numbers that differ on the shards of a dim: local code draws from a stream of the rank's own."""
+    """Random numbers that differ on the shards of a dim: local code draws from a stream of the rank's own, over one axis or
+    several."""
     for s in pointwise(view):
         yield view.strategy(s.inputs, s.outputs, local="dropout")
 
 
 @local_code("dropout")
 def _dropout(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
-    x, p = op.args[0], view.args()["p"]
-    return (Op(target="autopar.L.dropout", args=(x,), kwargs=(("axis", axis), ("p", p)), outputs=op.outputs, module=op.module, source=op.source),)
+    kwargs: tuple[tuple[str, Arg], ...] = (("axis", over_axes(op, axis)), ("p", view.args()["p"]))
+    return (dataclasses.replace(op, target="autopar.L.dropout", args=op.args[:1], kwargs=kwargs),)
 
 
 def prelu(view: OpView) -> Iterable[Strategy]:
@@ -144,6 +146,6 @@ register("aten.div aten.divide aten.true_divide", divide)
 register("aten.copy", copy)
 register("aten.where.default", matches)
 register("aten.feature_dropout", feature_dropout)
-register("aten.dropout", dropout)
+register("aten.dropout autopar.L.dropout", dropout)
 register("aten.prelu", prelu)
 register("aten.glu", glu)

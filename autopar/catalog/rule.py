@@ -20,7 +20,7 @@ from autopar.ir import Arg, I, Layout, Op, P, R, Ref, Strategy, TensorType, map_
 
 __all__ = [
     "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "draws", "is_random", "local_code", "localized",
-    "localizes", "register", "rule_of", "set_args", "strategies_of", "summable",
+    "localizes", "over_axes", "register", "rule_of", "set_args", "strategies_of", "summable",
 ]  # fmt: skip
 
 
@@ -151,7 +151,13 @@ def is_random(target: str) -> bool:
 def draws(op: Op) -> bool:
     """Whether this call draws random numbers: always, or for a dropout that is part of it (attention, recurrent layers)."""
     bound = bind(op)
-    return is_random(op.target) or bool((bound.get("dropout_p") or bound.get("dropout")) and bound.get("train", True))
+    return is_random(op.target) or op.target == "autopar.L.dropout" or bool((bound.get("dropout_p") or bound.get("dropout")) and bound.get("train", True))
+
+
+def over_axes(op: Op, axis: str) -> Arg:
+    """The axes of local code that a further axis is laid over: a name, or a tuple of names, outermost first."""
+    before = op.kwarg("axis")
+    return axis if before is None else (*(before if isinstance(before, tuple) else (before,)), axis)
 
 
 def set_args(op: Op, **changes: Arg) -> Op:

@@ -7,6 +7,7 @@ storage, so that a view of an operand counts as the operand.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -69,6 +70,9 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     cls = op_class(target)
     read, written = sum(t.nbytes for t in ins), sum(t.nbytes for t in outs)
     differentiable = any(t.grad for t in ins) and any(t.grad for t in outs)
+    same = _SAME_WORK.get(target)
+    if same is not None:
+        return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
     if cls == "view" or target.startswith("autopar."):
         return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=0 if cls == "view" else read, bytes_written=0 if cls == "view" else written)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -102,6 +106,16 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
         saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
     )  # fmt: skip
+
+
+# Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
+_SAME_WORK = {"autopar.L.attention": "aten.scaled_dot_product_attention.default", "autopar.L.dropout": "aten.dropout.default"}
+
+
+def _as_plain(same: str, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:
+    args = (*op.args, op.kwarg("p"), True) if same.startswith("aten.dropout") else op.args
+    kwargs = tuple((k, v) for k, v in op.kwargs if k not in ("axis", "p"))
+    return _count(same, args, kwargs, op.no_grad, ins, outs)
 
 
 def _storage(t: torch.Tensor) -> int:

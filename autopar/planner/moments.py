@@ -13,13 +13,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from autopar.catalog import strategies_of
-from autopar.catalog.rule import is_random
+from autopar.catalog.rule import draws
 from autopar.ir import I, Input, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.planner.shard import Assignment, alike, shard, view_of
 
 __all__ = ["Moments", "NotSplittable", "batched_inputs", "derived_from_inputs", "split_into_moments"]
 
 LOCAL_CODE_WITHOUT_EXCHANGE = frozenset({"mean_part"})
+RANDOM_LOCAL_CODE = frozenset({"dropout", "attention"})
 
 
 class NotSplittable(Exception):
@@ -50,7 +51,7 @@ def derived_from_inputs(program: Program) -> frozenset[str]:
     derived = {x.value for x in program.inputs} | {b.value for b in program.buffers if not b.mutated}
     for op in program.ops:
         operands = refs(op)
-        if not is_random(op.target) and all(r in derived and r not in mutable for r in operands):
+        if not draws(op) and all(r in derived and r not in mutable for r in operands):
             derived |= {o for o in op.outputs if o is not None}
     return frozenset(derived)
 
@@ -119,7 +120,7 @@ def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) 
     groups = frozenset({1, *(x.groups for x in have if x.is_shard)})
     stated = strategies_of(view_of(program, op, count, groups))
     kept = [s for s in stated if not s.collective and I not in (*s.inputs, *s.outputs)]
-    kept = [_without_axis(op, s) for s in kept if s.local in LOCAL_CODE_WITHOUT_EXCHANGE or s.local is None or is_random(op.target)]
+    kept = [_without_axis(s) for s in kept if s.local is None or s.local in LOCAL_CODE_WITHOUT_EXCHANGE | RANDOM_LOCAL_CODE]
     if not refs(op):
         outputs = [o for o in op.outputs if o is not None]
         return [Strategy(inputs=(), outputs=(R,) * len(outputs)), *(s for s in kept if all(x.is_shard for x in s.outputs))]
@@ -148,9 +149,9 @@ def _prologue_for(
     raise NotSplittable(f"{op.target} (operands {lay} over the micro-batches) mixes samples at {op.source or op.module or 'the top level'}")
 
 
-def _without_axis(op: Op, s: Strategy) -> Strategy:
+def _without_axis(s: Strategy) -> Strategy:
     """Random operators need no code of their own over moments: each draws anew."""
-    return dataclasses.replace(s, local=None) if is_random(op.target) else s
+    return dataclasses.replace(s, local=None) if s.local in RANDOM_LOCAL_CODE else s
 
 
 def _split(program: Program, count: int, typing: Assignment, made: dict[str, Layout]) -> Moments:

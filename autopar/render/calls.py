@@ -95,9 +95,11 @@ def _autopar_call(op: Op, ref: RefCode, axes: Mapping[str, int]) -> Code:
     tensors = max((i + 1 for i, a in enumerate(op.args) if a is None or refs(Op(target="", args=(a,), outputs=()))), default=0)
     items = [literal(a, ref) for a in op.args]
     if axis is not None:
-        if axis not in axes:
+        names = axis if isinstance(axis, tuple) else (axis,)
+        if any(name not in axes for name in names):
             raise RenderError(f"{op.target} over {axis!r}, which is no axis of the mesh ({', '.join(axes)})")
-        items.insert(tensors, f"mesh.{axis}")
+        meshes = [f"mesh.{name}" for name in names]
+        items.insert(tensors, meshes[0] if len(meshes) == 1 else f"({', '.join(meshes)})")
     items += [f"{_keyword(k)}={literal(v, ref)}" for k, v in op.kwargs if k != "axis"]
     return Code(f"{parts[1]}.{parts[2]}(", tuple(items), ")")
 

@@ -82,7 +82,7 @@ def _libraries(lowered: Lowered) -> tuple[str, ...]:
 
 
 def _layouts(layouts: tuple[tuple[str, Layout], ...]) -> dict[str, str]:
-    return {axis: str(layout) for axis, layout in layouts if layout != I}
+    return {axis: str(layout) for axis, layout in layouts if layout != I and (axis != "time" or layout.is_shard)}
 
 
 def _dtype(t: TensorType) -> str:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from autopar.run import comm
 from autopar.run.mesh import Axis
 
-__all__ = ["cross_entropy_sum_vocab", "dropout", "grouped_rows", "masked_embedding", "sync_batch_norm"]
+__all__ = ["attention", "cross_entropy_sum_vocab", "dropout", "grouped_rows", "masked_embedding", "sync_batch_norm"]
 
 
 def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
@@ -146,17 +146,43 @@ def dropout(x: Tensor, axis: Axis | tuple[Axis, ...] | None, p: float) -> Tensor
     """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability must be in [0, 1]; got {p}")
+    generator = torch.Generator(x.device).manual_seed(_seed_of_shard(axis))
+    kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p, generator=generator)
+    return x * kept.div_(1 - p) if p < 1 else x * kept
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    axis: Axis | tuple[Axis, ...],
+    dropout_p: float,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention with dropout, its operands S over the axis or axes (batch or heads): every shard has a
+    mask of its own. Random numbers as in `dropout`."""
+    seed = _seed_of_shard(axis)
+    with torch.random.fork_rng(devices=[query.device] if query.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _seed_of_shard(axis: Axis | tuple[Axis, ...] | None) -> int:
+    """A seed that is equal on the ranks that hold the same shard, and new at every call."""
     shard = 0
     for a in () if axis is None else axis if isinstance(axis, tuple) else (axis,):
         shard = shard * a.size + a.rank
     # The seed is a digest of the state, which is equal on all ranks. A number drawn as a tensor could not be read on a GPU
     # without waiting for it, nor from a fake tensor at all.
     state = torch.get_rng_state()
-    torch.rand(())  # so that the next dropout has another state
+    torch.rand(())  # so that the next one has another state
     digest = hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.numel()) + shard.to_bytes(4, "little"), digest_size=7)
-    generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest.digest(), "little"))
-    kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p, generator=generator)
-    return x * kept.div_(1 - p) if p < 1 else x * kept
+    return int.from_bytes(digest.digest(), "little")
 
 
 def grouped_rows(x: Tensor, weight: Tensor, offs: Tensor, axis: Axis, operator: str) -> Tensor:
