@@ -59,6 +59,8 @@ def stage_memory(
     optimizer: str = "adamw",
     state_itemsize: int = 4,
     master_itemsize: int = 0,
+    gradient_bytes: float | None = None,
+    optimizer_state_bytes: float | None = None,
     zero: int = 0,
     dp: int = 1,
     offload_optimizer: bool = False,
@@ -76,7 +78,9 @@ def stage_memory(
 
     param_bytes: all its parameters, trainable or not, in their own dtypes. trainable_params: how many numbers have gradients.
     grad_itemsize: bytes of a gradient. state_itemsize: of each optimizer state. master_itemsize: of the optimizer's own copy of
-    each parameter, 0 without one. zero: 0, 1, 2 or 3 over `dp` ranks. offload_optimizer: states and master copy in host memory.
+    each parameter, 0 without one. gradient_bytes, optimizer_state_bytes: these two terms as they are on this rank, where not every
+    parameter is sharded alike, so that no division describes them; they then stand for what they replace. zero: 0, 1, 2 or 3
+    over `dp` ranks. offload_optimizer: states and master copy in host memory.
     buffer_bytes: the module's buffers, whole on each rank. activation_bytes_per_micro_batch: what autograd saves, recomputation
     already applied; micro_batches_in_flight: pipeline.in_flight. boundary_bytes_per_micro_batch: received and sent stage values
     that are held beside what autograd saves. bucket_bytes: gradient buckets under reduction. gathered_param_bytes: parameters
@@ -89,7 +93,8 @@ def stage_memory(
         raise ValueError(f"zero must be 0, 1, 2 or 3, found {zero}")
     if dp < 1 or micro_batches_in_flight < 0:
         raise ValueError(f"dp must be positive and micro_batches_in_flight not negative, found {dp} and {micro_batches_in_flight}")
-    numbers = {name: value for name, value in locals().items() if name.endswith(("_bytes", "_itemsize", "_params", "_batch", "_fraction"))}
+    sizes = ("_bytes", "_itemsize", "_params", "_batch", "_fraction")
+    numbers = {name: value for name, value in locals().items() if name.endswith(sizes) and value is not None}
     if negative := {name: value for name, value in numbers.items() if value < 0}:
         raise ValueError(f"sizes must not be negative, found {negative}")
 
@@ -98,8 +103,9 @@ def stage_memory(
 
     states_bytes = trainable_params * (OPTIMIZERS[optimizer] * state_itemsize + (master_itemsize if optimizer != "none" else 0))
     parameters = at_rest(param_bytes, 3) + math.ceil(buffer_bytes)
-    gradients = at_rest(trainable_params * grad_itemsize, 2)
-    optimizer_states = 0 if offload_optimizer else at_rest(states_bytes, 1)
+    gradients = at_rest(trainable_params * grad_itemsize, 2) if gradient_bytes is None else math.ceil(gradient_bytes)
+    optimizer_states = at_rest(states_bytes, 1) if optimizer_state_bytes is None else math.ceil(optimizer_state_bytes)
+    optimizer_states = 0 if offload_optimizer else optimizer_states
     saved = math.ceil(micro_batches_in_flight * (activation_bytes_per_micro_batch + boundary_bytes_per_micro_batch))
     temporary = math.ceil(largest_temporary_bytes)
     communication = math.ceil(bucket_bytes + gathered_param_bytes)

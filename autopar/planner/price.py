@@ -14,7 +14,6 @@ from autopar.measure import OpCost, Pricer
 
 __all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
 ZERO_MIN_NUMEL = 1  # every parameter that divides is sharded; what does not divide rests whole
 
 

@@ -1,0 +1,156 @@
+"""What the search says at its end: the plan with its notes, limits and alternatives, or why there is none."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from autopar.capture import program_hash
+from autopar.ir import Program, refs
+from autopar.measure import count as count_op
+from autopar.planner.candidate import GIB, Candidate, Rank
+from autopar.planner.lower import axis_plan
+from autopar.planner.plan import AxisPlan, Pins, Plan
+from autopar.planner.shard import Assignment
+from autopar.planner.stages import cut_stages
+
+if TYPE_CHECKING:
+    from autopar.planner.search import Search
+
+__all__ = ["plan_of", "why_not"]
+
+
+def plan_of(search: Search, found: list[Candidate]) -> Plan:
+    """The plan of the first of the candidates found, which are in order of step time; the others are its alternatives."""
+    c = found[0]
+    program, rank = search.program, c.rank
+    positions = [c.segments[k].span.start for k in c.part.cuts]
+    recompute = sorted((c.segments[k].block, c.segments[k].instance) for k in c.part.recomputed)
+    cut_stages(rank.moments, rank.program, tuple(positions), frozenset(recompute))
+    axes: dict[str, AxisPlan] = {}
+    if rank.data is not None:
+        axes["dp"] = axis_plan(program, rank.data)
+    if rank.tensor is not None:
+        axes["tp"] = axis_plan(rank.moments.body, rank.tensor)
+    gaps = [o.gap for o in (*rank.outcomes, c.part.outcome)]
+    gap = 1.0 - math.prod(1.0 - g for g in gaps)
+    tokens = _tokens(program)
+    return Plan(
+        model=program.name,
+        program_hash=program_hash(program),
+        gpus=search.gpus,
+        cluster=search.cluster.name,
+        memory_limit_bytes=search.memory_limit_bytes,
+        optimizer=search.optimizer,
+        precision=search.precision,
+        global_batch=program.batch_size or 0,
+        samples_unit="tokens" if tokens else "samples",
+        mesh=c.mesh.sizes(),
+        micro_batches=rank.micro_batches,
+        schedule=c.schedule,
+        zero=c.zero,
+        cuts=positions,
+        recompute=recompute,
+        stages=list(c.stages),
+        axes=axes,
+        zero_dims=dict(c.zero_dims),
+        step_time_s=c.step_time_s,
+        compute_s=c.compute_s,
+        bubble_s=c.bubble_s,
+        gradient_sync_s=c.gradient_sync_s,
+        optimizer_s=c.optimizer_s,
+        objective_s=c.step_time_s,
+        bound_s=c.step_time_s * (1.0 - gap),
+        gap=gap,
+        work_per_step=float(tokens or program.batch_size or 0),
+        tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
+        provenance=f"roofline of {search.cluster.gpu.name}, links of {search.cluster.name} (cost_models)",
+        notes=[*program.notes, *search.notes, *_replicated(rank)],
+        limits=_limits(search, c),
+        alternatives=[_one_line(x) for x in _distinct(found)[1:6]],
+        pins={k: v for k, v in _asdict(search.pins).items() if v is not None},
+        planning_s={k: round(v, 3) for k, v in search.seconds.items()},
+    )
+
+
+def why_not(search: Search) -> str:
+    """Why no candidate was found: which constraint binds, by how much, what would help."""
+    if not any(True for _ in search.meshes()):
+        pins = {k: getattr(search.pins, k) for k in ("dp", "tp", "pp") if getattr(search.pins, k) is not None}
+        pinned = ", ".join(f"{k}={v}" for k, v in pins.items())
+        return f"no mesh of {search.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs (pp x dp x tp = {search.gpus})"
+    lines = list(search.refused) or ["no candidate satisfies the pins"]
+    text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12])
+    if search.short_bytes < math.inf:
+        pinned_memory = any(getattr(search.pins, k) is not None for k in ("zero", "recompute", "micro_batch", "micro_batches"))
+        text += (
+            f"\nThe binding constraint is memory: the leanest candidate is {search.short_bytes / GIB:.2f} GiB short of "
+            f"{search.memory_limit_bytes / GIB:.2f} GiB a GPU. More GPUs, a smaller micro-batch, recompute=full or zero=3 would help"
+            + (" (a pin forbids some of these)." if pinned_memory else ".")
+        )
+    return text
+
+
+def _replicated(rank: Rank) -> list[str]:
+    """Operators that the tensor axis does not split though they compute, by kind."""
+    if rank.tensor is None:
+        return []
+    idle: dict[str, int] = {}
+    for op in rank.moments.body.ops:
+        computes = any(rank.program.types[r].numel > 1 for r in refs(op) if r in rank.program.types)
+        if computes and not rank.tensor.ops[op.name].splits_work:
+            idle[op.target] = idle.get(op.target, 0) + 1
+    listed = sorted(idle.items(), key=lambda x: -x[1])[:8]
+    return [f"replicated over tp: {', '.join(f'{t} x{n}' for t, n in listed)}"] if listed else []
+
+
+def _limits(search: Search, c: Candidate) -> list[str]:
+    fullest = max(range(len(c.stages)), key=lambda s: c.stages[s].memory.total_bytes)
+    used = c.stages[fullest].memory.total_bytes
+    share = {
+        "compute and tensor communication": c.compute_s,
+        "pipeline bubble": c.bubble_s,
+        "gradient reduction": c.gradient_sync_s,
+        "optimizer": c.optimizer_s,
+    }
+    top = max(share, key=share.__getitem__)
+    slow = max(range(len(c.stages)), key=lambda s: c.stages[s].forward_s + c.stages[s].backward_s)
+    return [
+        f"time: {top} takes {100 * share[top] / c.step_time_s:.0f}% of the step; the slowest stage is {slow}",
+        f"memory: stage {fullest} uses {used / GIB:.2f} of {search.memory_limit_bytes / GIB:.2f} GiB",
+    ]
+
+
+def _split_share(body: Program, assignment: Assignment) -> float:
+    """The share of the forward FLOPs that an assignment divides among its ranks."""
+    whole = split = 0.0
+    for op in body.ops:
+        flops = count_op(op, tuple(body.types[r] for r in refs(op)), tuple(body.types[o] for o in op.outputs if o is not None)).flops
+        whole += flops
+        split += flops if assignment.ops[op.name].splits_work else 0.0
+    return split / whole if whole else 0.0
+
+
+def _distinct(found: list[Candidate]) -> list[Candidate]:
+    seen: dict[tuple[object, ...], Candidate] = {}
+    for c in found:
+        seen.setdefault((c.mesh, c.zero), c)
+    return list(seen.values())
+
+
+def _one_line(c: Candidate) -> str:
+    peak = max(s.memory.total_bytes for s in c.stages) / GIB
+    return (
+        f"pp={c.mesh.pp} dp={c.mesh.dp} tp={c.mesh.tp} zero={c.zero} micro-batches={c.rank.micro_batches}: "
+        f"{c.step_time_s * 1e3:.2f} ms, {peak:.2f} GiB"
+    )
+
+
+def _asdict(pins: Pins) -> dict[str, object]:
+    return {k: getattr(pins, k) for k in pins.__struct_fields__}
+
+
+def _tokens(program: Program) -> int:
+    """Tokens of the global batch: the elements of its integer inputs of two dims (batch, sequence), if there are any."""
+    sizes = [program.types[x.value] for x in program.inputs]
+    return max((t.numel for t in sizes if len(t.shape) == 2 and not t.dtype.is_floating_point and t.dtype.itemsize >= 4), default=0)

@@ -1,0 +1,61 @@
+"""What the search builds on its way to a plan: a mesh, the program of one rank of it, a priced candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir import Program
+from autopar.planner.moments import Moments
+from autopar.planner.partition import Partition
+from autopar.planner.plan import StagePlan
+from autopar.planner.price import Ledger
+from autopar.planner.shard import Assignment
+from autopar.planner.solver import Outcome
+from autopar.planner.stages import Cuts, Segment
+
+__all__ = ["GIB", "Candidate", "Mesh", "Rank"]
+
+GIB = float(2**30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    pp: int
+    dp: int
+    tp: int
+
+    def sizes(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """The program of one rank and one micro-batch for a (dp, micro-batches, tp), priced."""
+
+    mesh: Mesh
+    moments: Moments
+    program: Program
+    data: Assignment | None
+    tensor: Assignment | None
+    ledger: Ledger
+    cuts: Cuts
+    outcomes: tuple[Outcome, ...]
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    rank: Rank
+    mesh: Mesh
+    schedule: str
+    zero: int
+    zero_dims: Mapping[str, int]
+    segments: tuple[Segment, ...]
+    part: Partition
+    stages: tuple[StagePlan, ...]
+    step_time_s: float
+    compute_s: float
+    bubble_s: float
+    gradient_sync_s: float
+    optimizer_s: float
