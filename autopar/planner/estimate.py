@@ -57,7 +57,6 @@ class Estimator:
             seen_params |= new
             kept = ledger.kept_bytes(segment.span, seen)
             freed = max(0.0, kept - ledger.entering_bytes(segment.span)) if self._recomputable(segment) else 0.0
-            send = self.rank.cuts.crossing.get(segment.span.start, ())
             pieces.append(
                 Piece(
                     forward_s=forward + self._gather_s(own, forward),
@@ -66,7 +65,7 @@ class Estimator:
                     kept_bytes=float(kept),
                     freed_bytes=freed,
                     temporary_bytes=float(ledger.temporary_bytes(indices)),
-                    send_s=sum(self.cluster.intra.hop_simple_s for _ in send),
+                    trains=any(self.params[v].trainable for v in own),
                 )
             )
         return tuple(pieces)

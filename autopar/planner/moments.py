@@ -105,6 +105,8 @@ def _type(
         over = [s for s in usable if s.outputs == (S(0),) and not any(x.is_shard for x in have)]
         if wide and over and len(program.types[op.name].shape) > 1 and program.types[op.name].shape[0] == program.batch_size:
             usable = over
+        if wide and (per_sample := _per_sample(program, op, count, have, derived, made)):
+            return per_sample
         if not usable:
             return _prologue_for(program, op, count, have, derived, made)
         best = min(usable, key=lambda s: [x.groups if x.is_shard else 0 for x in s.outputs])
@@ -113,6 +115,23 @@ def _type(
     if layouts[program.loss] != P:
         raise NotSplittable(f"the loss is not a sum over samples (it is {layouts[program.loss]} over the micro-batches)")
     return Assignment(axis="time", n=count, ops=chosen, leaves=leaves)
+
+
+def _per_sample(
+    program: Program, op: Op, count: int, have: tuple[Layout, ...], derived: frozenset[str], made: dict[str, Layout]
+) -> dict[str, Layout]:
+    """Derived operands that hold a row for each sample though they were made for all at once (a mask that is added to a
+    parameter's bias): the prologue gives them in slices, so that what a parameter joins is split too."""
+    outputs = [o for o in op.outputs if o is not None]
+    size = program.batch_size
+    if any(x.is_shard for x in have) or not outputs or outputs[0] in derived or program.types[outputs[0]].shape[:1] != (size,):
+        return {}
+    rows = {r for r in refs(op) if r in derived and r not in made and program.types[r].shape[:1] == (size,) and len(program.types[r].shape) > 1}
+    for s in _strategies(program, op, count, have) if rows else ():
+        moved = {r: want for r, want, x in zip(refs(op), s.inputs, have, strict=True) if want != x}
+        if moved and s.outputs[0] == S(0) and all(r in rows and want == S(0) for r, want in moved.items()):
+            return moved
+    return {}
 
 
 def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) -> list[Strategy]:

@@ -2,20 +2,24 @@
 
     minimise   (m - 1) t + sum_k (f_k + b_k) + sum_{k,s} f_k q[k,s]       (the pipeline's closed form: fill, drain, slowest stage)
     order      u[k,s] >= u[k+1,s],  u[k,s] <= u[k,s+1],  u[k,S-1] = 1      segment k lies in stage s or an earlier one
-    part       a[k,s] = u[k,s] - u[k,s-1],  sum_k a[k,s] >= 1               no stage is empty
+    part       a[k,s] = u[k,s] - u[k,s-1],  sum_{k trains} a[k,s] >= 1      every stage has something to train
     again      q[k,s] <= a[k,s],  sum_s q[k,s] = r[k]                       q: segment k is recomputed on stage s
     slowest    t >= sum_k (f_k + b_k) a[k,s] + f_k q[k,s]                   for every stage s
     memory     sum_k state_k a[k,s] + w_s sum_k (kept_k a[k,s] - freed_k q[k,s]) + temporary <= limit      for every stage s
 
-m: micro-batches, w_s: micro-batches in flight on stage s. Seconds in the objective, GiB in the memory rows.
+m: micro-batches, w_s: micro-batches in flight on stage s. Times in thousandths of what one micro-batch takes in all (solvers
+have absolute tolerances, and a step may take microseconds or minutes), GiB in the memory rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from dataclasses import dataclass
 
 import pulp
 
+from autopar.errors import Infeasible
 from autopar.planner.solver import Outcome, solve
 
 __all__ = ["Partition", "Piece", "partition", "peak_bytes"]
@@ -27,7 +31,7 @@ GIB = float(2**30)
 class Piece:
     """One segment as the program sees it. state_bytes: parameters, gradients and optimizer states of what first appears in
     it. kept_bytes: activations saved by one micro-batch; freed_bytes: how much less if it is recomputed (0: it cannot be).
-    temporary_bytes: the most that is alive only while it runs, if it is recomputed."""
+    temporary_bytes: the most that is alive only while it runs. trains: it reads a trainable parameter."""
 
     forward_s: float
     backward_s: float
@@ -35,7 +39,7 @@ class Piece:
     kept_bytes: float
     freed_bytes: float = 0.0
     temporary_bytes: float = 0.0
-    send_s: float = 0.0
+    trains: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,19 +60,39 @@ def partition(
     limit_bytes: float,
     recompute: str,
     time_limit_s: float = 10.0,
-) -> Partition:
-    """The best stages and recomputation. recompute: 'none', 'full' (all that can be) or 'auto'. Raises Infeasible (of the
-    solver) when no assignment fits into limit_bytes."""
+    worth_s: float = float("inf"),
+) -> Partition | None:
+    """The best stages and recomputation. recompute: 'none', 'full' (all that can be) or 'auto'. worth_s: an objective that is
+    not below it is of no use; None if there is no other. Raises Infeasible when no assignment fits into limit_bytes.
+
+    Where nothing is left to decide but the cuts, a dynamic program finds them, exactly. Recomputing only adds time: the best
+    cuts without it and without a memory limit bound the rest from below, and are the answer if they fit."""
+    can = [k for k, p in enumerate(pieces) if p.freed_bytes > 0 and recompute != "none"]
+    fixed = frozenset(can) if recompute == "full" else frozenset()
+    fitting = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, limit_bytes)
+    if not can or recompute == "full":
+        if fitting is None:
+            raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
+        return fitting if fitting.outcome.objective < worth_s else None
+    free = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, float("inf"))
+    if free is None:
+        raise Infeasible(f"stages: {len(pieces)} segments cannot be cut into {stages} stages that each have something to train")
+    if free.outcome.objective >= worth_s:
+        return None
+    if fitting is not None and fitting.outcome.objective <= free.outcome.objective * (1 + 1e-9):
+        return fitting
     problem = pulp.LpProblem("stages", pulp.LpMinimize)
     count, last = len(pieces), stages - 1
     u = [[pulp.LpVariable(f"u_{k}_{s}", cat=pulp.LpBinary) if s < last else 1.0 for s in range(stages)] for k in range(count)]
     a = [[u[k][s] - (u[k][s - 1] if s else 0.0) for s in range(stages)] for k in range(count)]
-    can = [k for k, p in enumerate(pieces) if p.freed_bytes > 0 and recompute != "none"]
-    r = {k: (1.0 if recompute == "full" else pulp.LpVariable(f"r_{k}", cat=pulp.LpBinary)) for k in can}
+    r = {k: pulp.LpVariable(f"r_{k}", cat=pulp.LpBinary) for k in can}
     q = {(k, s): pulp.LpVariable(f"q_{k}_{s}", 0, 1) for k in can for s in range(stages)}
     slowest = pulp.LpVariable("slowest", 0)
-    again = pulp.lpSum(pieces[k].forward_s * v for (k, _), v in q.items())
-    total = sum(p.forward_s + p.backward_s for p in pieces)
+    unit = sum(p.forward_s + p.backward_s for p in pieces) / 1e3 or 1.0
+    forward = [p.forward_s / unit for p in pieces]
+    both = [(p.forward_s + p.backward_s) / unit for p in pieces]
+    again = pulp.lpSum(forward[k] * v for (k, _), v in q.items())
+    total = sum(both)
     problem.setObjective((micro_batches - 1) * slowest + total + again)
     for s in range(last):
         for k in range(count - 1):
@@ -77,9 +101,9 @@ def partition(
             problem += u[k][s] <= u[k][s + 1], f"nested_{k}_{s}"
     for s in range(stages):
         if stages > 1:
-            problem += pulp.lpSum(a[k][s] for k in range(count)) >= 1, f"part_{s}"
-        busy = pulp.lpSum((p.forward_s + p.backward_s) * a[k][s] for k, p in enumerate(pieces))
-        problem += slowest >= busy + pulp.lpSum(pieces[k].forward_s * q[k, s] for k in can), f"slowest_{s}"
+            problem += pulp.lpSum(a[k][s] for k in range(count) if pieces[k].trains) >= 1, f"part_{s}"
+        busy = pulp.lpSum(both[k] * a[k][s] for k in range(count))
+        problem += slowest >= busy + pulp.lpSum(forward[k] * q[k, s] for k in can), f"slowest_{s}"
         kept = pulp.lpSum((p.state_bytes + in_flight[s] * p.kept_bytes) / GIB * a[k][s] for k, p in enumerate(pieces))
         freed = pulp.lpSum(in_flight[s] * pieces[k].freed_bytes / GIB * q[k, s] for k in can)
         spare = max((p.temporary_bytes for p in pieces), default=0.0) / GIB
@@ -93,8 +117,51 @@ def partition(
     return Partition(
         cuts=tuple(stage_of.index(s) for s in range(1, stages)),
         recomputed=frozenset(k for k in can if _value(r[k]) > 0.5),
-        outcome=outcome,
+        outcome=dataclasses.replace(outcome, objective=outcome.objective * unit, bound=outcome.bound * unit),
     )
+
+
+def _best_cuts(
+    pieces: tuple[Piece, ...],
+    recomputed: frozenset[int],
+    stages: int,
+    micro_batches: int,
+    in_flight: tuple[int, ...],
+    limit_bytes: float,
+) -> Partition | None:
+    """The cuts with the least slowest stage that fit, by dynamic programming over (segments, stages); None if none fit."""
+    start = time.perf_counter()
+    count = len(pieces)
+    busy, state, kept, trained = [0.0], [0.0], [0.0], [0]
+    for k, p in enumerate(pieces):
+        busy.append(busy[-1] + p.forward_s + p.backward_s + (p.forward_s if k in recomputed else 0.0))
+        state.append(state[-1] + p.state_bytes)
+        kept.append(kept[-1] + p.kept_bytes - (p.freed_bytes if k in recomputed else 0.0))
+        trained.append(trained[-1] + p.trains)
+    spare = max((p.temporary_bytes for p in pieces), default=0.0)
+
+    def fits(i: int, j: int, s: int) -> bool:
+        return (stages == 1 or trained[j] > trained[i]) and state[j] - state[i] + in_flight[s] * (kept[j] - kept[i]) + spare <= limit_bytes
+
+    reach: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after s stages: segments placed -> (slowest stage, where the last began)
+    for s in range(stages):
+        ends: dict[int, tuple[float, int]] = {}
+        for j in [count] if s == stages - 1 else range(s + 1, count):
+            options = [(max(slow, busy[j] - busy[i]), i) for i, (slow, _) in reach[-1].items() if i < j and fits(i, j, s)]
+            if options:
+                ends[j] = min(options)
+        reach.append(ends)
+    if count not in reach[-1]:
+        return None
+    cuts, end = [], count
+    for s in range(stages, 1, -1):
+        end = reach[s][end][1]
+        cuts.append(end)
+    objective = (micro_batches - 1) * reach[-1][count][0] + busy[-1]
+    outcome = Outcome(
+        objective=objective, bound=objective, gap=0.0, seconds=time.perf_counter() - start, solver="dynamic program", variables=0, constraints=0
+    )
+    return Partition(cuts=tuple(reversed(cuts)), recomputed=recomputed, outcome=outcome)
 
 
 def _value(v: pulp.LpVariable | float) -> float:

@@ -40,6 +40,10 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     virtual_stages: Positive | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise PlanError(f"the pin {name} must be a positive whole number, not {value!r}")
         if self.schedule is not None and self.schedule not in ("gpipe", "1f1b"):
             raise PlanError(f"schedule must be 'gpipe' or '1f1b', not {self.schedule!r}")
         if self.zero is not None and self.zero not in (0, 1, 3):
@@ -150,8 +154,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Write as JSON, atomically."""
         target = Path(path)
         scratch = target.with_name(target.name + ".part")
-        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1) + b"\n")
+        scratch.write_bytes(self.to_json())
         os.replace(scratch, target)
+
+    def to_json(self) -> bytes:
+        """As in the file."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1) + b"\n"
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -58,6 +58,7 @@ class Search:
     refused: dict[str, None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     short_bytes: float = math.inf
+    best_s: float = math.inf
     _work_s: float | None = None
     _data: dict[int, tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
     _moments: dict[tuple[int, int], Moments | str] = field(default_factory=dict)
@@ -187,7 +188,7 @@ class Search:
     def candidates(self) -> Iterator[Candidate]:
         """Priced candidates, the most promising meshes first; infeasible ones leave their reason in `refused`."""
         start = time.perf_counter()
-        best = math.inf
+        self.best_s = math.inf
         order = sorted(self.meshes(), key=lambda m: (m.tp * m.pp, m.pp, m.tp))
         for mesh in order:
             counts = self.micro_batch_counts(mesh)
@@ -195,13 +196,13 @@ class Search:
                 batch = self.program.batch_size
                 self.refused[f"dp={mesh.dp}: a global batch of {batch} does not divide into {mesh.dp} ranks" + self._counts_pin()] = None
             for count in sorted(counts, key=lambda c: (abs(c - 2 * mesh.pp), c)):
-                if time.perf_counter() - start > self.time_limit_s and best < math.inf:
+                if time.perf_counter() - start > self.time_limit_s and self.best_s < math.inf:
                     self.notes["the search was stopped at its time limit; meshes with more tensor and pipeline parallelism are unexplored"] = None
                     return
-                if self.least_s(mesh, count) >= best:
+                if self.least_s(mesh, count) >= self.best_s:
                     continue
                 for found in self._of_count(mesh, count):
-                    best = min(best, found.step_time_s)
+                    self.best_s = min(self.best_s, found.step_time_s)
                     yield found
 
     def least_s(self, mesh: Mesh, count: int) -> float:
@@ -257,15 +258,21 @@ class Search:
             self.refused["recompute=full: the program has no repeated block that can be recomputed"] = None
             return None
         best: Candidate | None = None
+        if mesh.pp > 1 and (trained := sum(p.trains for p in pieces)) < mesh.pp:
+            self.refused[f"pp={mesh.pp}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"] = None
+            return None
         limit = float(self.memory_limit_bytes - estimator.fixed_bytes())
         for _ in range(4):
             try:
                 part = partition(
-                    pieces, stages=mesh.pp, micro_batches=rank.micro_batches, in_flight=flights, limit_bytes=limit, recompute=recompute
-                )
+                    pieces, stages=mesh.pp, micro_batches=rank.micro_batches, in_flight=flights, limit_bytes=limit,
+                    recompute=recompute, worth_s=self.best_s,
+                )  # fmt: skip
             except Infeasible:
                 self._note_shortfall(rank, mesh, pieces, flights, limit, zero, recompute)
                 return best
+            if part is None:
+                return None
             best = estimator.candidate(part, pieces)
             over = max(s.memory.total_bytes for s in best.stages) - self.memory_limit_bytes
             if over <= 0:

@@ -59,7 +59,8 @@ def _bound(problem: pulp.LpProblem, objective: float, gap: float) -> float:
     model = getattr(problem, "solverModel", None)
     info = model.getInfo() if model is not None and hasattr(model, "getInfo") else None
     if info is not None and abs(info.mip_dual_bound) < 1e300 and problem.isMIP():
-        return float(info.mip_dual_bound)
+        constant = float(problem.objective.constant)  # PuLP keeps it to itself
+        return float(info.mip_dual_bound) + constant
     if info is not None and not problem.isMIP():
         return objective
     return objective * (1 - gap) if problem.status == pulp.LpStatusOptimal else float("-inf")

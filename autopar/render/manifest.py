@@ -6,8 +6,9 @@ import inspect
 
 from torch import nn
 
-from autopar.catalog.schema import registering_module
-from autopar.ir import I, Layout, Lowered, Program, TensorType, refs
+from autopar.catalog.rule import draws
+from autopar.catalog.schema import bind, registering_module
+from autopar.ir import I, Layout, Lowered, Op, Program, TensorType, refs
 from autopar.planner.plan import Plan
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
 
@@ -20,13 +21,15 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
 
 
-def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = ()) -> Manifest:
-    """program: as captured, whose types are the global shapes."""
+def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = (), *, training: bool = True) -> Manifest:
+    """program: as captured, whose types are the global shapes. training: the mode in which it was."""
     local = lowered.program
     used: dict[str, list[int]] = {}
     for stage in lowered.stages:
         for value in dict.fromkeys([*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)]):
             used.setdefault(value, []).append(stage.index)
+    everywhere = tuple(stage.index for stage in lowered.stages)
+    used |= {value: list(everywhere) for op in lowered.prologue for value in refs(op)}
     params = tuple(
         ParamSpec(
             name=p.fqn,
@@ -73,7 +76,19 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         constant_inputs=program.constant_inputs,
         libraries=_libraries(lowered),
         prologue={v: str(over_time[v]) for v in lowered.prologue_outputs},
+        training=training,
+        mode_dependent=_mode_dependent(program),
     )
+
+
+def _mode_dependent(program: Program) -> tuple[str, ...]:
+    """The operators that draw random numbers, or read or update running statistics: training and evaluation differ there."""
+    found = dict.fromkeys(op.target for op in program.ops if draws(op) or _normalises_by_mode(op))
+    return tuple(found)
+
+
+def _normalises_by_mode(op: Op) -> bool:
+    return op.target.split(".")[1] in ("batch_norm", "instance_norm") and bind(op).get("running_mean") is not None
 
 
 def _libraries(lowered: Lowered) -> tuple[str, ...]:

@@ -281,12 +281,12 @@ class _Writer:
     def prologue(self) -> str:
         lowered = self.lowered
         facts = dataclasses.replace(self.facts, types={**self.facts.types, **lowered.prologue_types})
-        writer = Function(facts, {})
+        writer = Function(facts, self.weights)
         used = {value for op in lowered.prologue for value in refs(op)} | set(lowered.prologue_outputs)
         keywords = self._take_keywords(writer, [v for v in self.inputs if v in used])
         body = writer.write([Item.of(op) for op in lowered.prologue], lowered.prologue_outputs)
         entries = tuple(f"{string(self.keywords[v])}: {writer.source(v)}" for v in lowered.prologue_outputs)
-        signature = _definition("prologue", ("mesh", *keywords), depth=0)
+        signature = _definition("prologue", ("w", "mesh", *keywords), depth=0)
         note = "# once a step, before the micro-batches: what they need of the whole batch"
         returned = _with_return(Code("{", entries, "}"), 1)
         return "\n".join((note, *signature, *body, *returned)) + "\n"
