@@ -1,0 +1,135 @@
+"""Small models of many kinds, captured once, for the tests of the planner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.ir import Program
+
+__all__ = ["PROGRAMS", "program_of"]
+
+
+class Mlp(nn.Module):
+    """Two layers and a sum over samples."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(torch.relu(self.up(x))), y)
+
+
+class Attention(nn.Module):
+    """One layer of attention with a fused q|k|v."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = (t.view(b, s, self.heads, d // self.heads).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d)
+        return self.out(mixed).pow(2).mean()
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, around a stack of equal layers; the loss is over labelled tokens."""
+
+    def __init__(self, vocabulary: int = 32, width: int = 16, layers: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        scale = input_ids.to(x.dtype).cos().unsqueeze(-1)  # derives from inputs alone, and every layer reads it
+        for layer in self.layers:
+            x = layer(x, scale)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Normed(nn.Module):
+    """Batch norm: statistics of the whole batch, and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).pow(2).mean()
+
+
+class Balanced(nn.Module):
+    """A gate with a load-balancing loss: a product of two means over all tokens, which is no sum over tokens."""
+
+    def __init__(self, width: int = 8, experts: int = 4) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(width, experts), nn.Linear(experts, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.gate(x).softmax(-1)
+        chosen = F.one_hot(share.argmax(-1), share.shape[-1]).to(x.dtype)
+        balance = (share.mean(0) * chosen.mean(0)).sum()
+        return self.out(share).pow(2).mean() + balance
+
+
+class Skips(nn.Module):
+    """A skip connection over everything, and an integer that every layer reads."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(width, width) for _ in range(3))
+        self.table = nn.Embedding(4, width)
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.first(x)
+        m = self.second(torch.relu(h)) + self.table(kind)
+        chosen = m.argmax(-1)  # an integer made of what has a gradient: no cut may be crossed by it
+        return (self.last(m) + h + self.table(chosen % 4)).pow(2).mean()
+
+
+def _tokens(batch: int, length: int = 8, vocabulary: int = 32) -> dict[str, Tensor]:
+    ids = torch.arange(batch * length).reshape(batch, length) % vocabulary
+    return {"input_ids": ids, "labels": torch.where(ids % 3 == 0, -100, ids)}
+
+
+PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "mlp": lambda: (Mlp(), {"x": torch.ones(8, 8), "y": torch.zeros(8, 8)}),
+    "wide": lambda: (Mlp(768), {"x": torch.ones(48, 768), "y": torch.zeros(48, 768)}),
+    "attention": lambda: (Attention(), {"x": torch.ones(4, 8, 16)}),
+    "tied": lambda: (Tied(), _tokens(4)),
+    "stack": lambda: (Tied(layers=4), _tokens(8)),
+    "deep": lambda: (Tied(vocabulary=256, width=128, layers=6), _tokens(12, 64, 256)),
+    "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
+    "balanced": lambda: (Balanced(), {"x": torch.ones(8, 8)}),
+    "skips": lambda: (Skips(), {"x": torch.ones(8, 8), "kind": torch.zeros(8, dtype=torch.long)}),
+}
+
+
+@functools.cache
+def program_of(name: str) -> Program:
+    """The captured program of a model above."""
+    torch.manual_seed(0)
+    model, inputs = PROGRAMS[name]()
+    return capture(model, inputs).program
