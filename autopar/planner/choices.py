@@ -183,7 +183,7 @@ def _strategies(
         if not pending:
             break
     if data:
-        found = _derived_only(ops, edges, found, leaf_layouts)[0]
+        found = _derived_only(ops, edges, found, leaf_layouts, _rows(program, ops))[0]
     elif batched:
         batch = _derived_only(ops, edges, found, {v: (S(0),) for v in batched})[1]
         found = {name: _not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
@@ -282,10 +282,20 @@ def _converted(
 
 
 def _derived_only(
-    ops: Mapping[str, Op], edges: tuple[Edge, ...], found: dict[str, tuple[Strategy, ...]], leaf_layouts: Mapping[str, tuple[Layout, ...]]
+    ops: Mapping[str, Op],
+    edges: tuple[Edge, ...],
+    found: dict[str, tuple[Strategy, ...]],
+    leaf_layouts: Mapping[str, tuple[Layout, ...]],
+    rows: Mapping[Source, bool] | None = None,
 ) -> tuple[dict[str, tuple[Strategy, ...]], Mapping[Source, set[Layout]]]:
-    """The strategies whose shards can be reached from the split inputs without a change of dim, and those shards."""
+    """The strategies whose shards can be reached from the split inputs without a change of dim, and those shards. rows: the
+    values with a row for each sample; whether they have a gradient. They may be cut where they are made, or, without a
+    gradient, at no cost after it."""
+    rows = rows or {}
     reached: dict[Source, set[Layout]] = defaultdict(set)
+    for source, grad in rows.items():
+        if not grad:
+            reached[source].add(S(0))
     for v, layouts in leaf_layouts.items():
         reached[Source(v, 0)] |= {x for x in layouts if x.is_shard}
     incoming: dict[str, list[Edge]] = defaultdict(list)
@@ -298,13 +308,25 @@ def _derived_only(
             for s in found[name]:
                 shards = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
                 derived = any(s.inputs[e.operand] in reached[e.source] for e in shards)
-                if derived or (not shards and not any(x.is_shard for x in s.outputs)):
+                made = not shards and all(x == S(0) and Source(name, k) in rows for k, x in enumerate(s.outputs))
+                if derived or made or (not shards and not any(x.is_shard for x in s.outputs)):
                     good.append(s)
                     for k, x in enumerate(s.outputs):
                         if x.is_shard:
                             reached[Source(name, k)].add(x)
             kept[name] = tuple(good)
     return kept, reached
+
+
+def _rows(program: Program, ops: Mapping[str, Op]) -> dict[Source, bool]:
+    """Results of two dims or more, the first of the size of the batch -> whether they have a gradient."""
+    rows: dict[Source, bool] = {}
+    for name, op in ops.items():
+        for k, o in enumerate(x for x in op.outputs if x is not None):
+            t = program.types[o]
+            if len(t.shape) > 1 and t.shape[0] == program.batch_size:
+                rows[Source(name, k)] = t.grad
+    return rows
 
 
 def _not_over(batch: Mapping[Source, set[Layout]], name: str, strategies: tuple[Strategy, ...], incoming: list[Edge]) -> tuple[Strategy, ...]:
