@@ -120,6 +120,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "attention": lambda: (Attention(), {"x": torch.ones(4, 8, 16)}),
     "tied": lambda: (Tied(), _tokens(4)),
     "stack": lambda: (Tied(layers=4), _tokens(8)),
+    "pair": lambda: (Tied(vocabulary=64, width=64, layers=2), _tokens(2, 16, 64)),
     "deep": lambda: (Tied(vocabulary=256, width=128, layers=6), _tokens(12, 64, 256)),
     "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
     "balanced": lambda: (Balanced(), {"x": torch.ones(8, 8)}),

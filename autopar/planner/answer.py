@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.capture import program_hash
 from autopar.ir import Program, refs
 from autopar.measure import count as count_op
-from autopar.planner.candidate import GIB, Candidate, Rank
+from autopar.planner.candidate import GIB, Candidate, Rank, gib
 from autopar.planner.lower import axis_plan
 from autopar.planner.plan import AxisPlan, Pins, Plan
 from autopar.planner.shard import Assignment
@@ -84,8 +84,8 @@ def why_not(search: Search) -> str:
     if search.short_bytes < math.inf:
         pinned_memory = any(getattr(search.pins, k) is not None for k in ("zero", "recompute", "micro_batch", "micro_batches"))
         text += (
-            f"\nThe binding constraint is memory: the leanest candidate is {search.short_bytes / GIB:.2f} GiB short of "
-            f"{search.memory_limit_bytes / GIB:.2f} GiB a GPU. More GPUs, a smaller micro-batch, recompute=full or zero=3 would help"
+            f"\nThe binding constraint is memory: the leanest candidate is {gib(search.short_bytes)} short of "
+            f"{gib(search.memory_limit_bytes)} a GPU. More GPUs, a smaller micro-batch, recompute=full or zero=3 would help"
             + (" (a pin forbids some of these)." if pinned_memory else ".")
         )
     return text

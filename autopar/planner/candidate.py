@@ -14,9 +14,14 @@ from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import Cuts, Segment
 
-__all__ = ["GIB", "Candidate", "Mesh", "Rank"]
+__all__ = ["GIB", "Candidate", "Mesh", "Rank", "gib"]
 
 GIB = float(2**30)
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as messages say them: '12.34 GiB', with more places where there is less."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / GIB:.5f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,9 +110,9 @@ class Estimator:
             **given,  # type: ignore[arg-type]
         )
 
-    def fixed_bytes(self) -> int:
-        """What a rank needs whatever lies on it."""
-        return int(self.cluster.gpu.context_bytes) + self._bucket_bytes()
+    def room_bytes(self, limit_bytes: int) -> float:
+        """What of a GPU's memory is left for the pieces: without what a rank needs whatever lies on it, and the allocator's slack."""
+        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + ALLOCATOR_SLACK) - self._bucket_bytes()
 
     def _bucket_bytes(self) -> int:
         return 2 * BUCKET_BYTES if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp > 1 else 0

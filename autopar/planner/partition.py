@@ -22,7 +22,7 @@ import pulp
 from autopar.errors import Infeasible
 from autopar.planner.solver import Outcome, solve
 
-__all__ = ["Partition", "Piece", "partition", "peak_bytes"]
+__all__ = ["Partition", "Piece", "least_bytes", "partition", "peak_bytes"]
 
 GIB = float(2**30)
 
@@ -166,6 +166,17 @@ def _best_cuts(
 
 def _value(v: pulp.LpVariable | float) -> float:
     return v if isinstance(v, float) else float(v.value() or 0.0)
+
+
+def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ...], recompute: str) -> float:
+    """The memory below which there are no cuts: that of the fullest stage of the leanest ones, with all recomputed that can be."""
+    freed = [0.0 if recompute == "none" else p.freed_bytes for p in pieces]
+    leanest: dict[int, float] = {0: 0.0}  # segments placed -> the fullest of the stages so far
+    for s in range(stages):
+        need = [p.state_bytes + in_flight[s] * (p.kept_bytes - f) for p, f in zip(pieces, freed, strict=True)]
+        total = [sum(need[:k]) for k in range(len(need) + 1)]
+        leanest = {j: min(max(x, total[j] - total[i]) for i, x in leanest.items() if i < j) for j in range(s + 1, len(pieces) + 1)}
+    return leanest[len(pieces)] + max(p.temporary_bytes for p in pieces)
 
 
 def peak_bytes(pieces: tuple[Piece, ...], cuts: tuple[int, ...], recomputed: frozenset[int], in_flight: tuple[int, ...]) -> list[float]:

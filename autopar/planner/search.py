@@ -22,12 +22,12 @@ from autopar.measure import Pricer
 from autopar.measure import count as count_op
 from autopar.planner.answer import plan_of, why_not
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
-from autopar.planner.candidate import GIB, Candidate, Mesh, Rank
+from autopar.planner.candidate import Candidate, Mesh, Rank, gib
 from autopar.planner.choices import choices
 from autopar.planner.estimate import Estimator
 from autopar.planner.lower import on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
-from autopar.planner.partition import Piece, partition
+from autopar.planner.partition import Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.shard import Assignment, shard, view_of
@@ -78,8 +78,11 @@ class Search:
 
     def micro_batch_counts(self, mesh: Mesh) -> list[int]:
         batch = self.program.batch_size
-        if batch is None or batch % mesh.dp:
-            return [] if mesh.dp > 1 else [1]
+        if batch is None:
+            whole = mesh.dp == 1 and self.pins.micro_batches in (None, 1) and self.pins.micro_batch is None
+            return [1] if whole else []
+        if batch % mesh.dp:
+            return []
         local = batch // mesh.dp
         if self.pins.micro_batches is not None:
             return [self.pins.micro_batches] if local % self.pins.micro_batches == 0 else []
@@ -257,11 +260,11 @@ class Search:
         if recompute == "full" and not any(p.freed_bytes > 0 for p in pieces):
             self.refused["recompute=full: the program has no repeated block that can be recomputed"] = None
             return None
-        best: Candidate | None = None
         if mesh.pp > 1 and (trained := sum(p.trains for p in pieces)) < mesh.pp:
             self.refused[f"pp={mesh.pp}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"] = None
             return None
-        limit = float(self.memory_limit_bytes - estimator.fixed_bytes())
+        limit = room = estimator.room_bytes(self.memory_limit_bytes)
+        over = 0
         for _ in range(4):
             try:
                 part = partition(
@@ -269,8 +272,7 @@ class Search:
                     recompute=recompute, worth_s=self.best_s,
                 )  # fmt: skip
             except Infeasible:
-                self._note_shortfall(rank, mesh, pieces, flights, limit, zero, recompute)
-                return best
+                break
             if part is None:
                 return None
             best = estimator.candidate(part, pieces)
@@ -278,22 +280,23 @@ class Search:
             if over <= 0:
                 return best
             limit -= over + 1
-            best = None
-        return best
+        self._note_shortfall(rank, mesh, pieces, flights, room, zero, recompute, over)
+        return None
 
     def _note_shortfall(
-        self, rank: Rank, mesh: Mesh, pieces: tuple[Piece, ...], flights: tuple[int, ...], limit: float, zero: int, recompute: str
+        self, rank: Rank, mesh: Mesh, pieces: tuple[Piece, ...], flights: tuple[int, ...], room: float, zero: int, recompute: str, over: int
     ) -> None:
-        """How many bytes the leanest form of this candidate lacks."""
+        """How many bytes the leanest form of this candidate lacks; over: where its pieces would fit, how many too many it needs as a
+        whole."""
         state = sum(p.state_bytes for p in pieces) / mesh.pp
         kept = sum(p.kept_bytes - (p.freed_bytes if recompute != "none" else 0) for p in pieces) / mesh.pp * max(flights)
-        largest = max(p.state_bytes + p.kept_bytes - p.freed_bytes for p in pieces)
-        short = max(state + kept, largest) + max(p.temporary_bytes for p in pieces) - limit
-        self.short_bytes = min(self.short_bytes, max(short, 0.0))
+        least = least_bytes(pieces, mesh.pp, flights, recompute)
+        short = least - room if least > room else float(over)
+        self.short_bytes = min(self.short_bytes, short)
         self.refused[
-            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={rank.micro_batches} zero={zero} needs about "
-            f"{(state + kept) / GIB:.2f} GiB a rank ({state / GIB:.2f} parameters, gradients and optimizer states, "
-            f"{kept / GIB:.2f} activations) of {limit / GIB:.2f} GiB, {max(short, 0.0) / GIB:.2f} GiB short"
+            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={rank.micro_batches} zero={zero} needs "
+            f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and {gib(kept)} of activations) "
+            f"of {gib(max(room, 0.0))}, {gib(short)} short"
         ] = None
 
     def timed(self, name: str, call):  # type: ignore[no-untyped-def]

@@ -1,0 +1,155 @@
+"""The integer program of one axis finds what trying everything finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from autopar.catalog import needs_transition
+from autopar.errors import Infeasible
+from autopar.ir import I, Layout, R, S, Strategy, refs
+from autopar.measure import Pricer
+from autopar.planner import axis
+from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
+from autopar.planner.choices import Choices, Group, choices
+from autopar.planner.moments import batched_inputs
+from cost_models.cluster import load_cluster
+from tests.planner_programs import program_of
+
+pytestmark = pytest.mark.pure
+
+COMBINATIONS = 1500
+
+
+@pytest.fixture
+def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of a group are computed once, so that thousands of combinations take a second."""
+    known: dict[tuple[int, str, Strategy], float] = {}
+    changes: dict[tuple[object, ...], float | None] = {}
+    whole, change = axis.group_cost, axis.change_cost
+
+    def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
+        key = (id(problem), group.key, s)
+        if key not in known:
+            known[key] = whole(problem, group, s)
+        return known[key]
+
+    def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: object, times: int) -> float | None:
+        key = (id(problem), have, want, t, times)
+        if key not in changes:
+            changes[key] = change(problem, have, want, t, times)  # type: ignore[arg-type]
+        return changes[key]
+
+    monkeypatch.setattr(axis, "group_cost", group_cost)
+    monkeypatch.setattr(axis, "change_cost", change_cost)
+
+
+def _problem(name: str, cluster: str, n: int, *, data: bool = False, **prices: float | bool) -> AxisProblem:
+    program = program_of(name)
+    batched = batched_inputs(program)
+    if data:
+        leaves: dict[str, tuple[Layout, ...]] = {x.value: (S(0),) if x.value in batched else (R,) for x in program.inputs}
+        leaves |= {p.value: (R, I) for p in (*program.params, *program.buffers)}
+        made = choices(program, n, leaves, data=True)
+    else:
+        made = choices(program, n, {x.value: (I,) for x in program.inputs}, batched=batched)
+    return AxisProblem(
+        axis="tp", n=n, choices=made, pricer=Pricer(load_cluster(cluster), {"pp": 1, "dp": 1, "tp": n}),
+        params=frozenset(p.value for p in program.params), fixed=frozenset(b.value for b in program.buffers if b.mutated), **prices,
+    )  # fmt: skip
+
+
+def _restricted(problem: AxisProblem, rng: random.Random) -> AxisProblem:
+    """The problem with some strategies of each group, drawn so that there are at most COMBINATIONS of them."""
+    groups = dict(problem.choices.groups)
+    left = COMBINATIONS
+    for key in rng.sample(list(groups), len(groups)):
+        ss = groups[key].strategies
+        kept = min(len(ss), left, rng.choice((1, 2, 2, 3, 4)))
+        left //= kept
+        first = ss[:1] if rng.random() < 0.7 else ()
+        drawn = dict.fromkeys([*first, *rng.sample(ss, len(ss))])
+        groups[key] = dataclasses.replace(groups[key], strategies=tuple(drawn)[:kept])
+    return dataclasses.replace(problem, choices=Choices(groups=groups, edges=problem.choices.edges, loss=problem.choices.loss))
+
+
+def _brute(problem: AxisProblem) -> float:
+    groups = problem.choices.groups
+    best = math.inf
+    for combination in itertools.product(*(g.strategies for g in groups.values())):
+        chosen = dict(zip(groups, combination, strict=True))
+        best = min(best, objective_of(problem, chosen.__getitem__))
+    return best
+
+
+def _chooser(problem: AxisProblem, solution: AxisSolution) -> Callable[[str], Strategy]:
+    def chosen(key: str) -> Strategy:
+        member = problem.choices.groups[key].members[0]
+        known = solution.assignment.ops.get(member)
+        return known if known is not None else Strategy(inputs=(), outputs=(solution.assignment.leaves[member],))
+
+    return chosen
+
+
+CASES = [
+    ("mlp", "dgx-a100", 2, {}),
+    ("mlp", "dgx-h100", 4, {"memory_price_s_per_byte": 1e-9, "state_price_s_per_byte": 1e-8}),
+    ("mlp", "cpu", 2, {"work_first": True}),
+    ("mlp", "dgx-a100", 4, {"data": True, "sync_params": False, "work_first": True}),
+    ("wide", "dgx-a100", 3, {"state_price_s_per_byte": 1e-11}),
+    ("attention", "dgx-a100", 2, {}),
+    ("attention", "pcie-box", 4, {"memory_price_s_per_byte": 1e-8}),
+    ("attention", "cpu", 2, {"data": True, "sync_params": False}),
+    ("tied", "dgx-a100", 2, {"state_price_s_per_byte": 1e-8}),
+    ("tied", "cpu", 4, {"work_first": True}),
+    ("stack", "dgx-h100", 2, {"state_price_s_per_byte": 1e-7}),
+    ("normed", "dgx-a100", 2, {"memory_price_s_per_byte": 1e-8}),
+    ("normed", "dgx-a100", 2, {"data": True, "sync_params": False, "work_first": True}),
+]
+
+
+@pytest.mark.parametrize("name,cluster,n,prices", CASES)
+def test_the_optimum_is_that_of_trying_everything(name: str, cluster: str, n: int, prices: dict, cheap_costs: None) -> None:
+    whole = _problem(name, cluster, n, **prices)
+    for seed in range(4):
+        problem = _restricted(whole, random.Random(f"{name} {cluster} {n} {seed}"))
+        best = _brute(problem)
+        if best == math.inf:
+            with pytest.raises(Infeasible):
+                solve_axis(problem, gap=0.0)
+            continue
+        solution = solve_axis(problem, gap=0.0)
+        assert solution.outcome.objective == pytest.approx(best, rel=1e-6)
+        assert objective_of(problem, _chooser(problem, solution)) == pytest.approx(best, rel=1e-6)
+        assert solution.outcome.bound <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name,cluster,n,prices", CASES[::2])
+def test_the_objective_is_that_of_the_answer(name: str, cluster: str, n: int, prices: dict, cheap_costs: None) -> None:
+    """On the unrestricted space: what the solver reports is what its choices cost, and no worse than doing all work on all ranks."""
+    problem = _problem(name, cluster, n, **prices)
+    solution = solve_axis(problem, gap=1e-4)
+    mine = objective_of(problem, _chooser(problem, solution))
+    assert solution.outcome.objective == pytest.approx(mine, rel=1e-6)
+    assert solution.outcome.bound <= mine * (1 + 1e-6) and 0 <= solution.outcome.gap <= 1e-3
+    rng = random.Random(0)
+    groups = problem.choices.groups
+    for _ in range(200):
+        drawn = {key: rng.choice(g.strategies) for key, g in groups.items()}
+        assert objective_of(problem, drawn.__getitem__) >= mine * (1 - 2e-4)
+
+
+def test_a_fixed_value_never_changes_its_layout() -> None:
+    """Running statistics are written where they rest: whatever reads them takes them as they lie."""
+    problem = _problem("normed", "dgx-a100", 2)
+    assert problem.fixed
+    solution = solve_axis(problem)
+    program = program_of("normed")
+    for op in program.ops:
+        for r, want in zip(refs(op), solution.assignment.ops[op.name].inputs, strict=True):
+            assert r not in problem.fixed or not needs_transition(solution.assignment.leaves[r], want, program.types[r])

@@ -1,0 +1,190 @@
+"""The whole search: it finds the best of its space, keeps to pins and memory, and says why where there is no plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+
+import pytest
+
+from autopar.errors import Infeasible, PlanError
+from autopar.planner import Pins, Plan, lower, make_plan
+from autopar.planner.search import Search
+from cost_models.cluster import Cluster, load_cluster
+from tests.planner_programs import program_of
+
+pytestmark = pytest.mark.pure
+
+MIB = 2**20
+
+
+def _cluster(name: str = "dgx-a100", **gpu: float) -> Cluster:
+    """A cluster whose GPUs take no memory before the first tensor, so that small programs can fill them."""
+    cluster = load_cluster(name)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, context_bytes=0, **gpu))
+
+
+def _plan(name: str, gpus: int, cluster: str = "dgx-a100", limit: int | None = None, **pins: object) -> Plan:
+    return make_plan(program_of(name), gpus, _cluster(cluster), memory_limit_bytes=limit, pins=Pins(**pins))  # type: ignore[arg-type]
+
+
+def _meshes(gpus: int) -> list[tuple[int, int, int]]:
+    divisors = [k for k in range(1, gpus + 1) if gpus % k == 0]
+    return [(pp, dp, tp) for pp, dp, tp in itertools.product(divisors, repeat=3) if pp * dp * tp == gpus]
+
+
+@pytest.mark.parametrize("name,gpus,cluster,limit", [("pair", 2, "dgx-a100", None), ("pair", 4, "pcie-box", None), ("pair", 2, "cpu", 52 * MIB + 240 * 1024)])
+def test_the_search_finds_the_best_of_all_pinned_combinations(name: str, gpus: int, cluster: str, limit: int | None) -> None:
+    batch = program_of(name).batch_size or 0
+    best: dict[tuple[object, ...], float] = {}
+    for pp, dp, tp in _meshes(gpus):
+        counts = [m for m in range(1, batch // dp + 1) if batch // dp % m == 0] if batch % dp == 0 else []
+        for m, zero in itertools.product(counts, [0, 1, 3] if dp > 1 else [0]):
+            try:
+                plan = _plan(name, gpus, cluster, limit, pp=pp, dp=dp, tp=tp, micro_batches=m, zero=zero)
+            except Infeasible:
+                continue
+            best[pp, dp, tp, m, zero] = plan.step_time_s
+    free = _plan(name, gpus, cluster, limit)
+    assert best and free.step_time_s <= min(best.values()) * (1 + 1e-6), (free.mesh, free.micro_batches, free.zero, best)
+
+
+@pytest.mark.parametrize("name,gpus", [("pair", 4), ("mlp", 4), ("deep", 2)])
+def test_no_candidate_is_faster_than_its_lower_bound(name: str, gpus: int) -> None:
+    search = Search(
+        program=program_of(name), gpus=gpus, cluster=_cluster(), memory_limit_bytes=2**36, optimizer="adamw", precision="fp32", pins=Pins(),
+    )  # fmt: skip
+    found = list(search.candidates())
+    assert found
+    for c in found:
+        assert search.least_s(c.mesh, c.rank.micro_batches) <= c.step_time_s * (1 + 1e-9)
+
+
+def test_more_memory_never_makes_the_plan_slower() -> None:
+    times, refused = [], 0
+    for limit in (400, 120, 92, 76, 70, 64, 58, 52):
+        try:
+            plan = _plan("deep", 2, limit=limit * MIB)
+        except Infeasible as e:
+            refused += 1
+            assert re.search(r"binding constraint is memory: .* (\d+\.\d+) GiB short of \d+\.\d+ GiB", str(e)) or "GiB" in str(e)
+            continue
+        assert not refused, "what fits into less memory fits into more"
+        assert max(plan.memory_bytes) <= limit * MIB
+        times.append(plan.step_time_s)
+    assert refused and len(set(times)) > 1, "the limits reach from ample to hopeless"
+    assert times == sorted(times)
+
+
+def test_memory_that_is_short_is_named_with_its_amount() -> None:
+    with pytest.raises(Infeasible) as raised:
+        _plan("deep", 1, limit=8 * MIB)
+    text = str(raised.value)
+    short = re.search(r"the leanest candidate is (\d+\.\d+) GiB short of 0\.00781 GiB a GPU", text)
+    assert short is not None and float(short[1]) > 0, text
+    assert "More GPUs" in text and "recompute" in text
+
+
+PINS = [
+    {"dp": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "micro_batches": 4, "schedule": "gpipe"},
+    {"pp": 2, "micro_batch": 1},
+    {"dp": 4, "zero": 3, "micro_batches": 1},
+    {"dp": 2, "tp": 2, "zero": 1},
+    {"recompute": "full"},
+    {"pp": 4, "recompute": "none", "schedule": "1f1b"},
+]
+
+
+@pytest.mark.parametrize("pins", PINS, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items()))
+def test_pins_are_kept(pins: dict[str, object]) -> None:
+    plan = _plan("stack", 4, **pins)
+    assert plan.pins == pins
+    for axis in ("pp", "dp", "tp"):
+        assert pins.get(axis, plan.mesh[axis]) == plan.mesh[axis]
+    for key in ("zero", "micro_batches", "schedule"):
+        assert pins.get(key, getattr(plan, key)) == getattr(plan, key)
+    if "micro_batch" in pins:
+        assert plan.global_batch // plan.mesh["dp"] // plan.micro_batches == pins["micro_batch"]
+    if pins.get("recompute") == "full":
+        assert [s.recomputed for s in plan.stages] == [s.blocks for s in plan.stages] and any(s.blocks for s in plan.stages)
+    if pins.get("recompute") == "none":
+        assert not plan.recompute
+    lowered = lower(program_of("stack"), plan)
+    assert len(lowered.stages) == plan.mesh["pp"] and all(s.ops for s in lowered.stages)
+
+
+@pytest.mark.parametrize(
+    "name,gpus,pins,reason",
+    [
+        ("stack", 4, {"dp": 3}, "no mesh of 4 GPUs has dp=3"),
+        ("stack", 4, {"dp": 2, "tp": 4}, "no mesh of 4 GPUs has dp=2, tp=4"),
+        ("stack", 16, {"dp": 16}, "a global batch of 8 does not divide into 16 ranks"),
+        ("stack", 2, {"dp": 2, "micro_batches": 3}, "does not divide into 2 ranks of 3 micro-batches"),
+        ("stack", 2, {"pp": 2, "micro_batch": 3}, "micro-batches of 3"),
+        ("stack", 2, {"tp": 2, "zero": 3}, "no data axis to shard parameters over"),
+        ("mlp", 16, {"pp": 16}, "cut"),
+        ("mlp", 2, {"recompute": "full"}, "no repeated block that can be recomputed"),
+        ("normed", 2, {"pp": 2, "micro_batches": 2}, "not split, because the step changes the buffer"),
+        ("balanced", 2, {"pp": 2, "micro_batches": 2}, "not split, because"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(name: str, gpus: int, pins: dict[str, object], reason: str) -> None:
+    with pytest.raises(Infeasible, match=re.escape(reason)):
+        _plan(name, gpus, **pins)
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 6, 7])
+def test_any_number_of_gpus_has_a_plan_or_a_reason(gpus: int) -> None:
+    """A batch of 12 and 6 layers of 128: 7 divides neither, so that only a pipeline of 7 is left."""
+    plan = _plan("deep", gpus)
+    assert math.prod(plan.mesh.values()) == gpus == plan.gpus
+    assert plan.step_time_s > 0 and plan.global_batch % plan.mesh["dp"] == 0
+    assert sum(s.parameters for s in plan.stages) > 0
+    lowered = lower(program_of("deep"), plan)
+    assert len(lowered.stages) == plan.mesh["pp"]
+    if gpus == 1:
+        assert plan.zero == 0 and not plan.axes and plan.tensor_split_share == 0
+
+
+def test_a_program_without_a_batch_keeps_to_its_pins() -> None:
+    """Nothing to split: pinned micro-batches are refused, not ignored."""
+    program = program_of("mlp").replace(batch_size=None)
+    with pytest.raises(Infeasible, match="batch"):
+        make_plan(program, 1, _cluster(), pins=Pins(micro_batches=2))
+    assert make_plan(program, 1, _cluster()).micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    "pins,text",
+    [
+        ({"schedule": "zigzag"}, "schedule"),
+        ({"zero": 2}, "zero"),
+        ({"recompute": "maybe"}, "recompute"),
+        ({"micro_batch": 1, "micro_batches": 2}, "not both"),
+        ({"virtual_stages": 2}, "virtual_stages"),
+    ],
+)
+def test_unknown_pins_are_refused(pins: dict[str, object], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        Pins(**pins)  # type: ignore[arg-type]
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="adamw"):
+        make_plan(program_of("mlp"), 1, _cluster(), optimizer="lion of judah")
+
+
+def test_renaming_modules_does_not_change_the_plan() -> None:
+    program = program_of("stack")
+    renamed = program.replace(
+        params=tuple(dataclasses.replace(p, fqn=f"q{k}.weird", aliases=tuple(f"a{k}.{j}" for j, _ in enumerate(p.aliases))) for k, p in enumerate(program.params)),
+        ops=tuple(dataclasses.replace(op, module=f"x.{k}") for k, op in enumerate(program.ops)),
+    )  # fmt: skip
+    plans = [make_plan(p, 4, _cluster(), pins=Pins(tp=2)) for p in (program, renamed)]
+    assert plans[0].axes == plans[1].axes and plans[0].cuts == plans[1].cuts and plans[0].mesh == plans[1].mesh
+    assert plans[0].step_time_s == plans[1].step_time_s
