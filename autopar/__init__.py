@@ -12,6 +12,7 @@ _HOME = {
     "compile": "compiler", "plan": "compiler", "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "Infeasible": "errors", "LaunchError": "errors",
     "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",
+    "VerificationError": "errors",
 }  # fmt: skip
 __all__ = sorted(_HOME)
 

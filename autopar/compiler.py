@@ -11,13 +11,19 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
 from autopar.errors import PlanError
+from autopar.first_step import check_first_loss, first_loss
 from autopar.planner import Pins, Plan, lower, make_plan
+from cost_models.memory import OPTIMIZERS
 from autopar.planner.resources import choose_cluster, parse_memory
+from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_name, with_precision
 from autopar.render import load, make_manifest, positional_names, render
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
+from autopar.run.launch import default_device, join_process_group
+from autopar.run.together import decided_by_rank_0, done_by_all
+from autopar.variants import Variants, tensors_of
 
-__all__ = ["Compiled", "build", "compile", "emit", "plan"]
+__all__ = ["Compiled", "build", "compile", "emit", "plan", "plan_of", "tensors_of"]
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
@@ -50,12 +56,11 @@ def plan(
     machine). memory: bytes of one GPU, or text like '80GiB'. precision: 'fp32', 'bf16', 'fp16' name the model's own dtype;
     nothing is cast. pins: what is decided already. Raises CaptureError, Infeasible, PlanError, ValueError.
     """
-    captured = capture(model, example_inputs, loss=loss)
-    return plan_of(captured, gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
+    described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
+    return described(capture(model, example_inputs, loss=loss))
 
 
-def plan_of(
-    captured: Captured,
+def wishes(
     gpus: int,
     *,
     cluster: str = "auto",
@@ -63,38 +68,41 @@ def plan_of(
     optimizer: str = "adamw",
     precision: str = "fp32",
     pins: Pins | Mapping[str, Any] | None = None,
-) -> Plan:
-    """The best plan for a captured program."""
-    if not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"gpus must be a positive number of GPUs, not {gpus!r}")
-    pinned = pins if isinstance(pins, Pins) or pins is None else Pins(**dict(pins))
+) -> Callable[[Captured], Plan]:
+    """The planner with everything but the program, checked: wrong wishes are refused before anything is captured."""
+    check_gpus(gpus)
     described = choose_cluster(cluster, gpus)
-    limit = parse_memory(memory)
-    return make_plan(captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned)
+    limit, pinned = parse_memory(memory), as_pins(pins)
+    check_name("optimizer", optimizer, OPTIMIZERS)
+    check_name("precision", precision, PRECISIONS)
+
+    def planner(captured: Captured) -> Plan:
+        made = make_plan(captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned)
+        return with_precision(made, captured.program)
+
+    return planner
 
 
-def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) -> str:
-    """The source of the emitted module. PlanError if the plan was made for another program."""
+def plan_of(captured: Captured, gpus: int, **wanted: Any) -> Plan:
+    """The best plan for a captured program; arguments as in `plan`."""
+    return wishes(gpus, **wanted)(captured)
+
+
+def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = (), *, adapted: bool = False) -> str:
+    """The source of the emitted module. PlanError if the plan was made for another program. adapted: see `planner.lower`."""
     if decided.program_hash != program_hash(captured.program):
         raise PlanError(f"the plan was made for another model or batch ({decided.model}); plan {captured.program.name} again")
-    lowered = lower(captured.program, decided)
-    return render(lowered, make_manifest(captured.program, lowered, decided, positional))
+    lowered = lower(captured.program, decided, adapted=adapted)
+    return render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
 
 
-def build(model: nn.Module, example_inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, plan: Plan | None, **wishes: Any) -> Compiled:
-    """Everything up to the source: no process group is needed."""
-    captured = capture(model, example_inputs, loss=loss)
-    decided = plan if plan is not None else plan_of(captured, gpus, **wishes)
+def build(model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan]) -> Compiled:
+    """Everything up to the source. Where there are other ranks it is collective: each captures, and rank 0 plans for all."""
+    captured = done_by_all(lambda: capture(model, inputs, loss=loss), same=lambda c: program_hash(c.program), what="capture")
+    decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
         raise PlanError(f"the plan is for {decided.gpus} GPUs, not for {gpus}")
     return Compiled(captured=captured, plan=decided, source=emit(captured, decided, positional_names(model)))
-
-
-def tensors_of(captured: Captured) -> dict[str, Tensor]:
-    """The captured tensors under the names that the manifest gives them."""
-    program = captured.program
-    names = {p.value: p.fqn for p in program.params} | {b.value: b.fqn or b.value for b in program.buffers}
-    return {names[value]: tensor for value, tensor in captured.tensors.items()}
 
 
 def compile(  # noqa: A001  (the field's word)
@@ -114,27 +122,36 @@ def compile(  # noqa: A001  (the field's word)
     """A module that trains `model` on `gpus` processes with the training loop unchanged.
 
     gpus: by default the size of the process group. Without example_inputs the plan is made on the first call, from its
-    batch. plan: a Plan or a plan file instead of a search. verify: compare the first step's loss with the original model's.
-    Other arguments as in `autopar.plan`. Outside of a process group of this size the result holds the plan and the source,
-    and says on the first call which command launches it. Raises as `autopar.plan`, and LaunchError.
+    batch. plan: a Plan or a plan file instead of a search. verify: compare the loss of the example batch with the original
+    model's before anything is trained, else VerificationError. Other arguments as in `autopar.plan`. In a process group of
+    this size all ranks call it together, and rank 0 plans for all. Outside of one the result holds the plan and the source,
+    and says on the first call which command launches it. Batches of other sizes, and the other of training and evaluation
+    mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
     """
     count = world_size() if gpus is None else gpus
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"gpus must be a positive number of GPUs, not {gpus!r}")
-    decided = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    wishes = {"cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "pins": pins}
+    given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+    wanted = wishes(count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
+    if given is not None and as_pins(pins) is not None:
+        raise ValueError("plan= and pins= exclude each other: a plan states every choice")
+    if given is not None and given.gpus != count:
+        raise PlanError(f"the plan is for {given.gpus} GPUs, not for {count}")
 
     def finish(inputs: Inputs) -> Compiled:
-        return build(model, inputs, count, loss=loss, plan=decided, **wishes)
+        if world_size() == count:
+            join_process_group(default_device())
+        return build(model, inputs, count, loss=loss, decide=wanted if given is None else lambda _: given)
 
-    def start(compiled: Compiled) -> ParallelModule:
+    def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
+        expected = first_loss(model, inputs, loss, compiled.captured.program) if verify else None
         module = ParallelModule(load(compiled.source), tensors_of(compiled.captured))
-        module.train(model.training)
+        keep = module.__dict__
+        keep["plan"], keep["source"] = compiled.plan, compiled.source
+        keep["_another"] = Variants(model, compiled.plan, loss, emit)
+        if expected is not None:
+            check_first_loss(module, inputs, expected)
         return module
 
-    if example_inputs is not None and (world_size() == count or count == 1):
-        compiled = finish(example_inputs)
-        module = start(compiled)
-        module.plan, module.source = compiled.plan, compiled.source
-        return module
-    return DeferredModule(model, count, finish, start, finish(example_inputs) if example_inputs is not None else None)
+    if example_inputs is not None and world_size() == count:
+        return start(finish(example_inputs), example_inputs)
+    compiled = finish(example_inputs) if example_inputs is not None else None
+    return DeferredModule(model, count, finish, start, compiled, example_inputs)

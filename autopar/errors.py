@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AutoparError", "CaptureError", "Infeasible", "LaunchError", "PlanError", "RenderError", "UnsupportedOp"]
+__all__ = ["AutoparError", "CaptureError", "Infeasible", "LaunchError", "PlanError", "RenderError", "UnsupportedOp", "VerificationError"]
 
 
 class AutoparError(Exception):
@@ -41,3 +41,9 @@ class RenderError(AutoparError):
 
 class LaunchError(AutoparError):
     """The process group does not match the plan, or the ranks disagree about the data they were given."""
+
+
+class VerificationError(AutoparError):
+    """The parallel module does not compute what the original does, or that cannot be compared."""
+
+    exit_code = 1

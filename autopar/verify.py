@@ -161,7 +161,6 @@ def _train(source: str, tensors: dict[str, Tensor], inputs: Any, steps: int) -> 
     torch.set_default_dtype(torch.float32)
     with lift_to_float64():
         module = ParallelModule(load(source), tensors)
-        module.train()
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None
         losses: list[float] = []

@@ -26,10 +26,12 @@ __all__ = ["Captured", "capture"]
 
 @dataclass(frozen=True)
 class Captured:
-    """A program, and the tensor (possibly on meta) of each of its parameters, buffers and constants by value name."""
+    """A program, and the tensor (possibly on meta) of each of its parameters, buffers and constants by value name.
+    training: the model's mode when it was captured."""
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
+    training: bool = True
 
 
 def capture(
@@ -71,7 +73,7 @@ def capture(
                 f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(unseen))}), which a graph of "
                 f"operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are compared"
             )
-    return Captured(program, dict(trace.tensors))
+    return Captured(program, dict(trace.tensors), model.training)
 
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:

@@ -25,17 +25,29 @@ def on_tensor_axis(moments: Moments, assignment: Assignment | None) -> Program:
     return moments.body if assignment is None else shard(moments.body, assignment)
 
 
-def lower(program: Program, plan: Plan) -> Lowered:
-    """The lowered program of a plan. PlanError if the plan does not fit the program or states something unsound."""
-    data = _assignment(program, plan, "dp")
+def lower(program: Program, plan: Plan, *, adapted: bool = False) -> Lowered:
+    """The lowered program of a plan. PlanError if the plan does not fit the program or states something unsound.
+
+    adapted: the plan was made for other inputs or the other mode of this model. An operator may then run other code than
+    stated for the same layouts (batch norm needs no exchange in evaluation), and stages begin at the operators named."""
+    data = _assignment(program, plan, "dp", adapted)
     local = program if data is None else shard(program, data)
     local = local.replace(batch_size=(program.batch_size or 0) // plan.mesh["dp"] or None) if data is not None else local
     try:
         moments = split_into_moments(local, plan.micro_batches)
     except NotSplittable as e:
         raise PlanError(f"the plan splits the step into {plan.micro_batches} micro-batches, but {e}") from e
-    rank = on_tensor_axis(moments, _assignment(moments.body, plan, "tp"))
-    return cut_stages(moments, rank, tuple(plan.cuts), frozenset(plan.recompute))
+    rank = on_tensor_axis(moments, _assignment(moments.body, plan, "tp", adapted))
+    return cut_stages(moments, rank, _cuts(rank, plan, adapted), frozenset(plan.recompute))
+
+
+def _cuts(rank: Program, plan: Plan, adapted: bool) -> tuple[int, ...]:
+    """Where the stages begin. PlanError if the operators there are not those that the plan names."""
+    position = {op.name: index for index, op in enumerate(rank.ops)}
+    named = tuple(position.get(stage.first_op, -1) for stage in plan.stages[1:])
+    if -1 in named or list(named) != sorted(set(named)) or not (adapted or named == tuple(plan.cuts)):
+        raise PlanError(f"the plan's stages begin at {', '.join(s.first_op for s in plan.stages[1:])}, which is not where it cuts this program")
+    return named
 
 
 def axis_plan(program: Program, assignment: Assignment) -> AxisPlan:
@@ -48,7 +60,7 @@ def axis_plan(program: Program, assignment: Assignment) -> AxisPlan:
     )
 
 
-def _assignment(program: Program, plan: Plan, axis: str) -> Assignment | None:
+def _assignment(program: Program, plan: Plan, axis: str, adapted: bool) -> Assignment | None:
     stated = plan.axes.get(axis)
     if plan.mesh[axis] == 1:
         return None
@@ -60,7 +72,7 @@ def _assignment(program: Program, plan: Plan, axis: str) -> Assignment | None:
         text = stated.ops.get(representative[op.name])
         if text is None:
             raise PlanError(f"the plan has no strategy on {axis} for operator {op.name}; it was made for another program")
-        ops[op.name] = _checked(program, op, parse_strategy(text), axis, stated.n)
+        ops[op.name] = _checked(program, op, parse_strategy(text), axis, stated.n, adapted)
     leaves: dict[str, Layout] = {}
     for x in (*program.inputs, *program.params, *program.buffers):
         leaves[x.value] = Layout.parse(stated.leaves[x.value]) if x.value in stated.leaves else I
@@ -69,11 +81,15 @@ def _assignment(program: Program, plan: Plan, axis: str) -> Assignment | None:
     return Assignment(axis=axis, n=stated.n, ops=ops, leaves=leaves)
 
 
-def _checked(program: Program, op: Op, stated: Strategy, axis: str, n: int) -> Strategy:
+def _checked(program: Program, op: Op, stated: Strategy, axis: str, n: int, adapted: bool) -> Strategy:
     """The rule's own strategy that the plan names. Only what a rule states is ever run."""
     groups = frozenset({1, *(x.groups for x in (*stated.inputs, *stated.outputs) if x.is_shard)})
-    for s in strategies_of(view_of(program, op, n, groups)):
+    known = strategies_of(view_of(program, op, n, groups))
+    for s in known:
         if dataclasses.replace(s, collective=False) == stated:
+            return s
+    for s in known if adapted else ():
+        if (s.inputs, s.outputs) == (stated.inputs, stated.outputs):
             return s
     operands = ", ".join(str(program.types[r]) for r in refs(op))
     raise PlanError(f"{op.target} ({op.name}) has no strategy '{stated}' on {axis} of {n} ranks with operands {operands}")

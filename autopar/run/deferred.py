@@ -27,16 +27,23 @@ class DeferredModule(nn.Module):
     """Stands for the parallel module until the first batch is there.
 
     Its parameters are the original model's own objects: an optimizer that was made from them before the first call goes on
-    to hold them, when they have become this rank's parts. finish: example inputs -> what to run; start: that -> module.
+    to hold them, when they have become this rank's parts. finish: example inputs -> what to run; start: that and the
+    inputs -> module. compiled, inputs: what is there already, where example inputs were given.
     """
 
     def __init__(
-        self, model: nn.Module, gpus: int, finish: Callable[[Any], Any], start: Callable[[Any], ParallelModule], compiled: Any | None
+        self,
+        model: nn.Module,
+        gpus: int,
+        finish: Callable[[Any], Any],
+        start: Callable[[Any, Any], ParallelModule],
+        compiled: Any | None = None,
+        inputs: Any | None = None,
     ) -> None:
         super().__init__()
         keep = self.__dict__
         keep["_original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
-        keep["compiled"], keep["module"] = compiled, None
+        keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
         self.training = model.training
 
     @property
@@ -61,14 +68,14 @@ class DeferredModule(nn.Module):
                 f"local workers with autopar.launch(fn, gpus={self._gpus})"
             )
         if self.compiled is None:
-            if args and kwargs:
-                names = list(_names(self._original))
-                kwargs, args = {**dict(zip(names, args, strict=False)), **kwargs}, ()
-            keep["compiled"] = self._finish(kwargs or args)
-        module = self._start(self.compiled)
+            keep["_inputs"] = {**dict(zip(_names(self._original), args, strict=False)), **kwargs} if kwargs else args
+            keep["compiled"] = self._finish(self._inputs)
+        module = self._start(self.compiled, self._inputs)
         module.adopt(dict(self._original.named_parameters(remove_duplicate=False)))
         module.train(self.training)
         keep["module"] = module
+        for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
+            del keep[name]
 
     def parameters(self, recurse: bool = True) -> Any:
         return (self.module or self._original).parameters(recurse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from autopar.run.slices import local_slice
 __all__ = ["Batch", "micro_batch"]
 
 Path = tuple[str | int, ...]
+Shapes = tuple[tuple[Path, tuple[int, ...]], ...]
 
 
 class Batch:
@@ -30,6 +31,14 @@ class Batch:
         self._manifest, self._mesh, self._device, self._local = manifest, mesh, device, local
         self._positional = manifest.positional
         self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
+        layouts = [Layout.parse(spec.layouts.get("dp", "I")) if local else None for spec in manifest.inputs]
+        shapes = [x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape for s, x in zip(manifest.inputs, layouts, strict=True)]
+        self.expected = _sorted(zip((self._by_name(spec.path) for spec in manifest.inputs), shapes, strict=True))
+
+    def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
+        """The path and shape of each tensor of a call, sorted; `expected` is that of the planned call."""
+        leaves = self._leaves(args, kwargs)
+        return _sorted((self._by_name(path), tuple(leaf.shape)) for path, leaf in leaves if isinstance(leaf, Tensor))
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         """name of the input -> the tensor that the call gives for it.
@@ -134,6 +143,10 @@ class Batch:
 def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: int, n: int) -> dict[str, Tensor]:
     """Micro-batch `index` of n of the inputs; those without a layout over 'time' are whole in each."""
     return {s.name: local_slice(bound[s.name], Layout.parse(s.layouts.get("time", "I")), index, n) for s in specs}
+
+
+def _sorted(shapes: Iterable[tuple[Path, tuple[int, ...]]]) -> Shapes:
+    return tuple(sorted(shapes, key=repr))
 
 
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:

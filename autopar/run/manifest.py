@@ -60,7 +60,8 @@ class Manifest:
     """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
     positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs.
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
-    libraries: Python modules that register operators which the stages call."""
+    libraries: Python modules that register operators which the stages call. training: the mode that the model was captured
+    in; mode_dependent: operators that compute something else in the other one."""
 
     model: str
     mesh: Mapping[str, int]
@@ -74,3 +75,5 @@ class Manifest:
     constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()
     prologue: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
+    training: bool = True
+    mode_dependent: tuple[str, ...] = ()

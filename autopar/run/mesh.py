@@ -103,6 +103,16 @@ class Mesh:
             dist.broadcast_object_list(boxed, src=0, device=device)
         return boxed[0]
 
+    def check_equal(self, value: object, what: str) -> None:
+        """Collective: raise LaunchError on every rank unless the value, as text, is the same on all of them."""
+        if not self._talks:
+            return
+        found = [""] * self.world
+        dist.all_gather_object(found, repr(value))
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise LaunchError(f"{what} differ between rank 0 and rank {rank}, which must be given the same data: {found[0]} and {other}")
+
     def _unflatten(self, rank: int) -> tuple[int, int, int]:
         outer, tp = divmod(rank, self.sizes["tp"])
         pp, dp = divmod(outer, self.sizes["dp"])

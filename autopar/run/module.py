@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +32,41 @@ __all__ = ["Emitted", "ParallelModule"]
 
 
 class Emitted(Protocol):
-    """What an emitted module has; it may also have `prologue(mesh, *, ...)`, see ParallelModule."""
+    """What an emitted module has; it may also have `prologue(w, mesh, *, ...)`, see ParallelModule."""
 
     @property
     def MANIFEST(self) -> Manifest: ...  # noqa: N802
 
     @property
     def STAGES(self) -> tuple[type[Stage], ...]: ...  # noqa: N802
+
+
+Key = tuple[bool, tuple[tuple[object, tuple[int, ...]], ...]]  # training mode, and the shape of each input
+Another = Callable[["ParallelModule", bool, Any], tuple[Emitted, Mapping[str, Tensor]]]
+
+
+class Form:
+    """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name."""
+
+    def __init__(self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool) -> None:
+        manifest = emitted.MANIFEST
+        for library in manifest.libraries:
+            importlib.import_module(library)
+        if len(emitted.STAGES) != mesh.pp.size:
+            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
+        self.manifest, self.constants = manifest, constants
+        self.batch = Batch(manifest, mesh, device, local=local_batch)
+        self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
+        self.loss_dtype: torch.dtype = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
+        self.stage = emitted.STAGES[mesh.pp.rank]()
+        self.stage.mesh = mesh
+        self.wanted = _keywords(self.stage.forward)
+        self.pipeline: Pipeline | None = None
+        if mesh.pp.size > 1:
+            self.pipeline = Pipeline(
+                self.stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
+            )
+        self.key: Key = (manifest.training, self.batch.expected)
 
 
 class _Deposit(torch.autograd.Function):
@@ -82,17 +111,12 @@ class ParallelModule(nn.Module):
     debug: bool
     _held: dict[str, Held]
     _names: dict[str, str]
-    _constants: dict[str, Tensor]
     _tied: dict[tuple[int, ...], Axis]
     _buckets: tuple[Bucket, ...]
     _where_used: dict[str, Bucket]
     _orders: Orders
-    _batch: Batch
-    _prologue: Callable[..., Mapping[str, Tensor]] | None
-    _stage: Stage
-    _wanted: frozenset[str]
-    _pipeline: Pipeline | None
-    _loss_dtype: torch.dtype
+    _forms: dict[Key, Form]
+    _another: Another | None
     _seed: int
     _steps: int
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
@@ -109,34 +133,22 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         manifest = emitted.MANIFEST
-        for library in manifest.libraries:
-            importlib.import_module(library)
         keep = self.__dict__
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
-        if len(emitted.STAGES) != mesh.pp.size:
-            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
         keep["_tied"] = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
-        keep["_held"], keep["_constants"], keep["_names"] = {}, {}, {}
-        self._take(tensors)
+        keep["_held"], keep["_names"] = {}, {}
+        constants = self._take(tensors)
         keep["_buckets"] = make_buckets(self._held.values(), mesh)
         used = [one for one in self._held.values() if one.gathered_when_used]
         keep["_where_used"] = {one.spec.name: Bucket([one], mesh, where_used=True) for one in used}
         keep["_orders"] = {}
-        keep["_batch"] = Batch(manifest, mesh, device, local=local_batch)
-        keep["_prologue"] = getattr(emitted, "prologue", None)
-        keep["_loss_dtype"] = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
-        keep["_stage"] = stage = emitted.STAGES[mesh.pp.rank]()
-        stage.mesh = mesh
-        keep["_wanted"] = _keywords(stage.forward)
-        keep["_pipeline"] = None
-        if mesh.pp.size > 1:
-            keep["_pipeline"] = Pipeline(
-                stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
-            )
+        form = Form(emitted, constants, mesh, device, local_batch=local_batch)
+        keep["_forms"], keep["_another"] = {form.key: form}, None
+        self.training = manifest.training
         keep["_seed"] = mesh.agree(torch.initial_seed(), device)
         keep["_steps"] = 0
 
@@ -147,38 +159,40 @@ class ParallelModule(nn.Module):
         Raises TypeError or ValueError naming the input that is missing, unknown or not as planned; LaunchError in debug
         mode if ranks were given different batches.
         """
-        manifest, mesh = self.manifest, self.mesh
-        bound = self._batch.bind(args, kwargs)
+        mesh = self.mesh
+        form = self._form_for(args, kwargs)
+        manifest = form.manifest
+        bound = form.batch.bind(args, kwargs)
         if self.debug:
-            self._batch.check_equal(bound)
-        inputs = self._batch.own_parts(bound)
+            form.batch.check_equal(bound)
+        inputs = form.batch.own_parts(bound)
         n = manifest.micro_batches
         step = Step(
             held=self._held,
             names=self._names,
-            buffer=self._buffer,
+            buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
             where_used=GatheredWhereUsed(self._where_used, self._orders),
             passes=n,
         )
-        self._stage.train(self.training)
-        self._stage.weights = Weights(step)
+        form.stage.train(self.training)
+        form.stage.weights = Weights(step)
         with self._random_numbers():
-            extra = self._run_prologue(inputs)
+            extra = _run_prologue(form, mesh, inputs)
             parts = [
-                {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | self._part(extra, i)).items() if k in self._wanted}
+                {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | _part(form, extra, i)).items() if k in form.wanted}
                 for i in range(n)
             ]
             if mesh.pp.size == 1 and n == 1:
                 with step.saving():
-                    (loss,) = self._stage(**parts[0])
-            elif self._pipeline is None:
-                loss = accumulate(self._stage, parts, step.saving)
+                    (loss,) = form.stage(**parts[0])
+            elif form.pipeline is None:
+                loss = accumulate(form.stage, parts, step.saving)
             else:
-                loss = self._pipeline.run(parts, step.saving)
-        del self._stage.weights  # so that gathered copies live no longer than the step
+                loss = form.pipeline.run(parts, step.saving)
+        del form.stage.weights  # so that gathered copies live no longer than the step
         if mesh.pp.size > 1:
-            loss = torch.empty((), dtype=self._loss_dtype, device=self.device) if loss is None else loss
+            loss = torch.empty((), dtype=form.loss_dtype, device=self.device) if loss is None else loss
             comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp.group)
         trainable = [one for one in self._held.values() if one.param.requires_grad]
         if not (torch.is_grad_enabled() and trainable):
@@ -273,8 +287,39 @@ class ParallelModule(nn.Module):
         return " ".join([held.spec.name, *cut, *([f"zero:{self.mesh.dp.rank}"] if held.zero is not None else [])])
 
     # ---------------------------------------------------------------------------------------------------------- private
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep this rank's parts of the global tensors, under their original names."""
+    def _form_for(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Form:
+        """What runs for a call: in another mode than captured, or for inputs of other shapes, another form of the same
+        decisions, where autopar.compile has left the means to make one. Raises ValueError."""
+        first = next(iter(self._forms.values()))
+        shapes = first.batch.shapes(args, kwargs)
+        if [path for path, _ in shapes] != [path for path, _ in first.batch.expected]:
+            return first  # which says what is missing or not known
+        key = (self.training, shapes)
+        if self.debug:
+            self.mesh.check_equal(key, "the shapes of the inputs, or the training mode,")
+        if key not in self._forms and self._another is not None:
+            inputs = {**dict(zip(first.manifest.positional, args, strict=False)), **kwargs} if kwargs else args
+            emitted, tensors = self._another(self, self.training, inputs)
+            constants = {spec.name: rest(spec, full, self.mesh) for spec, full in self._constants_of(emitted.MANIFEST, tensors)}
+            self._forms[key] = Form(emitted, constants, self.mesh, self.device, local_batch=False)
+        if key in self._forms:
+            return self._forms[key]
+        if self.training != first.manifest.training and first.manifest.mode_dependent:
+            modes = {True: "training", False: "evaluation"}
+            raise ValueError(
+                f"{first.manifest.model} was captured in {modes[first.manifest.training]} mode and is called in {modes[self.training]} mode, "
+                f"in which it computes something else ({', '.join(first.manifest.mode_dependent)}). Load full_state_dict() into the "
+                f"original model to evaluate it, or compile it in that mode"
+            )
+        return first
+
+    def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[tuple[BufferSpec, Tensor]]:
+        constants = [spec for spec in manifest.buffers if spec.constant]
+        return ((spec, full) for spec, full in state.distribute(constants, tensors, self.mesh, self.device) if self._holds(spec))  # type: ignore[misc]
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep this rank's parts of the global tensors, under their original names; returns those of the constants."""
+        constants: dict[str, Tensor] = {}
         specs: tuple[ParamSpec | BufferSpec, ...] = (*self.manifest.params, *self.manifest.buffers)
         aliases: list[tuple[str, nn.Parameter]] = []
         for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
@@ -287,11 +332,12 @@ class ParallelModule(nn.Module):
                 _register(self, spec.name, one.param)
                 aliases.extend((alias, one.param) for alias in spec.aliases)
             elif spec.constant:
-                self._constants[spec.name] = rest(spec, full, self.mesh)
+                constants[spec.name] = rest(spec, full, self.mesh)
             else:
                 _register(self, spec.name, rest(spec, full, self.mesh), persistent=spec.persistent)
         for name, param in aliases:
             _register(self, name, param)
+        return constants
 
     def _holds(self, spec: ParamSpec | BufferSpec) -> bool:
         return self.mesh.pp.rank in (spec.stages or (0,))
@@ -302,9 +348,9 @@ class ParallelModule(nn.Module):
     def _at_rest(self, name: str) -> Tensor:
         return self._held[name].param if name in self._held else self._buffer(name)
 
-    def _buffer(self, name: str) -> Tensor:
-        if name in self._constants:
-            return self._constants[name]
+    def _buffer(self, name: str, constants: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+        if name in constants:
+            return constants[name]
         path, _, last = name.rpartition(".")
         module: nn.Module | None = self
         for part in path.split(".") if path else ():
@@ -314,18 +360,6 @@ class ParallelModule(nn.Module):
             raise KeyError(f"stage {self.mesh.pp.rank} of {self.manifest.model} holds nothing named {name!r}")
         return found
 
-    def _run_prologue(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self._prologue is None:
-            return {}
-        wanted = _keywords(self._prologue)
-        with torch.no_grad():
-            return dict(self._prologue(self.mesh, **{k: v for k, v in inputs.items() if k in wanted}))
-
-    def _part(self, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-        """What micro-batch `index` gets of the prologue's results."""
-        over_time, n = self.manifest.prologue, self.manifest.micro_batches
-        return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
-
     @contextlib.contextmanager
     def _random_numbers(self) -> Iterator[None]:
         """Generators that are equal on all ranks and differ from step to step; the user's are left as they were."""
@@ -334,6 +368,20 @@ class ParallelModule(nn.Module):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1
             yield
+
+
+def _run_prologue(form: Form, mesh: Mesh, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if form.prologue is None:
+        return {}
+    wanted = _keywords(form.prologue)
+    with torch.no_grad():
+        return dict(form.prologue(form.stage.weights, mesh, **{k: v for k, v in inputs.items() if k in wanted}))
+
+
+def _part(form: Form, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """What micro-batch `index` gets of the prologue's results."""
+    over_time, n = form.manifest.prologue, form.manifest.micro_batches
+    return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
 
 
 def _keywords(fn: Callable[..., object]) -> frozenset[str]:
