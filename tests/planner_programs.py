@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.capture import Captured, capture
 from autopar.ir import Program
 
-__all__ = ["PROGRAMS", "program_of"]
+__all__ = ["PROGRAMS", "captured_of", "program_of"]
 
 
 class Mlp(nn.Module):
@@ -129,8 +129,16 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 @functools.cache
-def program_of(name: str) -> Program:
-    """The captured program of a model above."""
+def captured_of(name: str, *, exact: bool = False) -> tuple[Captured, dict[str, Any]]:
+    """A model above, captured with its inputs. exact: in float64, with inputs drawn at random."""
     torch.manual_seed(0)
     model, inputs = PROGRAMS[name]()
-    return capture(model, inputs).program
+    if exact:
+        model = model.double()
+        inputs = {k: torch.randn(t.shape, dtype=torch.float64) if t.is_floating_point() else t for k, t in inputs.items()}
+    return capture(model, inputs), inputs
+
+
+def program_of(name: str) -> Program:
+    """The captured program of a model above."""
+    return captured_of(name)[0].program

@@ -121,7 +121,7 @@ def test_the_objective_is_the_schedules_closed_form() -> None:
 def test_recompute_is_the_price_of_memory() -> None:
     """The tighter the memory, the more is recomputed, and the slower the step; below the least there is no plan."""
     pieces = tuple(
-        Piece(forward_s=1e-3 * (k + 1), backward_s=2e-3 * (k + 1), state_bytes=UNIT, kept_bytes=4.0 * UNIT, freed_bytes=3.0 * UNIT) for k in range(5)
+        Piece(forward_s=1e-3 * k, backward_s=2e-3 * k, state_bytes=UNIT, kept_bytes=4.0 * UNIT, freed_bytes=3.0 * UNIT) for k in range(1, 6)
     )
     times = []
     for limit in range(26, 9, -1):

@@ -35,7 +35,9 @@ def _meshes(gpus: int) -> list[tuple[int, int, int]]:
     return [(pp, dp, tp) for pp, dp, tp in itertools.product(divisors, repeat=3) if pp * dp * tp == gpus]
 
 
-@pytest.mark.parametrize("name,gpus,cluster,limit", [("pair", 2, "dgx-a100", None), ("pair", 4, "pcie-box", None), ("pair", 2, "cpu", 52 * MIB + 240 * 1024)])
+@pytest.mark.parametrize(
+    "name,gpus,cluster,limit", [("pair", 2, "dgx-a100", None), ("pair", 4, "pcie-box", None), ("pair", 2, "cpu", 52 * MIB + 240 * 1024)]
+)
 def test_the_search_finds_the_best_of_all_pinned_combinations(name: str, gpus: int, cluster: str, limit: int | None) -> None:
     batch = program_of(name).batch_size or 0
     best: dict[tuple[object, ...], float] = {}
@@ -68,8 +70,8 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
         try:
             plan = _plan("deep", 2, limit=limit * MIB)
         except Infeasible as e:
-            refused += 1
-            assert re.search(r"binding constraint is memory: .* (\d+\.\d+) GiB short of \d+\.\d+ GiB", str(e)) or "GiB" in str(e)
+            refused += "The binding constraint is memory" in str(e)
+            assert refused, e
             continue
         assert not refused, "what fits into less memory fits into more"
         assert max(plan.memory_bytes) <= limit * MIB
@@ -182,9 +184,9 @@ def test_an_unknown_optimizer_is_refused() -> None:
 def test_renaming_modules_does_not_change_the_plan() -> None:
     program = program_of("stack")
     renamed = program.replace(
-        params=tuple(dataclasses.replace(p, fqn=f"q{k}.weird", aliases=tuple(f"a{k}.{j}" for j, _ in enumerate(p.aliases))) for k, p in enumerate(program.params)),
+        params=tuple(dataclasses.replace(p, fqn=f"q{k}.weird", aliases=tuple(f"{a}.x" for a in p.aliases)) for k, p in enumerate(program.params)),
         ops=tuple(dataclasses.replace(op, module=f"x.{k}") for k, op in enumerate(program.ops)),
-    )  # fmt: skip
+    )
     plans = [make_plan(p, 4, _cluster(), pins=Pins(tp=2)) for p in (program, renamed)]
     assert plans[0].axes == plans[1].axes and plans[0].cuts == plans[1].cuts and plans[0].mesh == plans[1].mesh
     assert plans[0].step_time_s == plans[1].step_time_s
