@@ -170,7 +170,8 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
 def as_reshapes(trace: Trace) -> Trace:
     """Views as reshapes: the same values, whatever order in memory the parts of a tensor have after it is cut."""
     changed = [
-        dataclasses.replace(t, op=dataclasses.replace(t.op, target="aten.reshape.default")) if t.op.target in _VIEWS else t for t in trace.ops
+        dataclasses.replace(t, op=dataclasses.replace(t.op, target="aten.reshape.default")) if t.op.target in _VIEWS else t
+        for t in trace.ops
     ]
     return dataclasses.replace(trace, ops=tuple(changed))
 
