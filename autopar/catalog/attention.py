@@ -20,7 +20,7 @@ def attention(view: OpView) -> Iterable[Strategy]:
     """
     bound, tensors = view.args(), view.tensors()
     if view.op.target == "autopar.L.attention":
-        tensors = dict(zip(("query", "key", "value", "attn_mask"), range(len(view.ins)), strict=False)) | {"attn_mask": 3 if len(view.ins) > 3 else None}
+        tensors = {"query": 0, "key": 1, "value": 2, "attn_mask": 3 if len(view.ins) > 3 else None}
     ndim = len(view.outs[0].shape)
     batch = tuple(f"b{k}" for k in range(ndim - 2))  # the last of them is the heads
     ends = {"query": ("l", "e"), "key": ("t", "e"), "value": ("t", "f"), "attn_mask": ("l", "t")}
