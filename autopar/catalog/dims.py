@@ -81,9 +81,9 @@ class Dims:
         is_fixed = lambda name: name in fixed or name.partition(".")[0] in fixed  # noqa: E731
         yield from split_names(view, operands, [r for r in results if r is not None], added, is_fixed)
         for k in self.linear:
-            index = next((i for t, i in present if t is left[k]), None)
-            if index is not None:
-                yield view.strategy([P if i == index or added[i] else R for i in range(len(view.ins))], [P] * len(view.outs))
+            where = next((i for t, i in present if t is left[k]), None)
+            if where is not None:
+                yield view.strategy([P if i == where or added[i] else R for i in range(len(view.ins))], [P] * len(view.outs))
 
 
 def split_names(
@@ -101,7 +101,8 @@ def split_names(
     for name, size in sizes.items():
         if is_fixed(name):
             continue
-        if any(not _fits(name, size, names, t) for names, t in [*zip(operands, view.ins, strict=True), *zip(results, view.outs, strict=True)]):
+        terms = [*zip(operands, view.ins, strict=True), *zip(results, view.outs, strict=True)]
+        if any(not _fits(name, size, names, t) for names, t in terms):
             continue
         if any(names.count(name) > 1 for names in (*operands, *results)):
             continue  # a diagonal
