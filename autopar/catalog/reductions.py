@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from autopar.catalog.rule import OpView, Rule, local_code, register
+from autopar.catalog.rule import OpView, Rule, dims_of, local_code, register
 from autopar.ir import Op, P, Ref, S, Strategy
 
 __all__ = ["along", "reduced_dims"]
@@ -17,7 +17,7 @@ def reduced_dims(view: OpView) -> set[int]:
     dims = args.get("dim", args.get("dims"))
     if dims is None or dims == ():
         return set(range(ndim))
-    return {d % ndim for d in ((dims,) if isinstance(dims, int) else dims)} if ndim else set()  # type: ignore[union-attr,operator]
+    return {d % ndim for d in dims_of(dims)} if ndim else set()
 
 
 def kept(view: OpView) -> Iterable[Strategy]:
@@ -65,7 +65,7 @@ def along(*dim_names: str) -> Rule:
             dims = args.get(name)
             if dims is None or dims == () or len(view.ins) != 1:
                 return
-            busy |= {d % max(len(shape), 1) for d in ((dims,) if isinstance(dims, int) else dims)}  # type: ignore[union-attr,operator]
+            busy |= {d % max(len(shape), 1) for d in dims_of(dims)}
         for d, size in enumerate(shape):
             for g in view.splits(size) if d not in busy else ():
                 yield view.strategy([S(d, g)], [S(d, g)] * len(view.outs))
