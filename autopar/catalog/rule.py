@@ -19,8 +19,8 @@ from autopar.catalog.schema import bind, parameters, tensor_refs
 from autopar.ir import Arg, I, Layout, Op, P, R, Ref, Strategy, TensorType, map_refs
 
 __all__ = [
-    "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "draws", "is_random", "local_code", "localized",
-    "localizes", "over_axes", "register", "rule_of", "set_args", "strategies_of", "summable",
+    "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "dims_of", "draws", "is_random", "local_code",
+    "localized", "localizes", "over_axes", "register", "rule_of", "set_args", "strategies_of", "summable",
 ]  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def register(names: str, rule: Rule) -> None:
         if name in RULES:
             raise ValueError(f"two rules for {name}")
         RULES[name] = rule
+    _KNOWN.clear()
 
 
 def localizes(names: str) -> Callable[[Localizer], Localizer]:
@@ -151,13 +152,23 @@ def is_random(target: str) -> bool:
 def draws(op: Op) -> bool:
     """Whether this call draws random numbers: always, or for a dropout that is part of it (attention, recurrent layers)."""
     bound = bind(op)
-    return is_random(op.target) or op.target == "autopar.L.dropout" or bool((bound.get("dropout_p") or bound.get("dropout")) and bound.get("train", True))
+    if is_random(op.target) or op.target == "autopar.L.dropout":
+        return True
+    return bool((bound.get("dropout_p") or bound.get("dropout")) and bound.get("train", True))
 
 
 def over_axes(op: Op, axis: str) -> Arg:
     """The axes of local code that a further axis is laid over: a name, or a tuple of names, outermost first."""
     before = op.kwarg("axis")
     return axis if before is None else (*(before if isinstance(before, tuple) else (before,)), axis)
+
+
+def dims_of(arg: Arg) -> tuple[int, ...]:
+    """An argument that is a dim, or several of them. TypeError if it is anything else."""
+    dims = arg if isinstance(arg, tuple) else (arg,)
+    if not all(isinstance(d, int) for d in dims):
+        raise TypeError(f"{arg!r} names no dims")
+    return tuple(d for d in dims if isinstance(d, int))
 
 
 def set_args(op: Op, **changes: Arg) -> Op:
