@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -29,12 +29,12 @@ class Parameter:
     kwarg_only: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(target: str) -> torch._ops.OpOverload:
     """'aten.linear.default' -> torch.ops.aten.linear.default. KeyError if torch has no such operator."""
     namespace, name, overload = target.split(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)  # type: ignore[no-any-return]
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
         raise KeyError(f"torch has no operator {target!r}") from None
 
@@ -50,7 +50,7 @@ def registering_module(target: str) -> str | None:
     return None if module in (None, "__main__") else str(module)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parameters(target: str) -> tuple[Parameter, ...]:
     """The operator's parameters in schema order; none for autopar's own operators."""
     if target.startswith("autopar."):
