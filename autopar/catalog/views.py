@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from autopar.catalog.rule import OpView, localizes, register, set_args
+from autopar.catalog.rule import OpView, dims_of, localizes, register, set_args
 from autopar.ir import Layout, Op, P, R, S, Strategy
 
 __all__ = ["mapped", "reshape", "segments"]
@@ -75,16 +75,14 @@ def permute(view: OpView) -> Iterable[Strategy]:
     name = view.op.target.split(".")[1]
     order = list(range(ndim))
     if name == "permute":
-        order = [d % ndim for d in args["dims"]]  # type: ignore[union-attr]
+        order = [d % ndim for d in dims_of(args["dims"])]
     elif name in ("transpose", "swapaxes", "swapdims"):
         a, b = (args[k] for k in ("dim0", "dim1")) if "dim0" in args else (args[k] for k in ("axis0", "axis1"))
         order[a], order[b] = order[b], order[a]  # type: ignore[index]
     elif name in ("t", "numpy_T", "mT", "adjoint", "matrix_H"):
         order = order[::-1] if name in ("t", "numpy_T") else [*order[:-2], *order[-2:][::-1]]
     elif name in ("movedim", "moveaxis"):
-        src, dst = args["source"], args["destination"]
-        src, dst = ([src], [dst]) if isinstance(src, int) else (list(src), list(dst))  # type: ignore[arg-type]
-        moved = {d % ndim: s % ndim for s, d in zip(src, dst, strict=True)}
+        moved = {d % ndim: s % ndim for s, d in zip(dims_of(args["source"]), dims_of(args["destination"]), strict=True)}
         left = iter(k for k in range(ndim) if k not in moved.values())
         order = [moved[d] if d in moved else next(left) for d in range(ndim)]
     yield from mapped(view, dict(enumerate(order)))
@@ -108,7 +106,7 @@ def squeeze(view: OpView) -> Iterable[Strategy]:
 def _squeezed(view: OpView) -> set[int]:
     shape = view.ins[0].shape
     dims = view.args().get("dim", tuple(range(len(shape))))
-    return {d % len(shape) for d in ((dims,) if isinstance(dims, int) else dims) if shape[d] == 1}  # type: ignore[union-attr,index]
+    return {d % len(shape) for d in dims_of(dims) if shape[d] == 1}
 
 
 def expand(view: OpView) -> Iterable[Strategy]:
