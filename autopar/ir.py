@@ -170,8 +170,8 @@ class Op:
     """One call of an operator.
 
     target: 'aten.linear.default' (namespace.name.overload) or an operator of autopar's own ('autopar.all_gather').
-    outputs: the names of its results, used or not; None for an optional result that it does not have. multi: it returns a tuple or list (of which
-    `outputs` are the elements), even if of one element. no_grad: it runs with gradients off.
+    outputs: the names of its results, used or not; None for an optional result that it does not have. multi: it returns a
+    tuple or list (of which `outputs` are the elements), even if of one element. no_grad: it runs with gradients off.
     module: the user's module path it comes from ('transformer.h.0.attn'). source: 'file.py:12: the line of code'.
     """
 
@@ -273,6 +273,10 @@ class Program:
     batch_size: int | None = None
     layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Input | Param | Buffer, ...]:
+        return (*self.inputs, *self.params, *self.buffers)
 
     def replace(self, **changes: object) -> Program:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
