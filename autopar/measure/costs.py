@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, refs
 from autopar.measure.count import Counts, count
 from cost_models.cluster import Cluster
-from cost_models.collectives import collective_time_s
+from cost_models.collectives import Kind, collective_time_s
 from cost_models.compute import op_time_s
 
 __all__ = ["BUCKET_BYTES", "OpCost", "OpCosts", "Pricer"]
@@ -62,7 +63,8 @@ class Pricer:
             return 0.0
         key = (kind, int(nbytes), axis)
         if key not in self._collective:
-            self._collective[key] = collective_time_s(kind, int(nbytes), ranks, self.cluster, ranks_per_node=self.per_node(axis))
+            per_node = self.per_node(axis)
+            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
         return self._collective[key]
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
@@ -102,7 +104,8 @@ class Pricer:
         return OpCost(counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward)
 
     def program(self, program: Program) -> OpCosts:
-        return OpCosts(ops={op.name: self.op(op, program) for op in program.ops}, provenance=f"roofline of {self.cluster.gpu.name}, links of {self.cluster.name}")
+        provenance = f"roofline of {self.cluster.gpu.name}, links of {self.cluster.name}"
+        return OpCosts(ops={op.name: self.op(op, program) for op in program.ops}, provenance=provenance)
 
 
 def _dtype(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:
