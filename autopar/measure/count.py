@@ -74,7 +74,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     if same is not None:
         return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
     if cls == "view" or target.startswith("autopar."):
-        return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=0 if cls == "view" else read, bytes_written=0 if cls == "view" else written)
+        read, written = (0, 0) if cls == "view" else (read, written)
+        return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=read, bytes_written=written)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty(t.shape, dtype=t.dtype, requires_grad=t.grad and not no_grad) for t in ins]
         env = {f"x{k}": t for k, t in enumerate(tensors)}
