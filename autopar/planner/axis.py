@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pulp
 
@@ -31,7 +32,7 @@ from autopar.planner.solver import Outcome, solve
 __all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
-Var = pulp.LpVariable | float  # a variable, or the constant 1 where there is no choice
+Var: TypeAlias = pulp.LpVariable | float  # a variable, or the constant 1 where there is no choice
 
 WORK_FIRST = 1000.0  # how many times its time without latencies an operator costs under `work_first`
 
@@ -127,7 +128,8 @@ def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
     seconds = problem.pricer.collective_s(change.forward, whole, problem.axis)
     if t.grad:
         seconds += problem.pricer.collective_s(change.backward, whole, problem.axis)
-    touched = 2 * t.nbytes / problem.pricer.cluster.gpu.memory_bandwidth_bytes_per_s if change.function not in ("copy_to", "own", "keep_one") else 0.0
+    moves = change.function not in ("copy_to", "own", "keep_one")
+    touched = 2 * t.nbytes / problem.pricer.cluster.gpu.memory_bandwidth_bytes_per_s if moves else 0.0
     return times * (seconds + touched + 1e-9)
 
 
@@ -230,7 +232,8 @@ class _Model:
                 weights[v] += c
         rest = [(v, c) for v, c in weights.items() if c]
         if rest:
-            self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(rest), pulp.LpConstraintEQ if equal else pulp.LpConstraintGE, name, -constant))
+            sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintGE
+            self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(rest), sense, name, -constant))
         else:
             assert (constant == 0) if equal else (constant >= 0), f"{name}: no way to make the layout that its only reader needs"
 
