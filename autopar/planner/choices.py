@@ -84,7 +84,7 @@ def choices(
         members[member_of[op.name]].append(op.name)
     producer = {o: (op.name, k) for op in program.ops for k, o in enumerate(x for x in op.outputs if x is not None)}
     source = {v: Source(member_of[p], k) for v, (p, k) in producer.items()}
-    leaves = [x.value for x in (*program.inputs, *program.params, *program.buffers)]
+    leaves = [x.value for x in program.leaves]
     leaf_of = _leaf_members(program, set(leaves), set(leaf_layouts))
     source |= {v: Source(leaf_of[v], 0) for v in leaves}
     counted: dict[tuple[Source, str, int], int] = defaultdict(int)
@@ -245,7 +245,7 @@ def _used(found: Mapping[str, tuple[Strategy, ...]], outgoing: Mapping[str, list
     """The shards that operators consume, to the end of the chain (where the split dim is contracted or reduced)."""
     used: set[Place] = set()
     for _ in range(2):
-        for name in reversed(ops):
+        for name in reversed([*ops]):
             for e in outgoing[name]:
                 for s in found[e.consumer]:
                     shards = [(Source(e.consumer, k), x) for k, x in enumerate(s.outputs) if x.is_shard]
@@ -329,7 +329,9 @@ def _rows(program: Program, ops: Mapping[str, Op]) -> dict[Source, bool]:
     return rows
 
 
-def _not_over(batch: Mapping[Source, set[Layout]], name: str, strategies: tuple[Strategy, ...], incoming: list[Edge]) -> tuple[Strategy, ...]:
+def _not_over(
+    batch: Mapping[Source, set[Layout]], name: str, strategies: tuple[Strategy, ...], incoming: list[Edge]
+) -> tuple[Strategy, ...]:
     """Those that do not split the batch."""
 
     def over(s: Strategy) -> bool:
