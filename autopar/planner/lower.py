@@ -46,7 +46,8 @@ def _cuts(rank: Program, plan: Plan, adapted: bool) -> tuple[int, ...]:
     position = {op.name: index for index, op in enumerate(rank.ops)}
     named = tuple(position.get(stage.first_op, -1) for stage in plan.stages[1:])
     if -1 in named or list(named) != sorted(set(named)) or not (adapted or named == tuple(plan.cuts)):
-        raise PlanError(f"the plan's stages begin at {', '.join(s.first_op for s in plan.stages[1:])}, which is not where it cuts this program")
+        begin = ", ".join(s.first_op for s in plan.stages[1:])
+        raise PlanError(f"the plan's stages begin at {begin}, which is not where it cuts this program")
     return named
 
 
@@ -74,7 +75,7 @@ def _assignment(program: Program, plan: Plan, axis: str, adapted: bool) -> Assig
             raise PlanError(f"the plan has no strategy on {axis} for operator {op.name}; it was made for another program")
         ops[op.name] = _checked(program, op, parse_strategy(text), axis, stated.n, adapted)
     leaves: dict[str, Layout] = {}
-    for x in (*program.inputs, *program.params, *program.buffers):
+    for x in program.leaves:
         leaves[x.value] = Layout.parse(stated.leaves[x.value]) if x.value in stated.leaves else I
         if not leaves[x.value].divides(program.types[x.value].shape, stated.n):
             raise PlanError(f"{x.value} of {program.types[x.value]} cannot lie as {leaves[x.value]} over {stated.n} ranks of {axis}")
