@@ -92,8 +92,8 @@ def _type(
     program: Program, count: int, batched: frozenset[str], derived: frozenset[str], made: dict[str, Layout], wide: bool
 ) -> Assignment | dict[str, Layout]:
     """A typing without transitions, or what the prologue must make besides."""
-    layouts: dict[str, Layout] = {x.value: S(0) if x.value in batched else R for x in program.inputs}
-    layouts |= {x.value: R for x in (*program.params, *program.buffers)} | made
+    layouts: dict[str, Layout] = {x.value: R for x in program.leaves}
+    layouts |= {x.value: S(0) for x in program.inputs if x.value in batched} | made
     leaves = dict(layouts)
     chosen: dict[str, Strategy] = {}
     for op in program.ops:
@@ -124,9 +124,10 @@ def _per_sample(
     parameter's bias): the prologue gives them in slices, so that what a parameter joins is split too."""
     outputs = [o for o in op.outputs if o is not None]
     size = program.batch_size
-    if any(x.is_shard for x in have) or not outputs or outputs[0] in derived or program.types[outputs[0]].shape[:1] != (size,):
+    shapes = {v: program.types[v].shape for v in (*refs(op), *outputs)}
+    if any(x.is_shard for x in have) or not outputs or outputs[0] in derived or shapes[outputs[0]][:1] != (size,):
         return {}
-    rows = {r for r in refs(op) if r in derived and r not in made and program.types[r].shape[:1] == (size,) and len(program.types[r].shape) > 1}
+    rows = {r for r in refs(op) if r in derived and r not in made and shapes[r][:1] == (size,) and len(shapes[r]) > 1}
     for s in _strategies(program, op, count, have) if rows else ():
         moved = {r: want for r, want, x in zip(refs(op), s.inputs, have, strict=True) if want != x}
         if moved and s.outputs[0] == S(0) and all(r in rows and want == S(0) for r, want in moved.items()):
@@ -197,7 +198,7 @@ def _split(program: Program, count: int, typing: Assignment, made: dict[str, Lay
 
 def _at_one_moment(body: Program, typing: Assignment) -> Program:
     """Shard over time; the loss stays P: the schedule adds the micro-batches' losses."""
-    leaves = {x.value: typing.leaves.get(x.value, R) for x in (*body.inputs, *body.params, *body.buffers)}
+    leaves = {x.value: typing.leaves.get(x.value, R) for x in body.leaves}
     rank = shard(body, dataclasses.replace(typing, leaves=leaves), final=P)
     assert all(not op.target.startswith("autopar.C.") or op.kwarg("axis") != "time" for op in rank.ops), "no transition over time"
     return rank
