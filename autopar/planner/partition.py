@@ -158,9 +158,8 @@ def _best_cuts(
         end = reach[s][end][1]
         cuts.append(end)
     objective = (micro_batches - 1) * reach[-1][count][0] + busy[-1]
-    outcome = Outcome(
-        objective=objective, bound=objective, gap=0.0, seconds=time.perf_counter() - start, solver="dynamic program", variables=0, constraints=0
-    )
+    seconds = time.perf_counter() - start
+    outcome = Outcome(objective=objective, bound=objective, gap=0.0, seconds=seconds, solver="dynamic program", variables=0, constraints=0)
     return Partition(cuts=tuple(reversed(cuts)), recomputed=recomputed, outcome=outcome)
 
 
@@ -183,7 +182,8 @@ def peak_bytes(pieces: tuple[Piece, ...], cuts: tuple[int, ...], recomputed: fro
     """Memory of every stage of given cuts, as the rows state it."""
     bounds = (0, *cuts, len(pieces))
     spare = max((p.temporary_bytes for p in pieces), default=0.0)
+    kept = [p.kept_bytes - (p.freed_bytes if k in recomputed else 0) for k, p in enumerate(pieces)]
     return [
-        sum(pieces[k].state_bytes + in_flight[s] * (pieces[k].kept_bytes - (pieces[k].freed_bytes if k in recomputed else 0)) for k in range(i, j)) + spare
+        sum(pieces[k].state_bytes + in_flight[s] * kept[k] for k in range(i, j)) + spare
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False))
     ]
