@@ -55,7 +55,8 @@ class _Sharder:
 
     def run(self, final: Layout) -> Program:
         program = self.program
-        segment_of = {i: (b, k) for b, block in enumerate(program.blocks) for k, span in enumerate(block.spans) for i in range(span.start, span.stop)}
+        spans = [(b, k, span) for b, block in enumerate(program.blocks) for k, span in enumerate(block.spans)]
+        segment_of = {i: (b, k) for b, k, span in spans for i in range(span.start, span.stop)}
         starts: dict[tuple[int, int], int] = {}
         stops: dict[tuple[int, int], int] = {}
         for index, op in enumerate(program.ops):
@@ -99,10 +100,10 @@ class _Sharder:
             self.layouts[output] = layout
             self.types[output] = self._local(self.program.types[output], layout)
         for local in localized(view, strategy, self.axis):
-            for output in local.outputs:
-                if output is not None and output not in self.types:
-                    self.types[output], self.layouts[output] = self.types[op.name], self.layouts[op.name]
-                    self.names.add(output)
+            for part in local.outputs:
+                if part is not None and part not in self.types:
+                    self.types[part], self.layouts[part] = self.types[op.name], self.layouts[op.name]
+                    self.names.add(part)
             self.ops.append(local)
 
     def _as(self, value: str, want: Layout, segment: object, consumer: Op | None = None) -> str:
