@@ -39,8 +39,10 @@ def solve(problem: pulp.LpProblem, *, time_limit_s: float, name: str, gap: float
         status = problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=gap))
         solver = "CBC"
     objective = pulp.value(problem.objective)
-    if status != pulp.LpStatusOptimal and (objective is None or problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)):
-        raise Infeasible(f"{name}: {pulp.LpStatus[status].lower()} ({problem.numVariables()} variables, {problem.numConstraints()} constraints)")
+    found = objective is not None and problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    if status != pulp.LpStatusOptimal and not found:
+        size = f"{problem.numVariables()} variables, {problem.numConstraints()} constraints"
+        raise Infeasible(f"{name}: {pulp.LpStatus[status].lower()} ({size})")
     objective = float(objective or 0.0)
     bound = _bound(problem, objective, gap)
     return Outcome(
