@@ -38,7 +38,7 @@ class Cuts:
 def legal_cuts(program: Program) -> Cuts:
     """Every position at which the program can be cut, with the values to send there."""
     derived = derived_from_inputs(program)
-    leaves = {x.value for x in (*program.inputs, *program.params, *program.buffers)}
+    leaves = {x.value for x in program.leaves}
     last: dict[str, int] = {}
     for index, op in enumerate(program.ops):
         for r in refs(op):
@@ -93,7 +93,8 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
     cuts = legal_cuts(program)
     for p in positions:
         if p not in cuts.crossing:
-            raise Infeasible(f"the program cannot be cut before operator {p} ({program.ops[p].name if 0 <= p < len(program.ops) else 'none'})")
+            name = program.ops[p].name if 0 <= p < len(program.ops) else "none"
+            raise Infeasible(f"the program cannot be cut before operator {p} ({name})")
     derived = derived_from_inputs(program)
     bounds = (0, *positions, len(program.ops))
     by_output = {o: (k, op) for k, op in enumerate(program.ops) for o in op.outputs if o is not None}
@@ -128,7 +129,9 @@ def _owner(program: Program, value: str, bounds: tuple[int, ...]) -> int:
     return max(s for s, b in enumerate(bounds[:-1]) if b <= index)
 
 
-def _needed(program: Program, start: int, stop: int, derived: frozenset[str], by_output: Mapping[str, tuple[int, Op]], last: bool) -> list[int]:
+def _needed(
+    program: Program, start: int, stop: int, derived: frozenset[str], by_output: Mapping[str, tuple[int, Op]], last: bool
+) -> list[int]:
     """Operators of [start, stop) that are not derived, and the derived ones that they need, wherever they stand."""
     own = [k for k in range(start, stop) if not all(o in derived for o in program.ops[k].outputs if o is not None)]
     roots = [*(r for k in own for r in refs(program.ops[k])), *((program.loss,) if last else ())]
