@@ -57,7 +57,8 @@ class DeferredModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.module is None:
             self._begin(args, kwargs)
-        return self.module(*args, **kwargs)  # type: ignore[misc,no-any-return]
+        assert self.module is not None
+        return self.module(*args, **kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep = self.__dict__
