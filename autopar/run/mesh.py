@@ -111,7 +111,8 @@ class Mesh:
         dist.all_gather_object(found, repr(value))
         for rank, other in enumerate(found):
             if other != found[0]:
-                raise LaunchError(f"{what} differ between rank 0 and rank {rank}, which must be given the same data: {found[0]} and {other}")
+                ranks = f"rank 0 and rank {rank}, which must be given the same data"
+                raise LaunchError(f"{what} differ between {ranks}: {found[0]} and {other}")
 
     def _unflatten(self, rank: int) -> tuple[int, int, int]:
         outer, tp = divmod(rank, self.sizes["tp"])
