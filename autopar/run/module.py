@@ -307,8 +307,8 @@ class ParallelModule(nn.Module):
         if self.training != first.manifest.training and first.manifest.mode_dependent:
             modes = {True: "training", False: "evaluation"}
             raise ValueError(
-                f"{first.manifest.model} was captured in {modes[first.manifest.training]} mode and is called in {modes[self.training]} mode, "
-                f"in which it computes something else ({', '.join(first.manifest.mode_dependent)}). Load full_state_dict() into the "
+                f"{first.manifest.model} was captured in {modes[first.manifest.training]} mode and is called in {modes[self.training]} "
+                f"mode, in which it computes something else ({', '.join(first.manifest.mode_dependent)}). Load full_state_dict() into the "
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
