@@ -51,7 +51,8 @@ class Variants:
     def __call__(self, module: ParallelModule, training: bool, inputs: Any) -> tuple[Emitted, Mapping[str, Tensor]]:
         """Collective. Raises ValueError if the plan's decisions do not fit the new inputs, CaptureError."""
         if self._model is None:
-            raise ValueError(f"a batch of another size, or another mode, needs a copy of the model, which it does not allow: {self._why_not}")
+            what = "a batch of another size, or another mode, needs a copy of the model, which it does not allow"
+            raise ValueError(f"{what}: {self._why_not}")
         model, plan = self._model, self._plan
         self._fill(module.full_state_dict())
         model.train(training)
@@ -68,8 +69,9 @@ class Variants:
             self._check(module, emitted)
         except PlanError as e:
             size = f"a batch of {fitted.global_batch} in {'training' if training else 'evaluation'} mode"
+            planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
             raise ValueError(
-                f"{size} cannot run as it was planned (batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches): "
+                f"{size} cannot run as it was planned ({planned}): "
                 f"{e}. Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
             ) from e
         constants = {b.value for b in captured.program.buffers if b.fqn is None}
@@ -79,18 +81,20 @@ class Variants:
         assert self._model is not None
         for name, p in self._model.named_parameters(remove_duplicate=False):
             if name not in state:
-                raise AutoparError(f"the parameter {name} is not part of the plan, and its values are not kept: compile again for these inputs")
+                why = "is not part of the plan, and its values are not kept"
+                raise AutoparError(f"the parameter {name} {why}: compile again for these inputs")
             p.data = state[name].to(self._devices[name])
 
     @staticmethod
     def _check(module: ParallelModule, emitted: Emitted) -> None:
         """Parameters and buffers must be used as they rest."""
-        resting = {spec.name: spec for spec in (*module.manifest.params, *module.manifest.buffers)}
+        params = {spec.name: spec for spec in module.manifest.params}
         for param in emitted.MANIFEST.params:
-            if resting.get(param.name) != param:
+            if params.get(param.name) != param:
                 raise PlanError(f"{param.name} would have to lie otherwise than it does")
+        buffers = {spec.name: spec for spec in module.manifest.buffers}
         for buffer in emitted.MANIFEST.buffers:
-            known = resting.get(buffer.name)
+            known = buffers.get(buffer.name)
             if not buffer.constant and (known is None or known.layouts != buffer.layouts or not set(buffer.stages) <= set(known.stages)):
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
 
