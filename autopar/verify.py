@@ -23,6 +23,7 @@ from autopar.capture import Captured, capture, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
 from autopar.compiler import emit, plan_of, tensors_of
 from autopar.planner import Pins, Plan
+from autopar.planner.wishes import check_inputs
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule, WorkerPool
 
@@ -52,8 +53,8 @@ class Reference:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Worst relative error of each kind, and where: of a tensor, relative to its largest magnitude, but not to less than a
-    millionth of the largest gradient of the model, or one step of the optimizer. copies_equal: all copies of a replicated or tied part are bit-equal on
-    all ranks after the last step."""
+    millionth of the largest gradient of the model, or one step of the optimizer. copies_equal: all copies of a replicated
+    or tied part are bit-equal on all ranks after the last step."""
 
     plan: Plan
     source: str
@@ -91,8 +92,11 @@ def without_dropout() -> Iterator[None]:
         yield
 
 
-def reference(model: nn.Module, example_inputs: Any, *, steps: int = 3, loss: Callable[[Any], Tensor] | None = None, seed: int = 0) -> Reference:
-    """Train a float64 copy of the model for `steps` AdamW steps on one process, and capture it. Raises CaptureError."""
+def reference(
+    model: nn.Module, example_inputs: Any, *, steps: int = 3, loss: Callable[[Any], Tensor] | None = None, seed: int = 0
+) -> Reference:
+    """Train a float64 copy of the model for `steps` AdamW steps on one process, and capture it. Raises CaptureError, WishError."""
+    check_inputs(model, example_inputs)
     model = to_float64(copy.deepcopy(model))
     inputs = _as_float64(example_inputs)
     with lift_to_float64(), without_dropout():
@@ -108,7 +112,8 @@ def reference(model: nn.Module, example_inputs: Any, *, steps: int = 3, loss: Ca
             value.backward()
             losses.append(value.item())
             if step == 0:
-                gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+                trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+                gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
             optimizer.step()
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     return Reference(
@@ -156,7 +161,9 @@ def verify(
         return verify_plan(ref, decided, own)
 
 
-def _train(source: str, tensors: dict[str, Tensor], inputs: Any, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+def _train(
+    source: str, tensors: dict[str, Tensor], inputs: Any, steps: int
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
     """In a worker: losses, first gradients, parameters after the last step (both on rank 0), and checksums of local parts."""
     torch.set_default_dtype(torch.float32)
     with lift_to_float64():
@@ -176,7 +183,8 @@ def _train(source: str, tensors: dict[str, Tensor], inputs: Any, steps: int) -> 
             if optimizer is not None:
                 optimizer.step()
         full = module.full_state_dict()
-    mine = {module.part_of(name): hashlib.sha256(p.detach().cpu().contiguous().numpy().tobytes()).hexdigest() for name, p in module.named_parameters()}
+    parts = {module.part_of(name): p.detach().cpu().contiguous() for name, p in module.named_parameters()}
+    mine = {part: hashlib.sha256(p.numpy().tobytes()).hexdigest() for part, p in parts.items()}
     if torch.distributed.get_rank() != 0:
         gradients, full = {}, {}
     return losses, gradients, full, mine
