@@ -13,15 +13,15 @@ from autopar.capture import Captured, capture, program_hash
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
 from autopar.planner import Pins, Plan, lower, make_plan
-from cost_models.memory import OPTIMIZERS
 from autopar.planner.resources import choose_cluster, parse_memory
-from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_name, with_precision
+from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_inputs, check_name, with_notes
 from autopar.render import load, make_manifest, positional_names, render
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.variants import Variants, tensors_of
+from cost_models.memory import OPTIMIZERS
 
 __all__ = ["Compiled", "build", "compile", "emit", "plan", "plan_of", "tensors_of"]
 
@@ -57,6 +57,7 @@ def plan(
     nothing is cast. pins: what is decided already. Raises CaptureError, Infeasible, PlanError, ValueError.
     """
     described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
+    check_inputs(model, example_inputs)
     return described(capture(model, example_inputs, loss=loss))
 
 
@@ -78,7 +79,7 @@ def wishes(
 
     def planner(captured: Captured) -> Plan:
         made = make_plan(captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned)
-        return with_precision(made, captured.program)
+        return with_notes(made, captured.program)
 
     return planner
 
@@ -96,8 +97,11 @@ def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = (), *,
     return render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
 
 
-def build(model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan]) -> Compiled:
+def build(
+    model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan]
+) -> Compiled:
     """Everything up to the source. Where there are other ranks it is collective: each captures, and rank 0 plans for all."""
+    check_inputs(model, inputs)
     captured = done_by_all(lambda: capture(model, inputs, loss=loss), same=lambda c: program_hash(c.program), what="capture")
     decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
