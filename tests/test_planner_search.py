@@ -70,8 +70,9 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
         try:
             plan = _plan("deep", 2, limit=limit * MIB)
         except Infeasible as e:
-            refused += "The binding constraint is memory" in str(e)
-            assert refused, e
+            if "The binding constraint is memory" not in str(e):
+                raise
+            refused += 1
             continue
         assert not refused, "what fits into less memory fits into more"
         assert max(plan.memory_bytes) <= limit * MIB
@@ -184,7 +185,9 @@ def test_an_unknown_optimizer_is_refused() -> None:
 def test_renaming_modules_does_not_change_the_plan() -> None:
     program = program_of("stack")
     renamed = program.replace(
-        params=tuple(dataclasses.replace(p, fqn=f"q{k}.weird", aliases=tuple(f"{a}.x" for a in p.aliases)) for k, p in enumerate(program.params)),
+        params=tuple(
+            dataclasses.replace(p, fqn=f"q{k}.weird", aliases=tuple(f"{a}.x" for a in p.aliases)) for k, p in enumerate(program.params)
+        ),
         ops=tuple(dataclasses.replace(op, module=f"x.{k}") for k, op in enumerate(program.ops)),
     )
     plans = [make_plan(p, 4, _cluster(), pins=Pins(tp=2)) for p in (program, renamed)]
