@@ -13,6 +13,7 @@ from autopar.ir import Span, refs
 from autopar.measure import Pricer
 from autopar.measure.costs import BUCKET_BYTES
 from autopar.planner.candidate import Candidate, Rank
+from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
@@ -43,6 +44,7 @@ class Estimator:
     segments: tuple[Segment, ...]
     in_flight: tuple[int, ...]
     pricer: Pricer
+    batch_bytes: int = 0  # the global batch, as it is given to every rank
 
     # --------------------------------------------------------------------------------------------------------- pieces
     def pieces(self) -> tuple[Piece, ...]:
@@ -117,23 +119,42 @@ class Estimator:
     def _bucket_bytes(self) -> int:
         return 2 * BUCKET_BYTES if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp > 1 else 0
 
-    def _memory(self, s: int, i: int, j: int, recomputed: frozenset[int], pieces: tuple[Piece, ...], own: set[str]) -> MemoryPlan:
-        ledger = self.rank.ledger
-        seen: set[str] = set()
-        kept = 0
-        for k in range(i, j):
-            entire = ledger.kept_bytes(self.segments[k].span, seen)
-            kept += min(entire, ledger.entering_bytes(self.segments[k].span)) if k in recomputed else entire
-        temporary = float(ledger.temporary_bytes(range(self.segments[i].span.start, self.segments[j - 1].span.stop)))
-        temporary += max((pieces[k].freed_bytes for k in range(i, j) if k in recomputed), default=0.0)
-        gathered = max((self.params[v].local_bytes for v in own), default=0) if self.zero == 3 else 0
-        terms = self._at_rest(
-            own,
-            activation_bytes_per_micro_batch=kept,
-            micro_batches_in_flight=self.in_flight[s],
-            largest_temporary_bytes=temporary,
-            bucket_bytes=self._bucket_bytes(),
-            gathered_param_bytes=gathered,
+    def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
+        """At the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are not
+        counted), or in the optimizer's update."""
+        program, cuts = self.rank.program, self.rank.cuts.crossing
+        params = {v: self.params[v] for v in own}
+        trained = {v: p for v, p in params.items() if p.trainable}
+        parts = {v for v in own if self._rests_in_parts(v)}
+        moment = self.rank.ledger.liveness.peak(
+            Activity(
+                span=span,
+                recomputed=recomputed,
+                receives=cuts[span.start] if s else (),
+                sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
+                in_flight=self.in_flight[s],
+                micro_batches=self.rank.micro_batches,
+                gradients={v: (p.local_bytes, p.resting_bytes) for v, p in trained.items()},
+                scattered=parts if self.zero == 1 else (),
+                where_used={v: params[v].local_bytes for v in parts} if self.zero == 3 else {},
+                bucket_bytes=BUCKET_BYTES,
+            )
+        )
+        at_rest = sum(p.resting_bytes for p in trained.values())
+        gathered = sum(params[v].local_bytes for v in parts) if self.zero == 1 else 0
+        update = Moment(gradients=at_rest, temporary=at_rest if OPTIMIZERS[self.optimizer] > 1 else 0)
+        updating = update.total > moment.total + gathered
+        moment = update if updating else moment
+        terms = stage_memory(
+            param_bytes=sum(p.resting_bytes for p in params.values()) + (0 if updating else gathered),
+            trainable_params=sum(p.resting_numel for p in trained.values()),
+            gradient_bytes=moment.gradients,
+            optimizer_state_bytes=OPTIMIZERS[self.optimizer] * at_rest,
+            optimizer=self.optimizer,
+            buffer_bytes=sum(program.types[b.value].nbytes for b in program.buffers) + self.batch_bytes,
+            activation_bytes_per_micro_batch=moment.saved,
+            largest_temporary_bytes=moment.temporary,
+            bucket_bytes=moment.communication,
             framework_context_bytes=self.cluster.gpu.context_bytes,
             allocator_slack_fraction=ALLOCATOR_SLACK,
         )
@@ -161,7 +182,7 @@ class Estimator:
                     backward_s=backward,
                     communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
                     flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
-                    memory=self._memory(s, i, j, part.recomputed, pieces, own),
+                    memory=self._memory(s, span, tuple(self.segments[k].span for k in range(i, j) if k in part.recomputed), own),
                     parameters=sum(self.params[v].numel for v in own),
                     micro_batches_in_flight=self.in_flight[s],
                 )

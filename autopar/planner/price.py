@@ -6,11 +6,13 @@ what it views, a tensor that several operators save counts once, parameters are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
+from autopar.planner.liveness import Liveness
 
 __all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
 
@@ -32,8 +34,12 @@ class Ledger:
         self.program = program
         self.costs: list[OpCost] = [pricer.op(op, program) for op in program.ops]
         self.root = _roots(program.ops, self.costs)
-        self.leaves = {x.value for x in (*program.params, *program.buffers)}
+        self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
+
+    @functools.cached_property
+    def liveness(self) -> Liveness:
+        return Liveness(self.program)
 
     def _saves(self, op: Op, cost: OpCost) -> tuple[tuple[str, int], ...]:
         """(tensor, bytes) that autograd keeps of an operator."""
@@ -69,7 +75,8 @@ class Ledger:
         """The largest operand-and-result set of one operator: what must be alive beside the kept tensors."""
         types, ops = self.program.types, self.program.ops
         sizes = [
-            sum(types[o].nbytes for o in ops[k].outputs if o is not None) + sum(types[r].nbytes for r in refs(ops[k]) if r not in self.leaves)
+            sum(types[o].nbytes for o in ops[k].outputs if o is not None)
+            + sum(types[r].nbytes for r in refs(ops[k]) if r not in self.leaves)
             for k in spans
             if self.costs[k].counts.op_class != "view"
         ]

@@ -200,7 +200,8 @@ class Search:
                 self.refused[f"dp={mesh.dp}: a global batch of {batch} does not divide into {mesh.dp} ranks" + self._counts_pin()] = None
             for count in sorted(counts, key=lambda c: (abs(c - 2 * mesh.pp), c)):
                 if time.perf_counter() - start > self.time_limit_s and self.best_s < math.inf:
-                    self.notes["the search was stopped at its time limit; meshes with more tensor and pipeline parallelism are unexplored"] = None
+                    note = "the search was stopped at its time limit; meshes with more tensor and pipeline parallelism are unexplored"
+                    self.notes[note] = None
                     return
                 if self.least_s(mesh, count) >= self.best_s:
                     continue
@@ -254,6 +255,7 @@ class Search:
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=schedule, zero=zero, dims=dims, params=params,
             segments=segments, in_flight=flights, pricer=Pricer(self.cluster, mesh.sizes()),
+            batch_bytes=sum(self.program.types[x.value].nbytes for x in self.program.inputs),
         )  # fmt: skip
         pieces = estimator.pieces()
         recompute = self.pins.recompute or "auto"
@@ -261,7 +263,8 @@ class Search:
             self.refused["recompute=full: the program has no repeated block that can be recomputed"] = None
             return None
         if mesh.pp > 1 and (trained := sum(p.trains for p in pieces)) < mesh.pp:
-            self.refused[f"pp={mesh.pp}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"] = None
+            why = f"only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
+            self.refused[f"pp={mesh.pp}: {why}"] = None
             return None
         limit = room = estimator.room_bytes(self.memory_limit_bytes)
         over = 0
@@ -295,8 +298,8 @@ class Search:
         self.short_bytes = min(self.short_bytes, short)
         self.refused[
             f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={rank.micro_batches} zero={zero} needs "
-            f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and {gib(kept)} of activations) "
-            f"of {gib(max(room, 0.0))}, {gib(short)} short"
+            f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
+            f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
         ] = None
 
     def timed(self, name: str, call):  # type: ignore[no-untyped-def]
@@ -333,7 +336,7 @@ def _fits(assignment: Assignment, body: Program) -> bool:
         groups = frozenset({1, *(x.groups for x in (*s.inputs, *s.outputs) if x.is_shard)})
         if s not in strategies_of(view_of(body, op, assignment.n, groups)):
             return False
-    leaves = {x.value for x in (*body.inputs, *body.params, *body.buffers)}
+    leaves = {x.value for x in body.leaves}
     return leaves == set(assignment.leaves)
 
 

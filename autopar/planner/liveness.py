@@ -1,0 +1,246 @@
+"""The peak memory of a stage's training step, from what is alive before, during and after each of its operators.
+
+A forward pass keeps what autograd saves, and beside it what later operators of the stage still read. The backward pass frees what
+was saved, operator by operator, makes the gradients of activations, and leaves those of parameters: the peak is often at
+its beginning (logits, their logarithms, their gradients), with recomputation where a block runs again, with micro-batches
+where the last one's backward begins. Everything is counted by storage: a view is what it views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.ir import Op, Program, Span, refs
+from autopar.measure.workspace import Workspace, workspace
+
+__all__ = ["Activity", "Liveness", "Moment"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Bytes alive beside what rests: saved activations (of all micro-batches in flight), gradients of parameters, temporaries
+    (results in use, gradients of activations, workspaces), communication buffers."""
+
+    saved: int = 0
+    gradients: int = 0
+    temporary: int = 0
+    communication: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.saved + self.gradients + self.temporary + self.communication
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """What runs on a stage. span: its operators; recomputed: the spans in it that run again in backward. in_flight, micro_batches:
+    of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: whether gradients
+    are gathered into buckets for a reduction. scattered: the parameters whose gradients are reduce-scattered with their bucket, which
+    stays until the end of the step. where_used: value -> bytes of the parameters that are gathered where they are used."""
+
+    span: Span
+    recomputed: tuple[Span, ...]
+    sends: tuple[str, ...]
+    receives: tuple[str, ...]
+    in_flight: int
+    micro_batches: int
+    gradients: Mapping[str, tuple[int, int]]
+    scattered: Collection[str]
+    where_used: Mapping[str, int]
+    bucket_bytes: int
+
+
+class Liveness:
+    """The storages of one rank's program: who makes, saves and last reads each."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        leaves = (*program.params, *program.buffers, *program.inputs)
+        self._resting = {x.value for x in leaves}
+        self._root: dict[str, str] = {v: v for v in self._resting}
+        self._bytes: dict[str, int] = {}
+        self.work: list[Workspace] = []
+        self.saved: list[dict[str, int]] = []
+        strides: dict[str, tuple[int, ...]] = {}
+        for v in self._resting:
+            strides[v] = _contiguous(program.types[v].shape)
+        for op in program.ops:
+            self._take(op, strides)
+
+    def _take(self, op: Op, strides: dict[str, tuple[int, ...]]) -> None:
+        types, operands = self.program.types, refs(op)
+        results = tuple(o for o in op.outputs if o is not None)
+        w = workspace(op, tuple(types[r] for r in operands), tuple(strides[r] for r in operands), tuple(types[o] for o in results))
+        made = [k for k, o in enumerate(op.outputs) if o is not None]
+        for o, k in zip(results, made, strict=True):
+            fresh = w.results[k] if k < len(w.results) else 0
+            strides[o] = w.strides[k] if k < len(w.strides) else _contiguous(types[o].shape)
+            self._root[o] = o if fresh or not operands else self._root[operands[0]]
+            if self._root[o] == o:
+                self._bytes[o] = fresh
+        saves: dict[str, int] = {}
+        if not op.no_grad and any(types[o].grad for o in results):
+            names = [operands[k] for k in w.saved_inputs] + [op.outputs[k] for k in w.saved_outputs]
+            saves = {self._root[v]: self._bytes[self._root[v]] for v in names if v is not None and self._root[v] not in self._resting}
+            if w.saved_other:
+                saves[f"{op.name}#"] = w.saved_other
+        self.work.append(w)
+        self.saved.append(saves)
+
+    # ----------------------------------------------------------------------------------------------------------- a stage
+    def peak(self, activity: Activity) -> Moment:
+        """The moment of a step at which most is alive."""
+        held = self._held(activity)
+        whole, flights, m = sum(held.values()), activity.in_flight, activity.micro_batches
+        none = Moment()
+        all_gradients = Moment(gradients=sum(made for made, _ in activity.gradients.values()))
+        first = [(flights - 1, none, m == 1)]
+        later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
+        last = [(0, all_gradients, True)] if m > 2 else []
+        moments: list[Moment] = []
+        for others, before, final in (*first, *later, *last):
+            base = replace(before, saved=others * whole)
+            if not (final and m > flights):
+                moments += [_plus(base, x) for x in self._forward(activity, activity.span, {})]
+            moments += [_plus(base, x) for x in self._backward(activity, dict(held), accumulated=bool(before.gradients), final=final)]
+        return max(moments, key=lambda x: x.total)
+
+    def _held(self, a: Activity) -> dict[str, int]:
+        """What a micro-batch keeps between its forward and its backward pass."""
+        held = {self._root[v]: self._size(v) for v in (*a.sends, *a.receives) if self._root[v] not in self._resting}
+        for k in self._indices(a.span):
+            inside = next((s for s in a.recomputed if k in s), None)
+            held |= self.saved[k] if inside is None else {}
+        for span in a.recomputed:
+            held |= self._entering(span)
+        return held
+
+    def _size(self, value: str) -> int:
+        return self._bytes.get(self._root[value], self.program.types[value].nbytes)
+
+    def _entering(self, span: Span) -> dict[str, int]:
+        ops = self.program.ops
+        inside = {o for k in self._indices(span) for o in ops[k].outputs}
+        read = {r for k in self._indices(span) for r in refs(ops[k]) if r not in inside}
+        return {self._root[r]: self._size(r) for r in read if self._root[r] not in self._resting}
+
+    @staticmethod
+    def _indices(span: Span) -> range:
+        return range(span.start, span.stop)
+
+    def _forward(self, a: Activity, span: Span, held: dict[str, int]) -> Iterator[Moment]:
+        """Moments of a forward pass over a span; adds to `held` what it keeps (for a span that is run again: all that it saves)."""
+        ops = self.program.ops
+        last: dict[str, int] = {}
+        for k in self._indices(span):
+            for v in (*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)):
+                last[self._root[v]] = k
+        again = span in a.recomputed
+        live: dict[str, int] = {}
+        for k in self._indices(span):
+            op, w = ops[k], self.work[k]
+            live |= {self._root[o]: self._bytes[o] for o in op.outputs if o is not None and self._root[o] == o}
+            inside = None if again else next((s for s in a.recomputed if k in s), None)
+            if inside is None:
+                held |= self.saved[k]
+            elif k == inside.start:
+                held |= self._entering(inside)
+            using = sum(n for r, n in live.items() if r not in held)
+            yield Moment(saved=sum(held.values()), temporary=using + w.forward, communication=self._gathered(a, k, backward=False))
+            for r in [r for r in live if last.get(r, -1) <= k]:
+                del live[r]
+
+    def _gathered(self, a: Activity, k: int, *, backward: bool) -> int:
+        """Bytes of the gathered parameters that operator k uses, and of the next one in the order of the step, which is gathered
+        ahead and waits for its use (at the end of forward: the first one of backward)."""
+        if not a.where_used:
+            return 0
+        now = self._used(a, k, backward)
+        ahead = [] if backward else [(j, False) for j in range(k + 1, a.span.stop)]
+        ahead += [(j, True) for j in range(k - 1 if backward else a.span.stop - 1, a.span.start - 1, -1)]
+        following = next((r for j, back in ahead for r in self._used(a, j, back) if r not in now), None)
+        return sum(a.where_used[r] for r in now) + (a.where_used[following] if following is not None else 0)
+
+    def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
+        """The parameters that operator k reads in forward, or needs again in backward."""
+        read = refs(self.program.ops[k])
+        found = (read[i] for i in self.work[k].saved_inputs) if backward else read
+        return [r for r in dict.fromkeys(found) if r in a.where_used]
+
+    def _backward(self, a: Activity, held: dict[str, int], *, accumulated: bool, final: bool) -> Iterator[Moment]:
+        """Moments of a backward pass that begins with `held`. accumulated: gradients of parameters are there already."""
+        ops, types = self.program.ops, self.program.types
+        holder: dict[str, int] = {}
+        for k in reversed(self._indices(a.span)):
+            holder.update(dict.fromkeys(self.saved[k], k))
+        for span in a.recomputed:
+            for r in self._entering(span):
+                holder[r] = min(holder.get(r, span.start), span.start)
+        tokens: dict[str, int] = {}  # value -> the storage of its gradient
+        sizes: dict[int, int] = {}
+        for v in a.sends:
+            tokens[v] = len(sizes)
+            sizes[len(sizes)] = types[v].nbytes
+        own: dict[str, int] = {}
+        filling = reducing = 0
+        bucket: list[str] = []
+        for k in reversed(self._indices(a.span)):
+            op, w = ops[k], self.work[k]
+            arriving = [o for o in op.outputs if o is not None and o in tokens]
+            span = next((s for s in a.recomputed if s.stop - 1 == k), None)
+            alive = {t: sizes[t] for t in tokens.values()}
+            if span is not None:  # before its last operator's backward all of it runs again
+                again: dict[str, int] = dict(held)
+                for moment in self._forward(a, span, again):
+                    yield _plus(moment, Moment(gradients=sum(own.values()), temporary=sum(alive.values())))
+                held = again
+            if arriving:
+                yield Moment(
+                    saved=sum(held.values()), gradients=sum(own.values()), temporary=sum(alive.values()) + w.backward,
+                    communication=reducing + self._gathered(a, k, backward=True),
+                )  # fmt: skip
+                origin = tokens[arriving[0]]
+                for o in arriving:
+                    del tokens[o]
+                for r, fresh in zip(refs(op), w.gradients, strict=True):
+                    if r in a.gradients:
+                        made, rests = a.gradients[r]
+                        if r in a.where_used:
+                            own[r], reducing = rests, made
+                        elif not accumulated:
+                            filling += made if r not in own else 0
+                            own[r] = made
+                            bucket.append(r)
+                        else:
+                            filling += made
+                            bucket.append(r)
+                    elif types[r].grad and r not in tokens and r not in self._resting:
+                        tokens[r] = len(sizes) if fresh else origin
+                        if fresh:
+                            sizes[len(sizes)] = fresh
+                if final and filling >= a.bucket_bytes:  # the bucket's copy, beside the gradients that it is made of
+                    yield Moment(
+                        saved=sum(held.values()), gradients=sum(own.values()), temporary=sum(sizes[t] for t in set(tokens.values())),
+                        communication=filling,
+                    )  # fmt: skip
+                    filling = 0
+                    own.update((r, sum(a.gradients[r])) for r in bucket if r in a.scattered)
+                    bucket.clear()
+            for r in [r for r in held if holder.get(r, -1) == k]:
+                del held[r]
+        if final:
+            yield Moment(gradients=sum(own.values()), communication=max(filling, reducing))
+
+
+def _plus(a: Moment, b: Moment) -> Moment:
+    return Moment(
+        saved=a.saved + b.saved, gradients=a.gradients + b.gradients, temporary=a.temporary + b.temporary,
+        communication=a.communication + b.communication,
+    )  # fmt: skip
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
