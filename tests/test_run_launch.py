@@ -69,6 +69,7 @@ def test_a_pool_keeps_its_workers_and_survives_what_goes_wrong() -> None:
         assert not set(second) & set(first)  # rank 0 waited in a collective
         with pytest.raises(LaunchError, match="failed on rank 1 of 2: died\nthe process ended with exit code 3"):
             pool.run(_die)
+        pool.run(_pid)  # new workers are up
         start = time.monotonic()
         with pytest.raises(LaunchError, match=r"_hang did not end within 2 s on ranks \[0\] of 2"):
             pool.run(_hang, timeout_s=2)
