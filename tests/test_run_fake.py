@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.run import Mesh, ParallelModule
-from autopar.run.schedule import SCHEDULES
+from cost_models.pipeline import SCHEDULES
 from tests.run_model import Model, batch, emitted, tensors
 
 pytestmark = pytest.mark.fake
@@ -100,6 +100,6 @@ def test_schedules_print_as_they_run() -> None:
                     assert sorted(map(str, actions)) == sorted(f"{stage}{k}{i}" for k in "FB" for i in range(n))
                     live = peak = 0
                     for action in actions:
-                        live += 1 if action.kind == "F" else -1
+                        live += 1 if action.pass_ == "F" else -1
                         peak = max(peak, live)
                     assert peak == (n if schedule is SCHEDULES["gpipe"] else min(n, stages - stage))

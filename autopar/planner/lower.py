@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.catalog import strategies_of
-from autopar.errors import PlanError
-from autopar.ir import I, Layout, Lowered, Op, Program, Strategy, refs
+from autopar.catalog import needs_transition, strategies_of
+from autopar.errors import Infeasible, PlanError
+from autopar.ir import I, Layout, Lowered, Op, P, Program, R, S, Strategy, refs
 from autopar.planner.choices import members_of
-from autopar.planner.moments import Moments, NotSplittable, split_into_moments
+from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
 from autopar.planner.plan import AxisPlan, Plan, parse_strategy
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.stages import cut_stages
@@ -38,7 +38,13 @@ def lower(program: Program, plan: Plan, *, adapted: bool = False) -> Lowered:
     except NotSplittable as e:
         raise PlanError(f"the plan splits the step into {plan.micro_batches} micro-batches, but {e}") from e
     rank = on_tensor_axis(moments, _assignment(moments.body, plan, "tp", adapted))
-    return cut_stages(moments, rank, _cuts(rank, plan, adapted), frozenset(plan.recompute))
+    instances = {(b, k) for b, block in enumerate(rank.blocks) for k in range(len(block.spans))}
+    if not (adapted or set(plan.recompute) <= instances):
+        raise PlanError(f"the plan recomputes blocks that this program does not have: {sorted(set(plan.recompute) - instances)}")
+    try:
+        return cut_stages(moments, rank, _cuts(rank, plan, adapted), frozenset(plan.recompute))
+    except Infeasible as e:
+        raise PlanError(f"the plan cuts where {e}") from e
 
 
 def _cuts(rank: Program, plan: Plan, adapted: bool) -> tuple[int, ...]:
@@ -79,7 +85,26 @@ def _assignment(program: Program, plan: Plan, axis: str, adapted: bool) -> Assig
         leaves[x.value] = Layout.parse(stated.leaves[x.value]) if x.value in stated.leaves else I
         if not leaves[x.value].divides(program.types[x.value].shape, stated.n):
             raise PlanError(f"{x.value} of {program.types[x.value]} cannot lie as {leaves[x.value]} over {stated.n} ranks of {axis}")
+    _check_leaves(program, axis, ops, leaves)
     return Assignment(axis=axis, n=stated.n, ops=ops, leaves=leaves)
+
+
+def _check_leaves(program: Program, axis: str, ops: dict[str, Strategy], leaves: dict[str, Layout]) -> None:
+    """Leaves lie as they can be given to a rank: inputs as the axis gives them, none as a term of a sum, and buffers that
+    the forward changes as their readers take them, so that no copy is changed in their place."""
+    batched = batched_inputs(program)
+    for x in program.inputs:
+        given = I if axis == "tp" else S(0) if x.value in batched else R
+        if leaves[x.value] != given:
+            raise PlanError(f"the input {x.value} lies as {given} on {axis}, not as {leaves[x.value]}")
+    for value, layout in leaves.items():
+        if layout == P:
+            raise PlanError(f"{value} is whole on every rank of {axis}: it cannot lie as terms of a sum (P)")
+    changed = {b.value for b in program.buffers if b.mutated}
+    for op in program.ops if changed else ():
+        for r, want in zip(refs(op), ops[op.name].inputs, strict=True):
+            if r in changed and needs_transition(leaves[r], want, program.types[r]):
+                raise PlanError(f"{op.target} ({op.name}) changes the buffer {r}, which lies as {leaves[r]} on {axis}, but takes it as {want}")
 
 
 def _checked(program: Program, op: Op, stated: Strategy, axis: str, n: int, adapted: bool) -> Strategy:

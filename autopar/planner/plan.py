@@ -11,6 +11,7 @@ import msgspec
 
 from autopar.errors import PlanError
 from autopar.ir import Layout, Strategy
+from cost_models.pipeline import SCHEDULES
 
 __all__ = ["AxisPlan", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
@@ -44,8 +45,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"the pin {name} must be a positive whole number, not {value!r}")
-        if self.schedule is not None and self.schedule not in ("gpipe", "1f1b"):
-            raise PlanError(f"schedule must be 'gpipe' or '1f1b', not {self.schedule!r}")
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {self.schedule!r}")
         if self.zero is not None and self.zero not in (0, 1, 3):
             raise PlanError(f"zero must be 0, 1 or 3, not {self.zero!r}")
         if self.recompute is not None and self.recompute not in ("none", "full", "auto"):
@@ -174,7 +175,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def from_json(data: bytes, name: str = "<plan>") -> Plan:
         try:
             head = msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise PlanError(f"{name} is not JSON: {e}") from e
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise PlanError(f"{name} is not an autopar plan (it has no format: {FORMAT!r})")
@@ -190,11 +191,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check(self, name: str = "<plan>") -> None:
         """Consistency that types cannot say. PlanError."""
         product = self.mesh.get("pp", 0) * self.mesh.get("dp", 0) * self.mesh.get("tp", 0)
-        if set(self.mesh) != {"pp", "dp", "tp"} or product != self.gpus:
+        if set(self.mesh) != {"pp", "dp", "tp"} or product != self.gpus or min(self.mesh.values()) < 1:
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
         if len(self.stages) != self.mesh["pp"] or len(self.cuts) != self.mesh["pp"] - 1 or sorted(self.cuts) != self.cuts:
             raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks")
-        if self.schedule not in ("gpipe", "1f1b") or self.zero not in (0, 1, 3):
+        if self.schedule not in SCHEDULES or self.zero not in (0, 1, 3):
             raise PlanError(f"{name}: unknown schedule {self.schedule!r} or zero {self.zero!r}")
         for axis in self.axes.values():
             for text in axis.leaves.values():

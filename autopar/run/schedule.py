@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,42 +22,12 @@ from torch import Tensor
 from autopar.run import comm
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
+from cost_models.pipeline import SCHEDULES
 
-__all__ = ["SCHEDULES", "Action", "Pipeline", "accumulate"]
+__all__ = ["Pipeline", "accumulate"]
 
 Inputs = Mapping[str, Tensor]
 Saving = Callable[[], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """The forward ('F') or backward ('B') of one micro-batch on one stage; prints as '2F0'."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
-
-
-def gpipe(stage: int, stages: int, n: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards."""
-    return tuple(Action(stage, kind, i) for kind in "FB" for i in range(n))
-
-
-def one_f_one_b(stage: int, stages: int, n: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages from here on, then in turns a backward and a forward."""
-    ahead = min(n, stages - stage)
-    order = [Action(stage, "F", i) for i in range(ahead)]
-    for i in range(n):
-        order.append(Action(stage, "B", i))
-        if ahead + i < n:
-            order.append(Action(stage, "F", ahead + i))
-    return tuple(order)
-
-
-SCHEDULES: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> Tensor:
@@ -74,7 +43,7 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> Tensor
 
 
 class Pipeline:
-    """This rank's stage over mesh.pp, in the schedule 'gpipe' or '1f1b'. Collective over the ranks of mesh.pp."""
+    """This rank's stage over mesh.pp, in a schedule of cost_models.pipeline. Collective over the ranks of mesh.pp."""
 
     def __init__(self, stage: Stage, mesh: Mesh, *, micro_batches: int, schedule: str, device: torch.device) -> None:
         if schedule not in SCHEDULES:
@@ -98,7 +67,7 @@ class _Run:
         self._previous, self._next = pipeline._previous, pipeline._next
         self._inputs, self._saving = inputs, saving
         self._train = torch.is_grad_enabled()
-        self._actions = [a for a in pipeline._actions if self._train or a.kind == "F"]
+        self._actions = [a for a in pipeline._actions if self._train or a.pass_ == "F"]
         self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
         self._sent: dict[int, tuple[Tensor, ...]] = {}
         self._grads: dict[int, tuple[Tensor, ...]] = {}
@@ -109,7 +78,7 @@ class _Run:
         results: tuple[tuple[Tensor, ...], int | None] = ((), None)
         for action in self._actions:
             self._exchange(*results, action)
-            if action.kind == "F":
+            if action.pass_ == "F":
                 results = self._forward(action.micro_batch), self._next
             else:
                 results = self._backward(action.micro_batch), self._previous
@@ -123,7 +92,7 @@ class _Run:
         sends = [dist.P2POp(dist.isend, t, to, self._group) for t in results] if to is not None else []
         arriving: tuple[Tensor, ...] = ()
         if action is not None:
-            forward = action.kind == "F"
+            forward = action.pass_ == "F"
             source = self._previous if forward else self._next
             if source is not None:
                 arriving = self._empty(self._stage.receives if forward else self._stage.sends)
