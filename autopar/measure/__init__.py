@@ -2,5 +2,6 @@
 
 from autopar.measure.costs import OpCost, OpCosts, Pricer
 from autopar.measure.count import Counts, count
+from autopar.measure.live import Live
 
-__all__ = ["Counts", "OpCost", "OpCosts", "Pricer", "count"]
+__all__ = ["Counts", "Live", "OpCost", "OpCosts", "Pricer", "count"]

@@ -1,8 +1,9 @@
-"""Counts -> seconds, on a described cluster. Every time is a roofline or latency-bandwidth estimate of cost_models; its
-provenance is stated in `OpCosts.provenance`."""
+"""Counts -> seconds, on a described cluster. Every time is a roofline or latency-bandwidth estimate of cost_models, or was
+measured on this machine (`live`); which of them is stated with each figure and, for all together, in `OpCosts.provenance`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -10,6 +11,7 @@ from typing import cast
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, refs
 from autopar.measure.count import Counts, count
+from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s
 from cost_models.compute import op_time_s
@@ -23,28 +25,34 @@ _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROU
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCost:
-    """Seconds of one call on one rank; communication_s is the part of both that is collectives."""
+    """Seconds of one call on one rank; communication_s is the part of both that is collectives. provenance: where the figures
+    come from; measured: on the device itself."""
 
     counts: Counts
     forward_s: float
     backward_s: float
     communication_s: float = 0.0
+    provenance: str = ""
+    measured: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCosts:
-    """The cost of every operator of a program by its name, and where the figures come from."""
+    """The cost of every operator of a program by its name, and where the figures come from. measured_share: of the time that is
+    computation."""
 
     ops: Mapping[str, OpCost]
     provenance: str
+    measured_share: float = 0.0
 
 
 class Pricer:
     """Times on one cluster with one mesh. mesh: axis -> size, outermost first (pp, dp, tp); tp neighbours are adjacent
-    ranks, so that inner axes lie inside nodes as far as they fit."""
+    ranks, so that inner axes lie inside nodes as far as they fit. live: measures the operators of whole programs on this
+    machine; without it every time is an estimate."""
 
-    def __init__(self, cluster: Cluster, mesh: Mapping[str, int]) -> None:
-        self.cluster, self.mesh = cluster, dict(mesh)
+    def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None) -> None:
+        self.cluster, self.mesh, self.live = cluster, dict(mesh), live
         self._collective: dict[tuple[str, int, str], float] = {}
 
     def per_node(self, axis: str) -> int:
@@ -91,9 +99,24 @@ class Pricer:
         if op.target.startswith("autopar.C."):
             return self._transition(op, counts, ins[0], outs[0])
         dtype = _dtype(outs, ins)
-        forward, backward = self.counted_s(counts, dtype)
+        forward, backward = (s * self.shared for s in self.counted_s(counts, dtype))
         grad = any(t.grad for t in outs) and not op.no_grad
-        return OpCost(counts=counts, forward_s=forward, backward_s=backward if grad else 0.0)
+        source = self._roofline(counts.op_class, dtype)
+        return OpCost(counts=counts, forward_s=forward, backward_s=backward if grad else 0.0, provenance=source)
+
+    @property
+    def shared(self) -> float:
+        """How many times slower computation is than on a device of its own."""
+        return self.live.shared if self.live is not None else 1.0
+
+    def _roofline(self, op_class: str, dtype: str) -> str:
+        """'roofline (assumed, datasheet)': the kinds of the hardware's figures that make up an estimate."""
+        if op_class == "view":
+            return "free"
+        gpu = self.cluster.gpu
+        keys = ["memory_bandwidth_bytes_per_s", f"achievable_fraction.{op_class}"]
+        keys += [f"peak_flops_per_s.{dtype}"] if gpu.has_rate(dtype) else []
+        return f"roofline ({', '.join(sorted({gpu.source(k).partition(':')[0] for k in keys}))})"
 
     def _transition(self, op: Op, counts: Counts, have: TensorType, made: TensorType) -> OpCost:
         axis = str(op.kwarg("axis"))
@@ -101,11 +124,46 @@ class Pricer:
         whole = have.nbytes * self.mesh[axis] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
         forward = self.collective_s(t.forward, whole, axis)
         backward = self.collective_s(t.backward, whole, axis) if have.grad else 0.0
-        return OpCost(counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward)
+        return OpCost(
+            counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward,
+            provenance=f"links of {self.cluster.name}",
+        )  # fmt: skip
 
     def program(self, program: Program) -> OpCosts:
-        provenance = f"roofline of {self.cluster.gpu.name}, links of {self.cluster.name}"
-        return OpCosts(ops={op.name: self.op(op, program) for op in program.ops}, provenance=provenance)
+        """The costs of all operators of one rank's program; with `live`, measured where that matters."""
+        costs = {op.name: self.op(op, program) for op in program.ops}
+        estimated = f"roofline of {self.cluster.gpu.name}, links of {self.cluster.name} (cost_models)"
+        if self.live is None:
+            return OpCosts(ops=costs, provenance=estimated)
+        costs = self._measured(program, costs, self.live)
+        computing = [(c.forward_s + c.backward_s - c.communication_s, c.measured) for c in costs.values()]
+        total = sum(s for s, _ in computing)
+        share = sum(s for s, measured in computing if measured) / total if total else 0.0
+        provenance = f"{100 * share:.0f}% of the time of operators measured on {self.live.name}; the rest {estimated}"
+        return OpCosts(ops=costs, provenance=provenance, measured_share=share)
+
+    def _measured(self, program: Program, costs: Mapping[str, OpCost], live: Live) -> dict[str, OpCost]:
+        """The costs with the times that live measures in the place of estimates. Views are free, and autopar's own operators,
+        some of which communicate, keep their estimates."""
+        calls: dict[str, Call] = {}
+        wanted: dict[Call, float] = {}
+        for op in program.ops:
+            cost = costs[op.name]
+            if op.target.startswith("autopar.") or cost.counts.op_class == "view":
+                continue
+            ins = tuple(program.types[r] for r in refs(op))
+            call = calls[op.name] = call_of(op, ins, tuple(program.types[o] for o in op.outputs if o is not None))
+            wanted[call] = wanted.get(call, 0.0) + cost.forward_s + cost.backward_s
+        times = live.measure(wanted)
+        found = dict(costs)
+        for name, call in calls.items():
+            if call in times:
+                forward, backward = times[call]
+                source = f"measured on {live.name}"
+                found[name] = dataclasses.replace(
+                    costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True
+                )
+        return found
 
 
 def _dtype(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:

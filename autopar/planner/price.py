@@ -32,7 +32,9 @@ class Ledger:
 
     def __init__(self, program: Program, pricer: Pricer) -> None:
         self.program = program
-        self.costs: list[OpCost] = [pricer.op(op, program) for op in program.ops]
+        priced = pricer.program(program)
+        self.costs: list[OpCost] = [priced.ops[op.name] for op in program.ops]
+        self.provenance = priced.provenance
         self.root = _roots(program.ops, self.costs)
         self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
