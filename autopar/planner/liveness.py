@@ -53,6 +53,23 @@ class Activity:
     bucket_bytes: int
 
 
+class _Store(dict[str, int]):
+    """Storages by name, and their bytes in all."""
+
+    def __init__(self, items: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self.total = 0
+        self.put(items or {})
+
+    def put(self, items: Mapping[str, int]) -> None:
+        for name, nbytes in items.items():
+            self.total += nbytes - self.get(name, 0)
+            self[name] = nbytes
+
+    def drop(self, name: str) -> None:
+        self.total -= self.pop(name, 0)
+
+
 class Liveness:
     """The storages of one rank's program: who makes, saves and last reads each."""
 
@@ -69,6 +86,7 @@ class Liveness:
             strides[v] = _contiguous(program.types[v].shape)
         for op in program.ops:
             self._take(op, strides)
+        self._let_go = _line_ends(program.ops)
 
     def _take(self, op: Op, strides: dict[str, tuple[int, ...]]) -> None:
         types, operands = self.program.types, refs(op)
@@ -94,9 +112,9 @@ class Liveness:
     def peak(self, activity: Activity) -> Moment:
         """The moment of a step at which most is alive."""
         held = self._held(activity)
-        whole, flights, m = sum(held.values()), activity.in_flight, activity.micro_batches
+        whole, flights, m = held.total, activity.in_flight, activity.micro_batches
         none = Moment()
-        all_gradients = Moment(gradients=sum(made for made, _ in activity.gradients.values()))
+        all_gradients = Moment(gradients=sum(g[r in activity.where_used] for r, g in activity.gradients.items()))
         first = [(flights - 1, none, m == 1)]
         later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
         last = [(0, all_gradients, True)] if m > 2 else []
@@ -104,18 +122,18 @@ class Liveness:
         for others, before, final in (*first, *later, *last):
             base = replace(before, saved=others * whole)
             if not (final and m > flights):
-                moments += [_plus(base, x) for x in self._forward(activity, activity.span, {})]
-            moments += [_plus(base, x) for x in self._backward(activity, dict(held), accumulated=bool(before.gradients), final=final)]
+                moments += [_plus(base, x) for x in self._forward(activity, activity.span, _Store())]
+            moments += [_plus(base, x) for x in self._backward(activity, _Store(held), accumulated=bool(before.gradients), final=final)]
         return max(moments, key=lambda x: x.total)
 
-    def _held(self, a: Activity) -> dict[str, int]:
+    def _held(self, a: Activity) -> _Store:
         """What a micro-batch keeps between its forward and its backward pass."""
-        held = {self._root[v]: self._size(v) for v in (*a.sends, *a.receives) if self._root[v] not in self._resting}
+        held = _Store({self._root[v]: self._size(v) for v in (*a.sends, *a.receives) if self._root[v] not in self._resting})
         for k in self._indices(a.span):
             inside = next((s for s in a.recomputed if k in s), None)
-            held |= self.saved[k] if inside is None else {}
+            held.put(self.saved[k] if inside is None else {})
         for span in a.recomputed:
-            held |= self._entering(span)
+            held.put(self._entering(span))
         return held
 
     def _size(self, value: str) -> int:
@@ -131,13 +149,13 @@ class Liveness:
     def _indices(span: Span) -> range:
         return range(span.start, span.stop)
 
-    def _forward(self, a: Activity, span: Span, held: dict[str, int]) -> Iterator[Moment]:
+    def _forward(self, a: Activity, span: Span, held: _Store) -> Iterator[Moment]:
         """Moments of a forward pass over a span; adds to `held` what it keeps (for a span that is run again: all that it saves)."""
         ops = self.program.ops
         last: dict[str, int] = {}
         for k in self._indices(span):
             for v in (*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)):
-                last[self._root[v]] = k
+                last[self._root[v]] = self._let_go[k]
         again = span in a.recomputed
         live: dict[str, int] = {}
         for k in self._indices(span):
@@ -145,11 +163,11 @@ class Liveness:
             live |= {self._root[o]: self._bytes[o] for o in op.outputs if o is not None and self._root[o] == o}
             inside = None if again else next((s for s in a.recomputed if k in s), None)
             if inside is None:
-                held |= self.saved[k]
+                held.put(self.saved[k])
             elif k == inside.start:
-                held |= self._entering(inside)
+                held.put(self._entering(inside))
             using = sum(n for r, n in live.items() if r not in held)
-            yield Moment(saved=sum(held.values()), temporary=using + w.forward, communication=self._gathered(a, k, backward=False))
+            yield Moment(saved=held.total, temporary=using + w.forward, communication=self._gathered(a, k, backward=False))
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
@@ -159,10 +177,15 @@ class Liveness:
         if not a.where_used:
             return 0
         now = self._used(a, k, backward)
-        ahead = [] if backward else [(j, False) for j in range(k + 1, a.span.stop)]
-        ahead += [(j, True) for j in range(k - 1 if backward else a.span.stop - 1, a.span.start - 1, -1)]
-        following = next((r for j, back in ahead for r in self._used(a, j, back) if r not in now), None)
+        following = next((r for r in self._ahead(a, k, backward) if r not in now), None)
         return sum(a.where_used[r] for r in now) + (a.where_used[following] if following is not None else 0)
+
+    def _ahead(self, a: Activity, k: int, backward: bool) -> Iterator[str]:
+        if not backward:
+            for j in range(k + 1, a.span.stop):
+                yield from self._used(a, j, False)
+        for j in range(k - 1 if backward else a.span.stop - 1, a.span.start - 1, -1):
+            yield from self._used(a, j, True)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
@@ -170,7 +193,7 @@ class Liveness:
         found = (read[i] for i in self.work[k].saved_inputs) if backward else read
         return [r for r in dict.fromkeys(found) if r in a.where_used]
 
-    def _backward(self, a: Activity, held: dict[str, int], *, accumulated: bool, final: bool) -> Iterator[Moment]:
+    def _backward(self, a: Activity, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
         """Moments of a backward pass that begins with `held`. accumulated: gradients of parameters are there already."""
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
@@ -179,12 +202,15 @@ class Liveness:
         for span in a.recomputed:
             for r in self._entering(span):
                 holder[r] = min(holder.get(r, span.start), span.start)
+        freed: dict[int, list[str]] = {}
+        for r, k in holder.items():
+            freed.setdefault(k, []).append(r)
         tokens: dict[str, int] = {}  # value -> the storage of its gradient
         sizes: dict[int, int] = {}
         for v in a.sends:
             tokens[v] = len(sizes)
             sizes[len(sizes)] = types[v].nbytes
-        own: dict[str, int] = {}
+        own = _Store()
         filling = reducing = 0
         bucket: list[str] = []
         for k in reversed(self._indices(a.span)):
@@ -193,13 +219,13 @@ class Liveness:
             span = next((s for s in a.recomputed if s.stop - 1 == k), None)
             alive = {t: sizes[t] for t in tokens.values()}
             if span is not None:  # before its last operator's backward all of it runs again
-                again: dict[str, int] = dict(held)
+                again = _Store(held)
                 for moment in self._forward(a, span, again):
-                    yield _plus(moment, Moment(gradients=sum(own.values()), temporary=sum(alive.values())))
+                    yield _plus(moment, Moment(gradients=own.total, temporary=sum(alive.values())))
                 held = again
             if arriving:
                 yield Moment(
-                    saved=sum(held.values()), gradients=sum(own.values()), temporary=sum(alive.values()) + w.backward,
+                    saved=held.total, gradients=own.total, temporary=sum(alive.values()) + w.backward,
                     communication=reducing + self._gathered(a, k, backward=True),
                 )  # fmt: skip
                 origin = tokens[arriving[0]]
@@ -209,10 +235,11 @@ class Liveness:
                     if r in a.gradients:
                         made, rests = a.gradients[r]
                         if r in a.where_used:
-                            own[r], reducing = rests, made
+                            own.put({} if accumulated else {r: rests})
+                            reducing = made
                         elif not accumulated:
                             filling += made if r not in own else 0
-                            own[r] = made
+                            own.put({r: made})
                             bucket.append(r)
                         else:
                             filling += made
@@ -223,16 +250,30 @@ class Liveness:
                             sizes[len(sizes)] = fresh
                 if final and filling >= a.bucket_bytes:  # the bucket's copy, beside the gradients that it is made of
                     yield Moment(
-                        saved=sum(held.values()), gradients=sum(own.values()), temporary=sum(sizes[t] for t in set(tokens.values())),
+                        saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())),
                         communication=filling,
                     )  # fmt: skip
                     filling = 0
-                    own.update((r, sum(a.gradients[r])) for r in bucket if r in a.scattered)
+                    own.put({r: sum(a.gradients[r]) for r in bucket if r in a.scattered})
                     bucket.clear()
-            for r in [r for r in held if holder.get(r, -1) == k]:
-                del held[r]
+            for r in freed.get(k, ()):
+                held.drop(r)
         if final:
-            yield Moment(gradients=sum(own.values()), communication=max(filling, reducing))
+            yield Moment(gradients=own.total, communication=max(filling, reducing))
+
+
+def _line_ends(ops: Sequence[Op]) -> list[int]:
+    """For each operator the last one of the same line of the user's: after it the emitted code lets go of what it has read.
+    Operators without a line belong to the one that they stand in."""
+    ends, place = [0] * len(ops), ("", "")
+    start = 0
+    for k, op in enumerate(ops):
+        here = (op.module, op.source)
+        if here not in (place, ("", "")):
+            ends[start:k] = [k - 1] * (k - start)
+            start, place = k, here
+    ends[start:] = [len(ops) - 1] * (len(ops) - start)
+    return ends
 
 
 def _plus(a: Moment, b: Moment) -> Moment:

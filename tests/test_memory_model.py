@@ -1,0 +1,77 @@
+"""The plan's memory is what the emitted module allocates: every stage, within a few percent, on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+try:
+    import torchvision  # noqa: F401
+except (ImportError, RuntimeError):  # missing, or built for another torch: transformers would fail on it, and is fine without
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+from torch import distributed as dist
+
+from autopar.capture import Captured, capture
+from autopar.compiler import emit, plan_of
+from autopar.measure.track import step_memory
+from autopar.measure.tracker import MemoryTracker
+from autopar.render import load
+
+pytestmark = pytest.mark.fake
+
+WITHIN = 0.03
+PLANS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "micro_batches": 1},
+    "dp2 zero1": {"dp": 2, "zero": 1, "micro_batches": 1},
+    "dp2 zero3": {"dp": 2, "zero": 3, "micro_batches": 1},
+    "pp2 dp2": {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4},
+    "dp2 recompute": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "full"},
+}
+
+
+@functools.cache
+def gpt2() -> tuple[Captured, dict[str, torch.Tensor]]:
+    """GPT-2's width, vocabulary and sequence, two of its layers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    ids = torch.zeros(8, 1024, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids}
+    return capture(model, inputs), inputs
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_predicted_memory_is_what_a_step_allocates(fake_group: Callable[..., None], name: str) -> None:
+    captured, inputs = gpt2()
+    pins = PLANS[name]
+    gpus = pins.get("pp", 1) * pins.get("dp", 1) * pins.get("tp", 1)
+    decided = plan_of(captured, gpus, cluster="dgx-h100", pins={"recompute": "none", **pins})
+    emitted = load(emit(captured, decided))
+    given = {k: (tuple(v.shape), v.dtype) for k, v in inputs.items()}
+    for stage, planned in enumerate(decided.stages):
+        fake_group(gpus, rank=stage * gpus // len(decided.stages))
+        found = step_memory(emitted, given, optimizer=functools.partial(torch.optim.AdamW, foreach=True))
+        dist.destroy_process_group()
+        memory = planned.memory
+        predicted = memory.total_bytes - memory.framework_context_bytes - memory.allocator_slack_bytes
+        assert predicted == pytest.approx(found.peak_bytes, rel=WITHIN), (stage, memory, found)
+
+
+def test_storages_count_once_and_until_nothing_refers_to_them() -> None:
+    with MemoryTracker() as tracker:
+        x = torch.zeros(1000)
+        view = x.view(10, 100)
+        assert tracker.live_bytes == 4000
+        y = x + 1
+        assert (tracker.live_bytes, tracker.peak_bytes) == (8000, 8000)
+        del x
+        assert tracker.live_bytes == 8000  # the view holds it
+        del view, y
+        assert (tracker.live_bytes, tracker.peak_bytes) == (0, 8000)
