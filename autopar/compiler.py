@@ -13,7 +13,7 @@ from autopar.capture import Captured, capture, program_hash
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
 from autopar.planner import Pins, Plan, lower, make_plan
-from autopar.planner.resources import choose_cluster, parse_memory
+from autopar.planner.resources import check_measure, choose_cluster, parse_memory
 from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_inputs, check_name, with_notes
 from autopar.render import load, make_manifest, positional_names, render
 from autopar.run import ParallelModule
@@ -69,16 +69,23 @@ def wishes(
     optimizer: str = "adamw",
     precision: str = "fp32",
     pins: Pins | Mapping[str, Any] | None = None,
+    measure: str | None = None,
 ) -> Callable[[Captured], Plan]:
-    """The planner with everything but the program, checked: wrong wishes are refused before anything is captured."""
+    """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
+    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'."""
     check_gpus(gpus)
     described = choose_cluster(cluster, gpus)
     limit, pinned = parse_memory(memory), as_pins(pins)
     check_name("optimizer", optimizer, OPTIMIZERS)
     check_name("precision", precision, PRECISIONS)
+    measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
+    check_measure(measured, described)
 
     def planner(captured: Captured) -> Plan:
-        made = make_plan(captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned)
+        made = make_plan(
+            captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned,
+            measure=measured,
+        )  # fmt: skip
         return with_notes(made, captured.program)
 
     return planner

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture import capture
+from autopar.compiler import plan_of
 from autopar.errors import AutoparError
 from autopar.report.text import plan_text
 from autopar.report.units import bytes_text, count_text, seconds_text, table
@@ -85,7 +87,10 @@ def run_demo(*, gpus: int, steps: int, folder: Path, pins: autopar.Pins | None =
     )
     with console.status(f"planning for {gpus} workers"):
         start = time.perf_counter()
-        plan = autopar.plan(model, gpus, example_inputs=_inputs(batches[0]), optimizer="adamw", pins=pins)
+        # Workers are on GPUs only if there is one for each of them (autopar.launch).
+        cluster = "auto" if torch.cuda.device_count() >= gpus else "cpu"
+        captured = capture(model, _inputs(batches[0]))
+        plan = plan_of(captured, gpus, cluster=cluster, optimizer="adamw", pins=pins, measure="live")
         took = time.perf_counter() - start
     folder.mkdir(parents=True, exist_ok=True)
     plan_file = folder / "plan.json"

@@ -227,7 +227,7 @@ class Estimator:
         trained = [self.params[v] for v in own if self.params[v].trainable]
         numel = sum(p.resting_numel for p in trained)
         item = round(sum(p.resting_bytes for p in trained) / numel) if numel else 0
-        return optimizer_time_s(
+        return self.pricer.shared * optimizer_time_s(
             trainable_params=numel, gpu=self.cluster.gpu, optimizer=self.optimizer, param_itemsize=item, grad_itemsize=item,
             state_itemsize=item, tensors=max(1, len(trained)), passes=FOREACH_PASSES if OPTIMIZERS[self.optimizer] else 1.0,
         )  # fmt: skip

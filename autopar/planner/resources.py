@@ -7,9 +7,14 @@ import re
 import torch
 
 from autopar.errors import PlanError
+from autopar.measure import Live
+from autopar.planner.wishes import check_name
+from autopar.run.launch import default_device
 from cost_models.cluster import Cluster, load_cluster
 
-__all__ = ["choose_cluster", "parse_memory"]
+__all__ = ["MEASURES", "check_measure", "choose_cluster", "live_on", "parse_memory"]
+
+MEASURES = ("roofline", "live")  # estimated from the cluster's description, or measured on this machine
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -37,6 +42,24 @@ def _this_machine() -> str:
         if mark in device:
             return cluster
     raise PlanError(f"this machine's GPU, {device!r}, is not in the catalogue; name a cluster, or describe it in a TOML file")
+
+
+def check_measure(measure: str, cluster: Cluster) -> None:
+    """ValueError for an unknown way to come by times; PlanError if they are to be measured here for a cluster of other devices."""
+    check_name("way to come by times", measure, MEASURES)
+    if measure == "roofline" or cluster.gpu.name == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise PlanError(f"times of {cluster.gpu.name} cannot be measured here, there is no GPU; leave them estimated (roofline)")
+    device = torch.cuda.get_device_name()
+    mark = next((mark for mark, _ in _BY_DEVICE if mark in device), "")
+    if mark.lower() not in cluster.gpu.name.lower():
+        raise PlanError(f"times of {cluster.gpu.name} cannot be measured on this machine's {device}; leave them estimated (roofline)")
+
+
+def live_on(cluster: Cluster, workers: int) -> Live:
+    """Measures on this machine's device of that cluster. workers: the processes that will run, all on this machine if it has no GPU."""
+    return Live(device=torch.device("cpu") if cluster.gpu.name == "cpu" else default_device(), workers=workers)
 
 
 def parse_memory(memory: int | str | None) -> int | None:

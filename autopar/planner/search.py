@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
 from autopar.ir import I, Layout, Program, R, S, Strategy, refs
-from autopar.measure import Pricer
+from autopar.measure import Live, Pricer
 from autopar.measure import count as count_op
 from autopar.planner.answer import plan_of, why_not
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
@@ -30,6 +30,7 @@ from autopar.planner.moments import Moments, NotSplittable, batched_inputs, spli
 from autopar.planner.partition import Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
+from autopar.planner.resources import check_measure, live_on
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import legal_cuts, segments_of
@@ -40,11 +41,13 @@ from cost_models.pipeline import in_flight
 __all__ = ["Search", "make_plan"]
 
 MAX_MICRO_BATCHES = 64  # candidates a step is split into, beyond which nothing is gained but latency
+MEASURED_CANDIDATES = 4  # the front-runners whose operators are measured, where times are measured at all
 
 
 @dataclass(kw_only=True)
 class Search:
-    """The state of one search. Everything it decides is in the Plan that `best` returns."""
+    """The state of one search. Everything it decides is in the Plan that `best` returns. measure: 'live' measures the operators of
+    the best candidates on this machine, and the best of these is the plan."""
 
     program: Program
     gpus: int
@@ -54,6 +57,7 @@ class Search:
     precision: str
     pins: Pins
     time_limit_s: float = 45.0
+    measure: str = "roofline"
     notes: dict[str, None] = field(default_factory=dict)
     refused: dict[str, None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -247,14 +251,14 @@ class Search:
                 if found is not None:
                     yield found
 
-    def _candidate(self, rank: Rank, mesh: Mesh, schedule: str, zero: int) -> Candidate | None:
+    def _candidate(self, rank: Rank, mesh: Mesh, schedule: str, zero: int, live: Live | None = None) -> Candidate | None:
         segments = segments_of(rank.program, rank.cuts, mesh.pp)
         dims = zero_dims(rank.program, mesh.dp, zero)
         params = param_bytes(rank.program, dims, mesh.dp)
         flights = tuple(in_flight(schedule, s, mesh.pp, rank.micro_batches) for s in range(mesh.pp))
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=schedule, zero=zero, dims=dims, params=params,
-            segments=segments, in_flight=flights, pricer=Pricer(self.cluster, mesh.sizes()),
+            segments=segments, in_flight=flights, pricer=Pricer(self.cluster, mesh.sizes(), live),
             batch_bytes=sum(self.program.types[x.value].nbytes for x in self.program.inputs),
         )  # fmt: skip
         pieces = estimator.pieces()
@@ -315,7 +319,24 @@ class Search:
         found = sorted(self.candidates(), key=lambda c: c.step_time_s)
         if not found:
             raise Infeasible(why_not(self))
-        return plan_of(self, self._exactly(found))
+        found = self._exactly(found)
+        return plan_of(self, self._measured(found) if self.measure == "live" else found)
+
+    def _measured(self, found: list[Candidate]) -> list[Candidate]:
+        """The front-runners, their operators measured on this machine and their stages decided again from these times."""
+        live = live_on(self.cluster, self.gpus)
+        self.best_s = math.inf
+        ledgers: dict[tuple[int, int, int], Ledger] = {}
+        again = []
+        for c in found[:MEASURED_CANDIDATES]:
+            key, program, pricer = (c.mesh.dp, c.rank.micro_batches, c.mesh.tp), c.rank.program, Pricer(self.cluster, c.mesh.sizes(), live)
+            if key not in ledgers:
+                ledgers[key] = self.timed("measure", lambda program=program, pricer=pricer: Ledger(program, pricer))
+            priced = self._candidate(dataclasses.replace(c.rank, ledger=ledgers[key]), c.mesh, c.schedule, c.zero, live)
+            again += [priced] if priced is not None else []
+        self.notes |= dict.fromkeys(live.notes())
+        self.notes[f"the search went by estimates; the operators of its best {len(again)} candidates were then measured"] = None
+        return sorted(again, key=lambda c: c.step_time_s) or found
 
     def _exactly(self, found: list[Candidate]) -> list[Candidate]:
         """The winner with its tensor axis solved for its own micro-batch, if that was taken over from another size."""
@@ -360,10 +381,14 @@ def make_plan(
     precision: str = "fp32",
     pins: Pins | None = None,
     time_limit_s: float = 45.0,
+    measure: str = "roofline",
 ) -> Plan:
-    """Search and return the best plan found. Raises Infeasible, or ValueError for an unknown optimizer."""
+    """Search and return the best plan found. measure: 'roofline' for times estimated from the cluster's description, 'live' for
+    times of operators measured on this machine. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
+    PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
+    check_measure(measure, cluster)
     return Search(
         program=program,
         gpus=gpus,
@@ -373,4 +398,5 @@ def make_plan(
         precision=precision,
         pins=pins or Pins(),
         time_limit_s=time_limit_s,
+        measure=measure,
     ).best()
