@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from torch import nn
 
+from autopar.catalog.rule import rule_of
 from autopar.errors import PlanError
-from autopar.ir import Program
+from autopar.ir import Program, refs
 from autopar.planner.plan import Pins, Plan
 from autopar.targets import did_you_mean
 
-__all__ = ["PRECISIONS", "WishError", "as_pins", "check_gpus", "check_name", "with_precision"]
+__all__ = ["PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "with_notes"]
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -43,13 +47,31 @@ def as_pins(pins: Pins | Mapping[str, Any] | None) -> Pins | None:
     return Pins(**dict(pins)) if pins else None
 
 
-def with_precision(plan: Plan, program: Program) -> Plan:
-    """Nothing is cast: the plan's note says so where the parameters have another dtype than was named."""
-    dtypes = dict.fromkeys(str(program.types[p.value].dtype).removeprefix("torch.") for p in program.params)
-    if not dtypes or set(dtypes) == {PRECISIONS[plan.precision]}:
-        return plan
-    names = {dtype: name for name, dtype in PRECISIONS.items()}
-    found = ", ".join(dtypes)
-    note = f"the parameters are {found}, and nothing is cast: all figures are for that, not for precision={plan.precision}"
-    own = names.get(next(iter(dtypes)), plan.precision) if len(dtypes) == 1 else plan.precision
-    return msgspec.structs.replace(plan, precision=own, notes=[note, *plan.notes])
+def check_inputs(model: nn.Module, inputs: object) -> None:
+    """WishError unless the example inputs are a tuple or a mapping that the model's forward can be called with."""
+    name = type(model).__name__
+    if not isinstance(inputs, tuple | list | Mapping):
+        found = type(inputs).__name__
+        raise WishError(f"example_inputs must be a tuple of positional or a dict of keyword inputs, not {found}; for one input: (x,)")
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+    except TypeError as e:
+        given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} by position"
+        raise WishError(f"the inputs ({given}) do not fit {name}.forward{signature}: {e}") from e
+
+
+def with_notes(plan: Plan, program: Program) -> Plan:
+    """The plan with notes on what is not as one may think: operators without a rule, and a precision that is not the model's
+    (nothing is cast)."""
+    notes = []
+    unruled = Counter(op.target for op in program.ops if refs(op) and rule_of(op.target) is None)
+    if unruled:
+        listed = ", ".join(f"{target} x{n}" for target, n in unruled.most_common())
+        notes.append(f"without a rule, so replicated where an axis is split, and priced as read and written bytes: {listed}")
+    own = plan.precision
+    dtypes = list(dict.fromkeys(str(program.types[p.value].dtype).removeprefix("torch.") for p in program.params))
+    if dtypes and dtypes != [PRECISIONS[plan.precision]]:
+        notes.append(f"the parameters are {', '.join(dtypes)}, and nothing is cast: all figures are for that, not for {plan.precision}")
+        own = next((name for name, dtype in PRECISIONS.items() if dtypes == [dtype]), plan.precision)
+    return msgspec.structs.replace(plan, precision=own, notes=[*notes, *plan.notes]) if notes else plan
