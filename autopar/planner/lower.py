@@ -104,7 +104,8 @@ def _check_leaves(program: Program, axis: str, ops: dict[str, Strategy], leaves:
     for op in program.ops if changed else ():
         for r, want in zip(refs(op), ops[op.name].inputs, strict=True):
             if r in changed and needs_transition(leaves[r], want, program.types[r]):
-                raise PlanError(f"{op.target} ({op.name}) changes the buffer {r}, which lies as {leaves[r]} on {axis}, but takes it as {want}")
+                lies = f"which lies as {leaves[r]} on {axis}, but takes it as {want}"
+                raise PlanError(f"{op.target} ({op.name}) changes the buffer {r}, {lies}")
 
 
 def _checked(program: Program, op: Op, stated: Strategy, axis: str, n: int, adapted: bool) -> Strategy:

@@ -22,7 +22,7 @@ from torch import Tensor
 from autopar.run import comm
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
-from cost_models.pipeline import SCHEDULES
+from cost_models.pipeline import SCHEDULES, Action
 
 __all__ = ["Pipeline", "accumulate"]
 
