@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from autopar.planner.plan import AxisPlan, Plan
+from autopar.report.strategies import leaves_of, splits_of
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 
 __all__ = ["plan_json", "plan_text"]
@@ -33,7 +35,9 @@ def plan_text(plan: Plan) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, with the derived figures that scripts ask for under the names of the Plan's properties."""
     fields: dict[str, Any] = msgspec.to_builtins(plan)
-    return fields | {"memory_bytes": plan.memory_bytes, "tokens_or_samples_per_s": plan.tokens_or_samples_per_s}
+    strategies = [asdict(split) for axis, made in plan.axes.items() if made.n > 1 for split in splits_of(axis, made)]
+    derived = {"memory_bytes": plan.memory_bytes, "tokens_or_samples_per_s": plan.tokens_or_samples_per_s, "strategies": strategies}
+    return fields | derived
 
 
 def _heading(plan: Plan) -> str:
@@ -99,25 +103,24 @@ def _memory(plan: Plan) -> str:
 
 
 def _strategies(plan: Plan) -> str:
-    """Operators by the module that they come from would be too long for a large model: equal strategies share a line."""
+    """Operators by name would be too long for a large model: they are counted by kind, a repeated block's once."""
     axes = {axis: made for axis, made in plan.axes.items() if made.n > 1}
     if not axes:
         return ""
     parts = [_axis_strategies(axis, made) for axis, made in axes.items()]
     legend = "S(d) split on dim d, R the same for different work, I the same for the same work, P terms of a sum"
-    return f"strategies ({legend})\n" + "\n".join(parts)
+    return f"strategies ({legend}; a repeated block counts once)\n" + "\n\n".join(parts)
 
 
 def _axis_strategies(axis: str, made: AxisPlan) -> str:
-    groups: dict[str, list[str]] = {}
-    for name, text in made.ops.items():
-        groups.setdefault(text, []).append(name)
-    rows = [(text, len(names), _few(names)) for text, names in sorted(groups.items(), key=lambda item: -len(item[1]))]
-    leaves: dict[str, list[str]] = {}
-    for name, text in made.leaves.items():
-        leaves.setdefault(text, []).append(name)
-    rows += [(f"stored {text}", len(names), _few(names)) for text, names in leaves.items()]
-    return table((f"{axis}={made.n}", "count", "operators, or parameters, buffers and inputs"), rows)
+    rows = [(s.split, s.strategy, s.count, ", ".join(_kinds(s.operators))) for s in splits_of(axis, made)]
+    rows += [("at rest", text, len(names), _few(names)) for text, names in leaves_of(made).items()]
+    return table((f"{axis}={made.n} splits", "layouts", "count", "operators, or parameters, buffers and inputs"), rows)
+
+
+def _kinds(operators: dict[str, int], most: int = 8) -> list[str]:
+    shown = [kind + (f" x{n}" if n > 1 else "") for kind, n in operators.items()]
+    return shown[:most] + ([f"... (+{len(shown) - most} kinds)"] if len(shown) > most else [])
 
 
 def _limits(plan: Plan) -> str:
