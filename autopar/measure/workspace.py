@@ -64,7 +64,10 @@ def _workspace(
         return _of_transition(target.rpartition(".")[2], dict(kwargs), ins[0], strides[0], outs[0])
     op = Op(target=target, args=args, kwargs=kwargs, outputs=tuple(f"y{k}" for k in range(returns)), no_grad=no_grad, multi=multi)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tensors = [torch.empty_strided(t.shape, s, dtype=t.dtype, requires_grad=t.grad and not no_grad) for t, s in zip(ins, strides, strict=True)]
+        tensors = [
+            torch.empty_strided(t.shape, stride, dtype=t.dtype, requires_grad=t.grad and not no_grad)
+            for t, stride in zip(ins, strides, strict=True)
+        ]
         tracker, saved = MemoryTracker(), list[Tensor]()
 
         def pack(t: Tensor) -> Tensor:
