@@ -65,7 +65,7 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         work_per_step=float(tokens or program.batch_size or 0),
         tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
         provenance=rank.ledger.provenance,
-        notes=[*program.notes, *search.notes, *_replicated(rank)],
+        notes=[*program.notes, *search.unsplit(c.mesh.dp), *search.notes, *_replicated(rank)],
         limits=_limits(search, c),
         alternatives=[_one_line(x) for x in _distinct(found)[1:6]],
         pins={k: v for k, v in _asdict(search.pins).items() if v is not None},

@@ -128,8 +128,11 @@ class Search:
                 self._moments[key] = self.timed("micro-batches", lambda: split_into_moments(local, count))
             except NotSplittable as e:
                 self._moments[key] = f"micro-batches: not split, because {e}"
-                self.notes[f"micro-batches: not split, because {e}"] = None
         return self._moments[key]
+
+    def unsplit(self, dp: int) -> list[str]:
+        """Why the batch of one of dp ranks was not split into micro-batches, if it was tried and was not."""
+        return list(dict.fromkeys(why for (ranks, _), why in self._moments.items() if ranks == dp and isinstance(why, str)))
 
     def rank(self, mesh: Mesh, count: int) -> Rank | str:
         key = (mesh.dp, count, mesh.tp)
