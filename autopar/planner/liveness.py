@@ -75,8 +75,7 @@ class Liveness:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        leaves = (*program.params, *program.buffers, *program.inputs)
-        self._resting = {x.value for x in leaves}
+        self._resting = {x.value for x in program.leaves}
         self._root: dict[str, str] = {v: v for v in self._resting}
         self._bytes: dict[str, int] = {}
         self.work: list[Workspace] = []
@@ -216,11 +215,11 @@ class Liveness:
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
             arriving = [o for o in op.outputs if o is not None and o in tokens]
-            span = next((s for s in a.recomputed if s.stop - 1 == k), None)
+            whole = next((s for s in a.recomputed if s.stop - 1 == k), None)
             alive = {t: sizes[t] for t in tokens.values()}
-            if span is not None:  # before its last operator's backward all of it runs again
+            if whole is not None:  # before its last operator's backward all of it runs again
                 again = _Store(held)
-                for moment in self._forward(a, span, again):
+                for moment in self._forward(a, whole, again):
                     yield _plus(moment, Moment(gradients=own.total, temporary=sum(alive.values())))
                 held = again
             if arriving:
