@@ -39,7 +39,8 @@ ADAM_EPS = 1e-4  # a gradient that is zero but for rounding (an attention key's 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
     """The original model's own training, in float64. losses: of each step. gradients: of the first. parameters: the
-    state_dict (buffers too) after the last. captured: the program of the same model, for the plans to be verified; made in capture_s seconds."""
+    state_dict (buffers too) after the last. captured: the program of the same model, for the plans to be verified; made in
+    capture_s seconds."""
 
     name: str
     losses: tuple[float, ...]
@@ -78,7 +79,9 @@ def without_dropout() -> Iterator[None]:
     """Dropout does nothing inside, in attention too."""
     attention = F.scaled_dot_product_attention
 
-    def plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *more: Any, **rest: Any) -> Tensor:
+    def plain(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *more: Any, **rest: Any
+    ) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, *more, **rest)
 
     def same(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -107,8 +110,8 @@ def reference(
         capture_s = time.perf_counter() - start
         if random := sorted({op.target for op in captured.program.ops if draws(op)}):
             raise UnsupportedOp(
-                f"{captured.program.name} draws random numbers in its forward ({', '.join(random)}), beside dropout, which is off here; one process "
-                "and several draw different ones, so that their losses cannot be compared"
+                f"{captured.program.name} draws random numbers in its forward ({', '.join(random)}), beside dropout, which is off here; "
+                "one process and several draw different ones, so that their losses cannot be compared"
             )
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
         losses, gradients = [], {}
