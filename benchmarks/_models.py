@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from benchmarks._transformers import load_transformers
 
@@ -162,7 +162,7 @@ def unet() -> tuple[nn.Module, Inputs]:
     return UNet(), {"image": torch.randn(BATCH, 3, 16, 16), "target": torch.randn(BATCH, 3, 16, 16)}
 
 
-@torch.library.custom_op("benchmark_models::softcap", mutates_args=())
+@library.custom_op("benchmark_models::softcap", mutates_args=())
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), as an operator that no rule knows."""
     return cap * torch.tanh(x / cap)
