@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from autopar.capture import capture
 from autopar.catalog import OpView, rule
@@ -26,7 +26,7 @@ from tests.planner_programs import captured_of, program_of
 pytestmark = pytest.mark.pure
 
 
-@torch.library.custom_op("planner_toy::rows", mutates_args=())
+@library.custom_op("planner_toy::rows", mutates_args=())
 def rows(x: Tensor, w: Tensor) -> Tensor:
     """Each row times its own weights, then its softmax over columns: rows are independent, columns are not."""
     return (x * w).softmax(-1)
