@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 WIDTH, CLASSES = 8, 4
 
@@ -32,7 +32,7 @@ class Branching(Net):
         return super().forward(x, y)
 
 
-@torch.library.custom_op("autopar_tests::reversed_samples", mutates_args=())
+@library.custom_op("autopar_tests::reversed_samples", mutates_args=())
 def reversed_samples(x: Tensor) -> Tensor:
     return x.flip(0).contiguous()
 
