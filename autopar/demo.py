@@ -99,6 +99,7 @@ def run_demo(*, gpus: int, steps: int, folder: Path, pins: autopar.Pins | None =
     console.print(f"\nplanned in {seconds_text(took)}\n")
 
     single = train_single(batches)
+    console.print(f"starting {gpus} workers, each of which captures the model and takes its part")
     workers = autopar.launch(train_worker, batches, str(plan_file), str(folder), gpus=gpus)
     outcome = Outcome(
         gpus=gpus, single=single, parallel=workers[0],
