@@ -92,7 +92,9 @@ def _normalises_by_mode(op: Op) -> bool:
 
 
 def _libraries(lowered: Lowered) -> tuple[str, ...]:
-    targets = {op.target for ops in (lowered.prologue, *(s.ops for s in lowered.stages)) for op in ops}
+    ops = [op for part in (lowered.prologue, *(s.ops for s in lowered.stages)) for op in part]
+    called = {operator for op in ops if isinstance(operator := op.kwarg("operator"), str)}  # by local code that stands in its place
+    targets = {op.target for op in ops} | called
     return tuple(sorted({module for t in targets if (module := registering_module(t)) is not None}))
 
 
