@@ -115,7 +115,7 @@ def _paths(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 _junk = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=6),
-    st.sampled_from(["S(0)", "S(9)", "S(0/3)", "P", "R", "I", "I I -> I", "R S(0) -> S(0)", "P P -> P", "-> S(0)", "S(0) -> P [mean_part]"]),
+    st.sampled_from(["S(0)", "S(9)", "S(0/3)", "P", "I", "I I -> I", "R S(0) -> S(0)", "P P -> P", "-> S(0)", "S(0) -> P [mean_part]"]),
     st.just([]), st.just({}), st.lists(st.integers(-2, 40), max_size=3),
 )  # fmt: skip
 
