@@ -1,14 +1,15 @@
 """What an operator does, counted on fake tensors: FLOPs, bytes, and what autograd saves of it for backward.
 
 Nothing is computed and nothing is allocated: the operator runs under FakeTensorMode once for each distinct signature
-(target, arguments, operand types). FLOPs come from torch.utils.flop_counter; saved tensors from saved_tensors_hooks, by
-storage, so that a view of an operand counts as the operand.
+(target, arguments, operand types). FLOPs come from torch.utils.flop_counter, of attention from its sizes; saved tensors from
+saved_tensors_hooks, by storage, so that a view of an operand counts as the operand.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,9 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
                 saved_out.add(where_out[key])
             else:
                 other[key] = t.untyped_storage().nbytes()
-    passes = sum(t.grad for t in ins) if cls in ("matmul", "conv", "attention") else 1
+    if cls == "attention":
+        flops = _attention_flops(ins)
+    passes = sum(t.grad for t in _factors(ins))  # one product of the forward's size makes the gradient of each factor
     backward = flops * {"attention": 2.5, "matmul": min(passes, 2), "conv": min(passes, 2)}.get(cls, 2.0) if differentiable else 0.0
     return Counts(
         op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
@@ -117,6 +120,19 @@ def _as_plain(same: str, op: Op, ins: tuple[TensorType, ...], outs: tuple[Tensor
     args = (*op.args, op.kwarg("p"), True) if same.startswith("aten.dropout") else op.args
     kwargs = tuple((k, v) for k, v in op.kwargs if k not in ("axis", "p"))
     return _count(same, args, kwargs, op.no_grad, ins, outs)
+
+
+def _attention_flops(ins: tuple[TensorType, ...]) -> float:
+    """q k^T and its product with v, masked parts too. q: [..., length, e], k: [..., keys, e], v: [..., keys, f]. The flop counter
+    does not know all of the kernels that a device may choose."""
+    q, k, v = (t.shape for t in ins[:3])
+    return 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _factors(ins: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """The two operands of a product; a bias is none."""
+    wide = tuple(t for t in ins if len(t.shape) >= 2)
+    return wide[-2:] if len(wide) >= 2 else ins[:2]
 
 
 def _storage(t: torch.Tensor) -> int:
