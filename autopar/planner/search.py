@@ -41,7 +41,7 @@ from cost_models.pipeline import in_flight
 __all__ = ["Search", "make_plan"]
 
 MAX_MICRO_BATCHES = 64  # candidates a step is split into, beyond which nothing is gained but latency
-MEASURED_CANDIDATES = 4  # the front-runners whose operators are measured, where times are measured at all
+MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 
 
 @dataclass(kw_only=True)
@@ -335,6 +335,8 @@ class Search:
             key, program, pricer = (c.mesh.dp, c.rank.micro_batches, c.mesh.tp), c.rank.program, Pricer(self.cluster, c.mesh.sizes(), live)
             if key not in ledgers:
                 ledgers[key] = self.timed("measure", lambda program=program, pricer=pricer: Ledger(program, pricer))
+            if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
+                break
             priced = self._candidate(dataclasses.replace(c.rank, ledger=ledgers[key]), c.mesh, c.schedule, c.zero, live)
             again += [priced] if priced is not None else []
         self.notes |= dict.fromkeys(live.notes())
