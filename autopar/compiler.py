@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
+from autopar.debug import said, timed
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
 from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_inputs, check_name, with_notes
 from autopar.render import load, make_manifest, positional_names, render
+from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
@@ -58,7 +60,9 @@ def plan(
     """
     described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
     check_inputs(model, example_inputs)
-    return described(capture(model, example_inputs, loss=loss))
+    with timed("capture"):
+        captured = capture(model, example_inputs, loss=loss)
+    return described(captured)
 
 
 def wishes(
@@ -82,11 +86,14 @@ def wishes(
     check_measure(measured, described)
 
     def planner(captured: Captured) -> Plan:
-        made = make_plan(
-            captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned,
-            measure=measured,
-        )  # fmt: skip
-        return with_notes(made, captured.program)
+        with timed("planning"):
+            found = make_plan(
+                captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pinned,
+                measure=measured,
+            )  # fmt: skip
+        made = with_notes(found, captured.program)
+        said(2, lambda: plan_text(made))
+        return made
 
     return planner
 
@@ -100,8 +107,11 @@ def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = (), *,
     """The source of the emitted module. PlanError if the plan was made for another program. adapted: see `planner.lower`."""
     if decided.program_hash != program_hash(captured.program):
         raise PlanError(f"the plan was made for another model or batch ({decided.model}); plan {captured.program.name} again")
-    lowered = lower(captured.program, decided, adapted=adapted)
-    return render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
+    with timed("rendering"):
+        lowered = lower(captured.program, decided, adapted=adapted)
+        source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
+    said(4, lambda: source)
+    return source
 
 
 def build(
@@ -109,7 +119,8 @@ def build(
 ) -> Compiled:
     """Everything up to the source. Where there are other ranks it is collective: each captures, and rank 0 plans for all."""
     check_inputs(model, inputs)
-    captured = done_by_all(lambda: capture(model, inputs, loss=loss), same=lambda c: program_hash(c.program), what="capture")
+    with timed("capture"):
+        captured = done_by_all(lambda: capture(model, inputs, loss=loss), same=lambda c: program_hash(c.program), what="capture")
     decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
         raise PlanError(f"the plan is for {decided.gpus} GPUs, not for {gpus}")

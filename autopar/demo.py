@@ -148,7 +148,7 @@ def _gpt2() -> tuple[Any, Any]:
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ModuleNotFoundError as error:
-        raise AutoparError("the demo trains a model of transformers, which cannot be imported; pip install 'autopar[demo]'") from error
+        raise AutoparError(f"the demo trains a model of transformers ({error}); pip install 'autopar[demo]'") from error
     return GPT2Config, GPT2LMHeadModel
 
 

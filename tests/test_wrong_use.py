@@ -245,3 +245,20 @@ def test_a_plan_file_is_explained_without_its_model(plan_file: Path, capsys: pyt
     assert any(s["split"] == "samples" and s["operators"].get("linear") == 3 for s in answer["strategies"])
     assert code_of("verify", "tests.wrong_models:wider", "--gpus", 2, "--plan", plan_file) == 2
     assert "made for another model" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------- AUTOPAR_DEBUG
+def test_each_debug_level_says_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    marks = {1: "autopar: planning took", 2: "what limits it", 4: "MANIFEST = Manifest("}
+    model, inputs = models.net()
+    for level in (0, 1, 2, 3, 4):
+        monkeypatch.setenv("AUTOPAR_DEBUG", str(level))
+        autopar.compile(model, 2, example_inputs=inputs, pins={"dp": 2}, **ON_CPU)
+        found = capsys.readouterr().err
+        for wanted, mark in marks.items():
+            assert (mark in found) is (level >= wanted)
+        assert bool(list(tmp_path.glob("*.lp"))) is (level >= 3)
+    monkeypatch.setenv("AUTOPAR_DEBUG", "yes")
+    with pytest.raises(ValueError, match="AUTOPAR_DEBUG must be 0, 1, 2, 3 or 4"):
+        autopar.plan(model, 2, example_inputs=inputs, pins={"dp": 2}, **ON_CPU)
