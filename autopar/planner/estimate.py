@@ -194,8 +194,8 @@ class Estimator:
         compute = rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
         return Candidate(
             rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims, segments=self.segments, part=part,
-            stages=tuple(stages), step_time_s=pipeline + sync + optimizer, compute_s=compute, bubble_s=max(0.0, pipeline - compute),
-            gradient_sync_s=sync, optimizer_s=optimizer,
+            stages=tuple(stages), step_time_s=pipeline + sync + optimizer, compute_s=compute,
+            bubble_s=max(0.0, pipeline - compute) if len(stages) > 1 else 0.0, gradient_sync_s=sync, optimizer_s=optimizer,
         )  # fmt: skip
 
     def _prefix(self, k: int) -> str:

@@ -100,6 +100,7 @@ class _Run:
         receives = [dist.P2POp(dist.irecv, t, source, self._group) for t in arriving]
         if not sends and not receives:
             return
+        self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
         works = dist.batch_isend_irecv([*sends, *receives])
         if len(works) == len(sends) + len(receives):  # else the backend has made one work of all
             self._works.extend((work, results) for work in works[: len(sends)])
