@@ -330,7 +330,7 @@ class Search:
         live = live_on(self.cluster, self.gpus)
         self.best_s = math.inf
         ledgers: dict[tuple[int, int, int], Ledger] = {}
-        again = []
+        again: list[Candidate] = []
         for c in found[:MEASURED_CANDIDATES]:
             key, program, pricer = (c.mesh.dp, c.rank.micro_batches, c.mesh.tp), c.rank.program, Pricer(self.cluster, c.mesh.sizes(), live)
             if key not in ledgers:
