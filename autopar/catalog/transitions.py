@@ -82,5 +82,5 @@ def rule(view: OpView) -> Iterable[Strategy]:
     yield view.strategy([P], [P])
 
 
-for _name in {t.function for t in TRANSITIONS.values()} | {"all_to_all", "regroup"}:
+for _name in sorted({t.function for t in TRANSITIONS.values()} | {"all_to_all", "regroup"}):
     register(f"autopar.C.{_name}", rule)

@@ -141,7 +141,7 @@ class Liveness:
     def _entering(self, span: Span) -> dict[str, int]:
         ops = self.program.ops
         inside = {o for k in self._indices(span) for o in ops[k].outputs}
-        read = {r for k in self._indices(span) for r in refs(ops[k]) if r not in inside}
+        read = dict.fromkeys(r for k in self._indices(span) for r in refs(ops[k]) if r not in inside)
         return {self._root[r]: self._size(r) for r in read if self._root[r] not in self._resting}
 
     @staticmethod
