@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     measuring = live(tmp_path / "file" / "below")
     with pytest.warns(UserWarning, match="cannot be used"):
         assert measuring.measure({call_of(LINEAR, LINEAR_TYPES, (f32(16, 32),)): 1.0})
-    assert any("not written" in note for note in measuring.notes())
+    assert any("not kept" in note for note in measuring.notes())
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

@@ -151,13 +151,14 @@ def _checked(data: object) -> dict[str, tuple[float, float]]:
 class Live:
     """Measures calls on a device, within a budget of seconds. workers: processes that will share this machine; on a CPU of fewer
     cores each of them is slower by that factor (`shared`). failed: call -> why it could not be measured; skipped: calls for
-    which no time was left."""
+    which no time was left; unsaved: why the file could not be written; runs: calls measured, not found in the file."""
 
     device: torch.device
     workers: int = 1
     budget_s: float = BUDGET_S
     folder: Path | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    unsaved: str = ""
     skipped: set[str] = field(default_factory=set)
     spent_s: float = 0.0
     runs: int = 0
@@ -192,7 +193,8 @@ class Live:
 
     def notes(self) -> list[str]:
         """What a reader of the plan should know of the measurements."""
-        found = [f"not measured, estimated instead: {call}: {why}" for call, why in self.failed.items()]
+        found = [self.unsaved] if self.unsaved else []
+        found += [f"not measured, estimated instead: {call}: {why}" for call, why in self.failed.items()]
         if self.skipped:
             found.append(f"{len(self.skipped)} calls of operators were not measured: the budget of {self.budget_s:g} s was spent")
         return found
@@ -211,7 +213,7 @@ class Live:
         try:
             self.times.save()
         except OSError as error:
-            self.failed["the file of measured times"] = f"not written: {error}"
+            self.unsaved = f"measured times are not kept for other plans: {error}"
         return found
 
     def _run(self, call: Call) -> tuple[float, float] | None:
