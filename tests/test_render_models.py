@@ -6,7 +6,6 @@ import copy
 import functools
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -189,12 +188,10 @@ MODELS = {"gpt2": gpt2, "bert": bert, "llama": llama, "t5": t5, "convnet": convn
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_emitted_model_is_the_model(name: str, golden: Callable[[str, str], None]) -> None:
+def test_emitted_model_is_the_model(name: str) -> None:
     source = emitted_source(name)
     assert max(map(len, source.splitlines())) <= 120
     assert source.count("def block_") <= 2, "one function for each distinct block"
-    if name in ("gpt2", "bert", "convnet"):
-        golden(f"{name}.py.txt", re.sub(r"(\.py):\d+:", r"\1:", source))  # line numbers of installed packages move
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

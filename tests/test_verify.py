@@ -11,7 +11,7 @@ import pytest
 from autopar.compiler import plan_of
 from autopar.errors import Infeasible
 from autopar.run import WorkerPool
-from autopar.verify import TOLERANCE, Reference, Report, reference, verify_plan
+from autopar.verify import TOLERANCE, Reference, Report, reference, verify, verify_plan
 from benchmarks import _models
 
 pytestmark = pytest.mark.gloo
@@ -54,3 +54,16 @@ def test_equals_the_original(name: str, plan: str, workers: WorkerPool) -> None:
 def test_split_into_micro_batches_is_refused_where_the_result_would_change(workers: WorkerPool) -> None:
     with pytest.raises(Infeasible, match="micro-batches: not split, because"):
         plan_of(referenced("resnet").captured, 4, cluster="cpu", pins={"dp": 2, "pp": 2, "micro_batches": 4})
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "pp": 2, "micro_batches": 4}, {"tp": 4}], ids=str)
+def test_tied_weights_stay_equal_where_ranks_count_different_numbers_of_labels(pins: dict[str, int], workers: WorkerPool) -> None:
+    """After five steps, the two copies of a tied embedding on the first and the last stage among them."""
+    model, inputs = _models.gpt2()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    counts = (inputs["labels"][:, 1:] != -100).unflatten(0, (2, 4, -1)).sum((2, 3))  # of each rank and micro-batch
+    assert counts.unique().numel() == counts.numel()
+    report = verify(model, inputs, 4, pins=pins, steps=5, pool=workers)
+    assert pins.items() <= {**report.plan.mesh, "micro_batches": report.plan.micro_batches}.items()
+    assert report.copies_equal, report.unequal
+    assert report.ok, errors(report)
