@@ -24,6 +24,12 @@ pytestmark = pytest.mark.pure
 ONE = {"pp": 1, "dp": 1, "tp": 1}
 
 
+@pytest.fixture(autouse=True)
+def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that runs the tests may be busy with others."""
+    monkeypatch.setattr("autopar.measure.live.LEAST_CPU_SHARE", 0.0)
+
+
 def f32(*shape: int, grad: bool = True) -> TensorType:
     return TensorType(shape, torch.float32, grad)
 
@@ -129,6 +135,16 @@ def test_a_failure_is_flagged_and_never_kept(tmp_path: Path) -> None:
     assert again.runs == 1  # tried again by another plan, but not by the same
     again.measure({wrong: 1.0})
     assert again.runs == 1
+
+
+def test_times_taken_beside_other_work_are_used_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.measure.live.LEAST_CPU_SHARE", math.inf)
+    call = call_of(LINEAR, LINEAR_TYPES, (f32(16, 32),))
+    measuring = live(tmp_path)
+    assert set(measuring.measure({call: 1.0})) == {call}
+    assert measuring.measure({call: 1.0}) and measuring.runs == 1
+    assert any("other processes" in note for note in measuring.notes())
+    assert live(tmp_path).times.get(measuring.key(call)) is None
 
 
 def test_short_calls_and_those_beyond_the_budget_keep_their_estimates(tmp_path: Path) -> None:

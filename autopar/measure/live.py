@@ -32,6 +32,7 @@ BUDGET_S = 30.0  # for all measurements of one plan; what is not measured by the
 LEAST_SHARE = 1e-3  # of a program's estimated time: calls that take less of it in all are not measured
 REPEATS = 5  # of which the median is taken
 SAMPLE_S, MOST_LOOPS = 1e-3, 20  # short calls are repeated within a sample until it takes about so long
+LEAST_CPU_SHARE = 0.8  # of the time that passes: with less, other processes held the core, and times are not kept for other plans
 CPU_THREADS = 1  # what a worker of autopar.launch, and of torchrun by default, has
 
 FORMAT, VERSION = "autopar-times", 1
@@ -106,17 +107,20 @@ class Times:
     def get(self, key: str) -> tuple[float, float] | None:
         return self._known.get(key)
 
-    def add(self, key: str, seconds: tuple[float, float]) -> None:
-        self._known[key] = self._new[key] = seconds
+    def add(self, key: str, seconds: tuple[float, float], *, keep: bool = True) -> None:
+        """keep: beyond this process."""
+        self._known[key] = seconds
+        if keep:
+            self._new[key] = seconds
 
     def save(self) -> None:
         """Write what is new, beside what others have written, atomically. OSError where that cannot be done."""
         if not self._new:
             return
-        self._known = {**self._read(), **self._known}
+        kept = {**self._read(), **self._new}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        data = {"format": FORMAT, "version": VERSION, "times_s": {k: list(v) for k, v in sorted(self._known.items())}}
+        data = {"format": FORMAT, "version": VERSION, "times_s": {k: list(v) for k, v in sorted(kept.items())}}
         scratch.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         os.replace(scratch, self.path)
         self._new = {}
@@ -151,13 +155,15 @@ def _checked(data: object) -> dict[str, tuple[float, float]]:
 class Live:
     """Measures calls on a device, within a budget of seconds. workers: processes that will share this machine; on a CPU of fewer
     cores each of them is slower by that factor (`shared`). failed: call -> why it could not be measured; skipped: calls for
-    which no time was left; unsaved: why the file could not be written; runs: calls measured, not found in the file."""
+    which no time was left; disturbed: calls measured beside other work, which are slower than they need be; unsaved: why the file
+    could not be written; runs: calls measured, not found in the file."""
 
     device: torch.device
     workers: int = 1
     budget_s: float = BUDGET_S
     folder: Path | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    disturbed: int = 0
     unsaved: str = ""
     skipped: set[str] = field(default_factory=set)
     spent_s: float = 0.0
@@ -195,6 +201,8 @@ class Live:
         """What a reader of the plan should know of the measurements."""
         found = [self.unsaved] if self.unsaved else []
         found += [f"not measured, estimated instead: {call}: {why}" for call, why in self.failed.items()]
+        if self.disturbed:
+            found.append(f"{self.disturbed} calls were measured while other processes used the cores: they hold for now, and are not kept")
         if self.skipped:
             found.append(f"{len(self.skipped)} calls of operators were not measured: the budget of {self.budget_s:g} s was spent")
         return found
@@ -220,7 +228,7 @@ class Live:
         if self.spent_s >= self.budget_s:
             self.skipped.add(str(call))
             return None
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         self.runs += 1
         try:
             with self._conditions():
@@ -229,8 +237,11 @@ class Live:
             self.failed[str(call)] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a message'}"
             return None
         finally:
-            self.spent_s += time.perf_counter() - start
-        self.times.add(self.key(call), seconds)
+            elapsed_s = time.perf_counter() - start
+            self.spent_s += elapsed_s
+        disturbed = self.device.type == "cpu" and time.thread_time() - cpu_start < LEAST_CPU_SHARE * elapsed_s
+        self.disturbed += disturbed
+        self.times.add(self.key(call), seconds, keep=not disturbed)
         return seconds
 
     @contextmanager
