@@ -79,7 +79,8 @@ def why_not(search: Search) -> str:
         pins = {k: getattr(search.pins, k) for k in ("dp", "tp", "pp") if getattr(search.pins, k) is not None}
         pinned = ", ".join(f"{k}={v}" for k, v in pins.items())
         return f"no mesh of {search.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs (pp x dp x tp = {search.gpus})"
-    lines = list(search.refused) or ["no candidate satisfies the pins"]
+    # What was asked for by name first: that a step is not split matters only where it had to be.
+    lines = sorted(search.refused, key=lambda line: line.startswith("micro-batches:")) or ["no candidate satisfies the pins"]
     text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12])
     if search.short_bytes < math.inf:
         pinned_memory = any(getattr(search.pins, k) is not None for k in ("zero", "recompute", "micro_batch", "micro_batches"))
