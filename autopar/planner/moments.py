@@ -60,9 +60,10 @@ def split_into_moments(program: Program, count: int) -> Moments:
     """One micro-batch of `count`. Raises NotSplittable."""
     if count == 1:
         return Moments(body=program)
-    if program.mutations or any(b.mutated for b in program.buffers):
-        changed = next(b.fqn for b in program.buffers if b.mutated or b.value == dict(program.mutations).get(b.value))
-        raise NotSplittable(f"the step changes the buffer {changed!r} from the statistics of the whole batch")
+    written = dict(program.mutations)
+    changed = [b.fqn for b in program.buffers if b.mutated or b.value in written]
+    if changed:
+        raise NotSplittable(f"the step changes the buffer {changed[0]!r} from the statistics of the whole batch")
     batched = batched_inputs(program)
     if not batched or (program.batch_size or 0) % count:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")

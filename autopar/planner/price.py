@@ -16,16 +16,6 @@ from autopar.planner.liveness import Liveness
 
 __all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
 
-ZERO_MIN_NUMEL = 1  # every parameter that divides is sharded; what does not divide rests whole
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """A tensor kept for backward: where it is first saved, its bytes."""
-
-    at: int
-    nbytes: int
-
 
 class Ledger:
     """Costs of the operators of one rank's program, and the tensors they keep."""
