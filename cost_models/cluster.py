@@ -285,7 +285,7 @@ def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
         value = table.data.get(key)
         table.seen.add(key)
         if isinstance(value, dict):
-            return of_table(_Table(value, table.where, f"{key}."), f"{name}.{key}")
+            return of_table(_Table(value, f"{table.where}, [{key}]"), f"{name}.{key}")
         if isinstance(value, str):
             return of_name(folder / value if value.endswith(".toml") else value)
         raise table.fail(key, f"must be a name of the catalogue, a TOML file or a table, found {value!r}")
