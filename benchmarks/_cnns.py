@@ -96,7 +96,7 @@ class Vgg:
 class DenseNet:
     """DenseNet-BC (arXiv 1608.06993): every layer adds `growth` channels to what it read; transitions halve channels and sizes."""
 
-    blocks: tuple[int, int, int, int]
+    blocks: tuple[int, ...]
     growth: int
     stem: int
     classes: int = 1000
