@@ -4,6 +4,7 @@ A rule is a function from an `OpView` to the strategies of that operator on ONE 
 named-dims notation (`dims.Dims`, which is such a function). The framework adds what holds for every deterministic
 operator: all inputs I -> outputs I, and all inputs R -> outputs R (its backward is linear, so that partial gradients
 of the outputs give partial gradients of the inputs). It also drops what does not divide, so rules need not check that.
+An operator without a rule has these, and what `probe` finds out by running it.
 
 Local arguments: an operator whose arguments name sizes (view, expand, split ...) or counts (groups of a convolution)
 also has a localizer, which rewrites those arguments to the sizes of one rank.
@@ -15,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from autopar.catalog.probe import Probed, probed
 from autopar.catalog.schema import bind, parameters, tensor_refs
 from autopar.ir import Arg, I, Layout, Op, P, R, Ref, Strategy, TensorType, map_refs
 
@@ -120,11 +122,11 @@ _KNOWN: dict[object, tuple[Strategy, ...]] = {}
 
 
 def _strategies_of(view: OpView) -> tuple[Strategy, ...]:
-    trivial = [
-        view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in ((I,) if draws(view.op) else (I, R))
-    ]
-    rule = rule_of(view.op.target)
-    stated = list(rule(view)) if rule is not None else []
+    rule, random = rule_of(view.op.target), draws(view.op)
+    found = Probed() if rule is not None or random else probed(view.op, view.ins, view.outs, view.n)
+    replicated = (I,) if random or not found.additive else (I, R)
+    trivial = [view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in replicated]
+    stated = rule(view) if rule is not None else found.strategies
     seen: dict[Strategy, None] = {}
     for s in (*trivial, *stated):
         assert len(s.inputs) == len(view.ins) and len(s.outputs) == len(view.outs), (view.op, s)

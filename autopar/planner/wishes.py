@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,8 @@ from torch import nn
 
 from autopar.catalog.rule import rule_of
 from autopar.errors import PlanError
-from autopar.ir import Program, refs
+from autopar.ir import I, Op, Program, R, refs
+from autopar.planner.lower import lower
 from autopar.planner.plan import Pins, Plan
 from autopar.targets import did_you_mean
 
@@ -65,13 +66,27 @@ def with_notes(plan: Plan, program: Program) -> Plan:
     """The plan with notes on what is not as one may think: operators without a rule, and a precision that is not the model's
     (nothing is cast)."""
     notes = []
-    unruled = Counter(op.target for op in program.ops if refs(op) and rule_of(op.target) is None)
-    if unruled:
-        listed = ", ".join(f"{target} x{n}" for target, n in unruled.most_common())
-        notes.append(f"without a rule, so replicated where an axis is split, and priced as read and written bytes: {listed}")
+    unruled = [op for op in program.ops if refs(op) and rule_of(op.target) is None]
+    split = _split(plan, program, unruled)
+    for ops, how in (
+        ([op for op in unruled if op.name in split], "split over dim 0 as probed"),
+        ([op for op in unruled if op.name not in split], "so replicated where an axis is split"),
+    ):
+        if ops:
+            listed = ", ".join(f"{target} x{n}" for target, n in Counter(op.target for op in ops).most_common())
+            notes.append(f"without a rule, {how}, and priced as read and written bytes: {listed}")
     own = plan.precision
     dtypes = list(dict.fromkeys(str(program.types[p.value].dtype).removeprefix("torch.") for p in program.params))
     if dtypes and dtypes != [PRECISIONS[plan.precision]]:
         notes.append(f"the parameters are {', '.join(dtypes)}, and nothing is cast: all figures are for that, not for {plan.precision}")
         own = next((name for name, dtype in PRECISIONS.items() if dtypes == [dtype]), plan.precision)
     return msgspec.structs.replace(plan, precision=own, notes=[*notes, *plan.notes]) if notes else plan
+
+
+def _split(plan: Plan, program: Program, ops: Sequence[Op]) -> frozenset[str]:
+    """Those of these operators without a rule, by name, that the plan splits over an axis or over the micro-batches. What has no
+    rule makes a shard or terms of a sum only if it is split."""
+    if not ops or (plan.gpus == plan.micro_batches == 1):
+        return frozenset()
+    layouts = lower(program, plan).program.layouts.values()
+    return frozenset(op.name for op in ops if any(x.get(op.name, I).kind not in (I.kind, R.kind) for x in layouts))
