@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,11 +174,31 @@ def diff(first: Path, second: Path, as_json: Json = False) -> None:
 
 @app.command()
 def profile(
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="the cluster file to write")] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="the cluster file to write")] = Path("cluster.toml"),
+    gpus: Annotated[int | None, typer.Option("--gpus", help="workers; default: one for each GPU, without GPUs for each core")] = None,
+    cluster: Annotated[str, typer.Option("--cluster", help="what it says holds where nothing can be measured")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure this machine's devices and links, and write them as a cluster file. Not available yet."""
-    raise UsageError("profile is not available yet; name a catalogued cluster with --cluster, or write a FILE.toml after one of those")
+    """Measure this machine's devices and links (about a minute), and write them as a cluster file for --cluster."""
+    from autopar.measure.profile import default_workers, save
+    from autopar.measure.profile import profile as measured
+    from autopar.planner.resources import choose_cluster
+    from autopar.report.profile import print_profile, profile_json, progress
+
+    workers = default_workers() if gpus is None else gpus
+    _check_gpus(workers)
+    _writable(out)
+    with _answers_only(as_json), progress() as say:
+        found = measured(choose_cluster(cluster, 1), workers, say=say)
+    try:
+        save(found, out)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror or error}") from error
+    if as_json:
+        _answer({"written": str(out), **profile_json(found)})
+    else:
+        print_profile(found)
+        print(f"written to {out}")
 
 
 @app.command()
@@ -306,8 +327,13 @@ def _readable(path: Path) -> Path:
 
 def _writable(path: Path | None) -> None:
     """Said before the plan is made, not after."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else f'there is no folder {path.absolute().parent}'}")
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else f'there is no folder {folder}'}")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: the folder {folder} is not writable")
 
 
 # ---------------------------------------------------------------------------------------------------------- answers

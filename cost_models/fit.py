@@ -18,7 +18,9 @@ from cost_models.cluster import Cluster, Gpu, Link
 from cost_models.collectives import Kind, collective_time_s
 from cost_models.compute import op_time_s
 
-__all__ = ["LINK_CONSTANTS", "CollectiveTime", "OperatorTime", "fit_gpu", "fit_link", "gpu_loss", "link_loss", "port_bytes", "rescaled", "search"]
+__all__ = [
+    "LINK_CONSTANTS", "CollectiveTime", "OperatorTime", "fit_gpu", "fit_link", "gpu_loss", "link_loss", "port_bytes", "rescaled", "search",
+]  # fmt: skip
 
 LINK_CONSTANTS = (
     "achievable_fraction",

@@ -270,7 +270,10 @@ def test_help_names_every_command(run) -> None:
         (["diff", "good.json", "goood.json"], "did you mean good.json"),
         (["verify", "models.py:net", "--gpus", "2", "--plan", "good.json", "--pin", "tp=2"], "exclude each other"),
         (["verify", "models.py:net", "--gpus", "2", "--steps", "0"], "--steps"),
-        (["profile"], "not available yet"),
+        (["profile", "--gpus", "0"], "--gpus must be 1 or more"),
+        (["profile", "--gpus", "65"], "with 65 workers was asked for, but"),
+        (["profile", "-o", "no/such/cluster.toml"], "there is no folder"),
+        (["profile", "--cluster", "dgx-h1000"], "did you mean"),
         (["demo", "--gpus", "0"], "--gpus must be 1 or more"),
     ],
 )

@@ -1,0 +1,206 @@
+"""`autopar profile`: the live machine as a cluster, each value measured or fitted to what was measured.
+
+Peak rates and the memory's bandwidth are the best that was seen, times of launch medians; the ramp and the fractions of the peaks
+that operators achieve are then fitted to the medians of all operators, and the constants of the link to those of all collectives
+(`cost_models.fit`). What one machine cannot show, such as the link between nodes, keeps the value of a catalogued cluster,
+with a source that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from autopar.errors import LaunchError
+from autopar.measure.live import LEAST_CPU_SHARE, cores
+from autopar.measure.timings import DTYPES, Machine, Timed, collective_times, launch_time, machine, operator_times
+from autopar.run.launch import WorkerPool
+from cost_models.cluster import Cluster, Gpu, Link
+from cost_models.collectives import KINDS
+from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled
+from cost_models.write import cluster_toml
+
+__all__ = ["Profile", "Sizes", "default_workers", "profile", "save"]
+
+MIB = 2**20
+MOST_WORKERS = 8  # by default, on a machine without GPUs
+FITTED_DTYPES = {"cpu": ("float64", "float32"), "cuda": ("float32", "tf32", "float16", "bfloat16")}  # whose products are priced closely
+MEMORY_CLASSES = ("pointwise", "reduction", "gather")
+LINK_FITTED = (*LINK_CONSTANTS, "peer_s")
+SCALES = tuple(2.0**k for k in range(-6, 7))  # of the catalogue's latencies: the best of them is where the search begins
+
+D = TypeVar("D", Cluster, Gpu, Link)
+Values = Mapping[str, tuple[float, str]]  # a key of a hardware file -> value, source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """largest: side of the largest matrix product; operators of other classes shrink with it below 1024. nbytes: buffers of
+    collectives."""
+
+    largest: int = 16384
+    nbytes: tuple[int, ...] = (2**10, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """cluster: the machine as measured. operators, collectives: what was timed. gpu_error, link_error: mean |log(predicted /
+    measured)| after the fit, the second None without a link. notes: what could not be measured, and what disturbed."""
+
+    cluster: Cluster
+    machine: Machine
+    workers: int
+    operators: tuple[Timed, ...]
+    collectives: tuple[CollectiveTime, ...]
+    gpu_error: float
+    link_error: float | None
+    notes: tuple[str, ...]
+
+
+def default_workers() -> int:
+    """As many as there are GPUs; on CPUs, as there are cores, from 2 to MOST_WORKERS."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else min(MOST_WORKERS, max(2, cores()))
+
+
+def profile(base: Cluster, workers: int, *, sizes: Sizes | None = None, say: Callable[[str, int, int], None] | None = None) -> Profile:
+    """Measure this machine. base: a catalogued cluster, whose values stand where nothing can be measured; workers: processes, each
+    with a GPU of its own if there are any. say(what, done, of): called before each part.
+
+    Raises LaunchError for more workers than there are GPUs, or than the base cluster holds on one node.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = gpus or base.gpus_per_node
+    if not 1 <= workers <= most:
+        limit = f"this machine has {gpus} GPUs" if gpus else f"{base.name} has room for {most}"
+        raise LaunchError(f"a profile with {workers} workers was asked for, but {limit}")
+    sizes, say = sizes or Sizes(), say or (lambda *_: None)
+    with WorkerPool(workers) as pool:
+        say("starting workers", 0, 1)
+        found = pool.run(machine)[0]
+        kernels = [("matmul", dtype) for dtype in DTYPES if dtype != "tf32" or found.tf32]
+        half = "bfloat16" if found.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        main = half if found.device == "cuda" else "float32"
+        kernels += [(op_class, main) for op_class in ("attention", "conv")] + [(op_class, "float32") for op_class in MEMORY_CLASSES]
+        groups = sorted({2, workers}) if workers > 1 else []
+        links = [(kind, ranks) for ranks in groups for kind in KINDS if kind != "p2p" or ranks == 2]
+        total = len(kernels) + len(links) + 2
+
+        say("launch", 1, total)
+        launch_s = pool.run(launch_time)[0]
+        operators: list[Timed] = []
+        notes: list[str] = []
+        for k, (op_class, dtype) in enumerate(kernels, 2):
+            say(f"{op_class} in {dtype}", k, total)
+            timed, reason = pool.run(operator_times, op_class, dtype, sizes.largest)[0]
+            operators += timed
+            notes += [f"not measured, assumed instead: {reason}"] if reason else []
+        collectives: list[CollectiveTime] = []
+        best = 0.0  # bytes/s out of one rank
+        for k, (kind, ranks) in enumerate(links, 2 + len(kernels)):
+            say(f"{kind} of {ranks}", k, total)
+            by_rank = pool.run(collective_times, kind, sizes.nbytes, ranks)[:ranks]
+            for j, nbytes in enumerate(sizes.nbytes):
+                repeats = [max(each) for each in zip(*(times[j] for times in by_rank), strict=True)]
+                collectives.append(CollectiveTime(kind=kind, nbytes=nbytes, ranks=ranks, measured_s=statistics.median(repeats)))
+                best = max(best, port_bytes(kind, nbytes, ranks) / min(repeats))
+    say("fitting", total, total)
+    here = f"torch {found.torch}, {found.name}"
+    if found.device == "cpu" and (share := statistics.median(t.cpu_share for t in operators)) < LEAST_CPU_SHARE:
+        here += " beside other work"
+        notes.append(f"other processes took {1 - share:.0%} of a worker's core, which slows collectives: measure again when it is idle")
+    gpu, gpu_error = _gpu(base.gpu, found, workers, launch_s, operators, here)
+    per_node: Values = {"gpus_per_node": (gpus, f"measured: devices that torch {found.torch} finds")} if gpus else {}
+    cluster = _stated(dataclasses.replace(base, gpu=gpu, inter=_stated(base.inter, {})), per_node)
+    intra, link_error = _link(cluster, collectives, best, here, found.backend)
+    title = f"Profile of {found.name}: {workers} workers, {found.backend}, torch {found.torch}"
+    cluster = _titled(dataclasses.replace(cluster, intra=intra), title)
+    return Profile(
+        cluster=cluster, machine=found, workers=workers, operators=tuple(operators), collectives=tuple(collectives),
+        gpu_error=gpu_error, link_error=link_error, notes=tuple(notes),
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- devices
+def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Sequence[Timed], here: str) -> tuple[Gpu, float]:
+    """The device with all that was measured of it, and the error that is left."""
+    shared = "" if found.device == "cuda" else f"main memory, shared by {workers} workers; "
+    values: dict[str, tuple[float, str]] = {
+        "memory_bytes": (found.memory_bytes // (1 if found.device == "cuda" else workers), f"measured: {shared}{here}"),
+        "launch_s": (launch_s, f"measured: an operator on 4 numbers among others, {here}"),
+    }
+    if found.context_bytes:
+        what = "used beside the allocator's, by whomever" if found.device == "cuda" else "resident set of a worker that has imported torch"
+        values["context_bytes"] = (found.context_bytes, f"measured: {what}, {here}")
+    streams = {t.what: t.timing.bytes_moved / t.best_s for t in operators if t.timing.op_class in MEMORY_CLASSES}
+    if streams:
+        fastest = max(streams, key=streams.__getitem__)
+        values["memory_bandwidth_bytes_per_s"] = (streams[fastest], f"measured: best of all, {fastest}, {here}")
+    for dtype in DTYPES:
+        products = [t for t in operators if (t.timing.op_class, t.timing.dtype) == ("matmul", dtype)]
+        rates = {t.what: t.timing.flops / t.best_s for t in products[-2:]}  # small ones may be faster where there is no blocked kernel
+        if rates:
+            fastest = max(rates, key=rates.__getitem__)
+            values[f"peak_flops_per_s.{dtype}"] = (rates[fastest], f"measured: best of the largest, {fastest}, {here}")
+    close = [t.timing for t in operators if t.timing.op_class != "matmul" or t.timing.dtype in FITTED_DTYPES[found.device]]
+    gpu, error = fit_gpu(_stated(base, values), close)
+    fractions = dict(gpu.fractions)
+    by_class = Counter(t.op_class for t in close)
+    values["ramp_s"] = (gpu.ramp_s, f"fitted: to {len(close)} operators of all classes, {here}")
+    for op_class, count in by_class.items():
+        values[f"achievable_fraction.{op_class}"] = (fractions[op_class], f"fitted: to {count} operators, {here}")
+    return _titled(_stated(base, values), found.name), error
+
+
+def _link(cluster: Cluster, times: Sequence[CollectiveTime], best: float, here: str, backend: str) -> tuple[Link, float | None]:
+    """The link inside the node, fitted to collectives, and the error that is left. best: bytes/s out of one rank that were seen."""
+    base = cluster.intra
+    if not times:
+        return _stated(base, {}), None
+    values: dict[str, tuple[float, str]] = {}
+    seen = best / cluster.links_per_gpu
+    if base.bandwidth_bytes_per_s < seen or not base.source("bandwidth_bytes_per_s").startswith("datasheet: "):
+        values["bandwidth_bytes_per_s"] = (seen, f"measured: best of all collectives and sizes, {backend}, {here}")
+    start = _stated(base, values)
+    loss = link_loss([(dataclasses.replace(cluster, intra=start), times)], base.name)
+    start = min((rescaled(start, factor) for factor in SCALES), key=loss)
+    link, error = fit_link(start, loss, LINK_FITTED)
+    ranks = " and ".join(map(str, sorted({t.ranks for t in times})))
+    source = f"fitted: to {len(times)} times of collectives among {ranks} workers, {backend}, {here}"
+    for name in LINK_FITTED:
+        if (value := getattr(link, name)) != getattr(base, name):
+            only_scaled = value == getattr(start, name)
+            values[name] = (value, source + (" (scaled with the other latencies; the times say no more of it)" if only_scaled else ""))
+    return _titled(_stated(base, values), f"{backend} among {ranks} workers of this machine"), error
+
+
+def _stated(item: D, values: Values) -> D:
+    """The device with these values by the keys of its file; what is not among them is assumed to be as in the catalogue."""
+    sources = {key: values[key][1] if key in values else f"assumed: as the catalogue's {item.name} ({old})" for key, old in item.sources}
+    sources |= {key: source for key, (_, source) in values.items()}
+    sources["title"] = dict(item.sources)["title"]
+    changes: dict[str, Any] = {key: value for key, (value, _) in values.items() if "." not in key}
+    if isinstance(item, Gpu):
+        for field, table in (("rates", "peak_flops_per_s."), ("fractions", "achievable_fraction.")):
+            stated = {key.removeprefix(table): value for key, (value, _) in values.items() if key.startswith(table)}
+            changes[field] = tuple((dict(getattr(item, field)) | stated).items())
+    return dataclasses.replace(item, sources=tuple(sources.items()), **changes)
+
+
+def _titled(item: D, title: str) -> D:
+    return dataclasses.replace(item, sources=tuple((dict(item.sources) | {"title": title}).items()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+def save(found: Profile, path: Path) -> None:
+    """Write the cluster file, atomically. OSError where that cannot be done."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
+    scratch.write_text(cluster_toml(found.cluster), encoding="utf-8")
+    os.replace(scratch, path)

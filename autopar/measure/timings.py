@@ -1,0 +1,353 @@
+"""What `autopar profile` runs on a worker: operators on its device, and collectives among the workers.
+
+Each function here runs on every worker of a pool. Operators are run by rank 0 while the others wait. They are timed as a training
+loop issues them, one after another, with one synchronisation at the end; on a CPU, where a worker has one thread, by the time that
+the thread has a core, so that other processes do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from autopar.measure.live import CPU_THREADS, REFUSALS, device_name
+from autopar.run import comm
+from autopar.run.launch import default_device
+from autopar.run.mesh import Axis
+from cost_models.collectives import Kind
+from cost_models.fit import OperatorTime
+
+__all__ = ["DTYPES", "Machine", "Timed", "collective_times", "launch_time", "machine", "operator_times"]
+
+REPEATS = 11
+SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
+SLOWEST_S = 0.15  # of two sizes of an operator, the larger is not measured if it would take longer
+CASE_S = 0.4  # for the repeats of one case, of which there are two at least
+COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES = 3e-3, 50
+# Of one operand: more than caches hold, but on a CPU less than what malloc asks the system for anew each time (32 MiB, mallopt(3)).
+STREAMED_BYTES = {"cpu": 2**24, "cuda": 2**28}
+
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
+Run = Callable[[], object]
+Streaming = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """memory_bytes: of the GPU, or of the whole machine where workers run on CPUs. context_bytes: that a worker takes before its
+    first tensor. tf32: whether its products may be computed in it."""
+
+    device: str
+    name: str
+    backend: str
+    torch: str
+    memory_bytes: int
+    context_bytes: int
+    tf32: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """One operator on operands of one size. timing.measured_s: the median of the repeats; best_s: the least of them; cpu_share: of
+    the time that passed, what this thread had a core for."""
+
+    what: str
+    timing: OperatorTime
+    best_s: float
+    cpu_share: float
+
+
+# --------------------------------------------------------------------------------------------------------------- machine
+def machine() -> Machine:
+    """Of this worker, after it has run a product (libraries load code when they are first used)."""
+    device = default_device()
+    small = torch.ones(8, 8, device=device)
+    torch.mm(small, small)
+    cuda = device.type == "cuda"
+    if cuda:
+        _wait(device)
+        free, memory_bytes = torch.cuda.mem_get_info(device)
+        context_bytes = memory_bytes - free - torch.cuda.memory_reserved(device)
+    else:
+        memory_bytes, context_bytes = _main_memory_bytes(), _resident_bytes()
+    return Machine(
+        device=device.type,
+        name=device_name(device) + ("" if cuda else f" with {CPU_THREADS} thread"),
+        backend=dist.get_backend(),
+        torch=torch.__version__,
+        memory_bytes=memory_bytes,
+        context_bytes=context_bytes,
+        tf32=cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0),
+    )
+
+
+def _main_memory_bytes() -> int:
+    """Of the machine, or of the container that this is."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total, int(allowed)) if allowed.isdecimal() else total
+
+
+def _resident_bytes() -> int:
+    """The resident set of this process; 0 where the system has no /proc."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+# ------------------------------------------------------------------------------------------------------------- operators
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """An operator to time: its counts, and `make`, which makes its operands and returns what runs it."""
+
+    what: str
+    op_class: str
+    dtype: str
+    flops: float = 0.0
+    bytes_moved: float
+    make: Callable[[], Run]
+
+
+def operator_times(op_class: str, dtype: str, largest: float) -> tuple[list[Timed], str]:
+    """The operators of one class in one dtype, ascending in size, and why there are not more: '' unless the device refused one, for
+    want of a kernel or of memory. largest: side of the largest matrix; other operators shrink with it below 1024. On other ranks
+    than 0: nothing."""
+    if dist.get_rank() != 0:
+        return [], ""
+    device = default_device()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    found: list[Timed] = []
+    previous: tuple[_Case, float] | None = None
+    try:
+        with torch.no_grad():
+            for case in _CASES[op_class](device, dtype, largest):
+                if previous is not None and previous[1] * _work(case) / _work(previous[0]) > SLOWEST_S:
+                    break
+                run, start, cpu_start = case.make(), time.perf_counter(), time.thread_time()
+                best_s, median_s = _timed(run, device)
+                share = (time.thread_time() - cpu_start) / (time.perf_counter() - start)
+                previous = case, best_s
+                timing = OperatorTime(
+                    op_class=case.op_class, flops=case.flops, bytes_moved=case.bytes_moved, dtype=case.dtype, measured_s=median_s
+                )
+                found.append(Timed(what=case.what, timing=timing, best_s=best_s, cpu_share=share))
+    except REFUSALS as error:
+        return found, f"{op_class} in {dtype}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return found, ""
+
+
+def _work(case: _Case) -> float:
+    return case.flops or case.bytes_moved
+
+
+def _matmul(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    made = _torch_dtype(dtype)
+    side = 64
+    while side <= largest:
+
+        def make(n: int = side) -> Run:
+            a, b = (torch.rand(n, n, device=device).to(made) for _ in range(2))
+            return lambda: torch.mm(a, b)
+
+        moved = 3.0 * side**2 * made.itemsize
+        yield _Case(what=f"product of {side} x {side}", op_class="matmul", dtype=dtype, flops=2.0 * side**3, bytes_moved=moved, make=make)
+        side *= 2
+
+
+def _attention(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    made, heads, width = _torch_dtype(dtype), 8, 64
+    for length in (n for n in (128, 512, 1024, 2048, 4096) if n <= largest):
+        for causal in (False, True):
+            shape = (1 if device.type == "cpu" else 8, heads, length, width)
+
+            def make(shape: tuple[int, ...] = shape, causal: bool = causal) -> Run:
+                q, k, v = (torch.rand(shape, device=device).to(made) for _ in range(3))
+                return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+            flops = (2.0 if causal else 4.0) * math.prod(shape) * length
+            what = f"{'causal ' if causal else ''}attention over {length}"
+            moved = 4.0 * math.prod(shape) * made.itemsize
+            yield _Case(what=what, op_class="attention", dtype=dtype, flops=flops, bytes_moved=moved, make=make)
+
+
+def _conv(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    made, batch = _torch_dtype(dtype), 2 if device.type == "cpu" else 64
+    for channels, side, kernel in ((64, 28, 1), (64, 28, 3), (256, 14, 3), (64, 56, 3)):
+        if channels * side > 8 * largest:
+            continue
+
+        def make(channels: int = channels, side: int = side, kernel: int = kernel) -> Run:
+            x = torch.rand(batch, channels, side, side, device=device).to(made)
+            weight = torch.rand(channels, channels, kernel, kernel, device=device).to(made)
+            return lambda: F.conv2d(x, weight, padding=kernel // 2)
+
+        pixels = batch * channels * side**2
+        flops, moved = 2.0 * pixels * channels * kernel**2, (2.0 * pixels + (channels * kernel) ** 2) * made.itemsize
+        what = f"convolution {kernel} x {kernel}, {channels} channels of {side} x {side}"
+        yield _Case(what=what, op_class="conv", dtype=dtype, flops=flops, bytes_moved=moved, make=make)
+
+
+def _streams(op_class: str, *operators: tuple[str, int, Streaming]) -> Callable[[torch.device, str, float], Iterator[_Case]]:
+    """Operators on two matrices with rows of 1024. Each has a name, and how many matrices it moves."""
+
+    def cases(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+        made = _torch_dtype(dtype)
+        rows = _rows(device, made, largest)
+        for what, passes, run in operators:
+
+            def make(run: Streaming = run) -> Run:
+                x, y = (torch.rand(rows, 1024, device=device).to(made) for _ in range(2))
+                return lambda: run(x, y)
+
+            moved = float(passes * rows * 1024 * made.itemsize)
+            yield _Case(what=f"{what} of {rows} x 1024", op_class=op_class, dtype=dtype, bytes_moved=moved, make=make)
+
+    return cases
+
+
+def _gather(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    made = _torch_dtype(dtype)
+    rows = _rows(device, made, largest)
+    for width in (256, 1024):
+
+        def make(width: int = width) -> Run:
+            table = torch.rand(rows, width, device=device).to(made)
+            index = torch.randint(rows, (rows,), device=device)
+            return lambda: F.embedding(index, table)
+
+        moved = 2.0 * rows * width * made.itemsize + 8.0 * rows
+        yield _Case(what=f"{rows} rows of {width} gathered", op_class="gather", dtype=dtype, bytes_moved=moved, make=make)
+
+
+def _rows(device: torch.device, dtype: torch.dtype, largest: float) -> int:
+    """Rows of 1024 elements that make up STREAMED_BYTES; fewer where only small operators are wanted."""
+    return max(64, int(STREAMED_BYTES[device.type] * min(1.0, largest / 1024)) // dtype.itemsize // 1024)
+
+
+_CASES: dict[str, Callable[[torch.device, str, float], Iterator[_Case]]] = {
+    "matmul": _matmul,
+    "attention": _attention,
+    "conv": _conv,
+    "pointwise": _streams(
+        "pointwise",
+        ("copy", 2, lambda x, _: x.clone()), ("sum of two", 3, lambda x, y: x + y), ("relu", 2, lambda x, _: torch.relu(x)),
+        ("gelu", 2, lambda x, _: F.gelu(x)),
+    ),
+    "reduction": _streams(
+        "reduction",
+        ("sum", 1, lambda x, _: x.sum()), ("softmax", 2, lambda x, _: x.softmax(-1)),
+        ("layer norm", 2, lambda x, _: F.layer_norm(x, x.shape[-1:])),
+    ),
+    "gather": _gather,
+}  # fmt: skip
+
+
+def launch_time() -> float:
+    """Seconds between operators too small to take any: on a GPU what the host needs to issue one. 0 on other ranks than 0."""
+    if dist.get_rank() != 0:
+        return 0.0
+    device = default_device()
+    x = torch.ones(4, device=device)
+    with torch.no_grad():
+        return _timed(lambda: x + x, device)[1]
+
+
+def _timed(run: Run, device: torch.device) -> tuple[float, float]:
+    """(best, median) seconds of one run among others like it, after a warm-up."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+
+    def sample(loops: int) -> float:
+        _wait(device)
+        start = clock()
+        for _ in range(loops):
+            run()
+        _wait(device)
+        return (clock() - start) / loops
+
+    sample(1)
+    samples = _repeated(sample, sample(1), SAMPLE_S, MOST_LOOPS)
+    return min(samples), statistics.median(samples)
+
+
+def _repeated(sample: Callable[[int], float], once: float, sample_s: float, most_loops: int) -> list[float]:
+    """Samples of about sample_s each, REPEATS of them or as many as CASE_S allows. once: seconds of one run."""
+    loops = min(most_loops, max(1, math.ceil(sample_s / once)))
+    first = [once] if loops == 1 else []
+    return first + [sample(loops) for _ in range(max(1, min(REPEATS, int(CASE_S / (once * loops))) - len(first)))]
+
+
+def _torch_dtype(dtype: str) -> torch.dtype:
+    return torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ----------------------------------------------------------------------------------------------------------- collectives
+def collective_times(kind: Kind, nbytes: Sequence[int], ranks: int) -> list[list[float]]:
+    """Seconds of a collective among the first `ranks` workers as this one sees it, by size and repeat; nbytes: the full buffers,
+    as collective_time_s counts them. Every worker must call it; those that take no part return nothing."""
+    axis = _axis(ranks)
+    if dist.get_rank() >= ranks:
+        return []
+    return [_collective_samples(_collective(kind, size, axis), axis) for size in nbytes]
+
+
+@functools.cache
+def _axis(ranks: int) -> Axis:
+    """The first `ranks` workers. Made once: a group is costly, and every worker must make it."""
+    members = tuple(range(ranks))
+    return Axis(name="profile", size=ranks, rank=dist.get_rank(), ranks=members, group=dist.new_group(list(members)))
+
+
+def _collective(kind: Kind, nbytes: int, axis: Axis) -> Run:
+    device, n = default_device(), axis.size
+    each = max(1, nbytes // 4 // n)  # elements of a rank's part
+    whole, part = torch.zeros(each * n, device=device), torch.zeros(each, device=device)
+    if kind == "all_reduce":
+        return lambda: comm.all_reduce_(whole, axis)
+    if kind == "all_gather":
+        return lambda: comm.gather_flat(whole, part, axis).wait()
+    if kind == "reduce_scatter":
+        return lambda: comm.scatter_flat(part, whole, axis).wait()
+    if kind == "all_to_all":
+        blocks = torch.zeros(n, max(1, each // n), device=device)
+        return lambda: comm.all_to_all(blocks, axis)
+    if kind == "broadcast":
+        return lambda: comm.broadcast_(whole, 0, axis.group)
+    return lambda: dist.send(whole, 1, group=axis.group) if axis.rank == 0 else dist.recv(whole, 0, group=axis.group)
+
+
+def _collective_samples(run: Run, axis: Axis) -> list[float]:
+    """All ranks take the same number of samples, which they settle by the slowest of them."""
+    device = default_device()
+    token = torch.zeros(1, device=device)
+
+    def sample(loops: int) -> float:
+        comm.all_reduce_(token, axis)  # all ranks begin together
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(loops):
+            run()
+        _wait(device)
+        return (time.perf_counter() - start) / loops
+
+    sample(1)
+    once = torch.tensor([sample(1)], dtype=torch.float64, device=device)
+    comm.all_reduce_(once, axis, dist.ReduceOp.MAX)
+    return _repeated(sample, once.item(), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
