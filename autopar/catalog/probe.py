@@ -179,7 +179,7 @@ def _sample(call: _Call, shapes: Sequence[tuple[int, ...]], seed: int, spread: b
     before = _random_state()
     try:
         results, arriving, gradients = _run(call, values, lambda _, t: _drawn(t.dtype, tuple(t.shape), generator, 2, spread, False))
-        results_2, _, gradients_2 = _run(call, values, lambda k, _: arriving[k])
+        results_2, _, gradients_2 = _run(call, values, _giving(arriving))
     except REFUSALS:
         return None
     if _random_state() != before:
@@ -344,7 +344,7 @@ def _additive(call: _Call) -> bool:
         for s in _samples(call, frozenset(), 0):
             terms = [-2 * t.flip(tuple(range(t.ndim))) if t.dtype.is_floating_point or t.dtype.is_complex else t for t in s.arriving]
             rest = [t - part for t, part in zip(s.arriving, terms, strict=True)]
-            parts = [_run(call, s.values, lambda k, _, given=given: given[k])[2] for given in (terms, rest)]
+            parts = [_run(call, s.values, _giving(given))[2] for given in (terms, rest)]
             for k, whole in enumerate(s.gradients):
                 if whole is not None:
                     _check(whole, [g for part in parts if (g := part[k]) is not None], P)
@@ -353,6 +353,10 @@ def _additive(call: _Call) -> bool:
     except REFUSALS:
         return True
     return True
+
+
+def _giving(arriving: Sequence[Tensor]) -> Callable[[int, Tensor], Tensor]:
+    return lambda k, _: arriving[k]
 
 
 def _given(gradients: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
