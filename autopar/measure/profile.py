@@ -202,5 +202,8 @@ def _titled(item: D, title: str) -> D:
 def save(found: Profile, path: Path) -> None:
     """Write the cluster file, atomically. OSError where that cannot be done."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
-    scratch.write_text(cluster_toml(found.cluster), encoding="utf-8")
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(cluster_toml(found.cluster), encoding="utf-8")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

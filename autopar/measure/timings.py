@@ -186,7 +186,7 @@ def _attention(device: torch.device, dtype: str, largest: float) -> Iterator[_Ca
 def _conv(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
     made, batch = _torch_dtype(dtype), 2 if device.type == "cpu" else 64
     for channels, side, kernel in ((64, 28, 1), (64, 28, 3), (256, 14, 3), (64, 56, 3)):
-        if channels * side > 8 * largest:
+        if channels * side > 16 * largest:
             continue
 
         def make(channels: int = channels, side: int = side, kernel: int = kernel) -> Run:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -50,7 +51,7 @@ def print_profile(found: Profile) -> None:
     """What was measured; of what is assumed only how much it is."""
     cluster, console = found.cluster, Console()
     console.print(dict(cluster.sources)["title"], markup=False)
-    values = Table("value", "", "how")
+    values = Table("value", "", "how", box=SIMPLE)
     assumed = 0
     for name, part in (("gpu", cluster.gpu), ("intra", cluster.intra), ("inter", cluster.inter), ("", cluster)):
         for key, figure in figures(part).items():
@@ -61,11 +62,11 @@ def print_profile(found: Profile) -> None:
     console.print(values)
     console.print(f"{assumed} values are assumed, as in the catalogue; the file says which")
     if found.link_error is not None:
-        groups = sorted({(t.ranks, KINDS.index(t.kind)) for t in found.collectives})
-        times = Table("buffer", *(f"{KINDS[k]} of {ranks}" for ranks, k in groups))
-        for nbytes in sorted({t.nbytes for t in found.collectives}):
-            row = {(t.ranks, KINDS.index(t.kind)): seconds_text(t.measured_s) for t in found.collectives if t.nbytes == nbytes}
-            times.add_row(bytes_text(nbytes), *(row[group] for group in groups))
+        sizes = sorted({t.nbytes for t in found.collectives})
+        times = Table("collective", *(bytes_text(nbytes).replace(".00", "") for nbytes in sizes), box=SIMPLE)
+        for ranks, k in sorted({(t.ranks, KINDS.index(t.kind)) for t in found.collectives}):
+            of_size = {t.nbytes: t.measured_s for t in found.collectives if (t.ranks, t.kind) == (ranks, KINDS[k])}
+            times.add_row(f"{KINDS[k]} of {ranks}", *(seconds_text(of_size[nbytes]) for nbytes in sizes))
         console.print(times)
     errors = {"operators": found.gpu_error, "collectives": found.link_error}
     for what, error in errors.items():
