@@ -1,23 +1,29 @@
 """Repeated subgraphs, found by structure alone.
 
-Candidates are the calls of modules (a call is a contiguous span of operators). Two calls are instances of one block if their
-operators, constants, shapes, dtypes, internal wiring and the roles of their external operands are equal; names of modules and
-classes play no part. The outermost repeats win.
+Candidates are the calls of modules (a call is a contiguous span of operators), the outermost repeats first. Where no calls repeat,
+spans that follow one another are candidates: a flat nn.Sequential repeats with a period of a few operators. Two candidates are
+instances of one block if their operators, constants, shapes, dtypes, internal wiring and the roles of their external operands are
+equal; names of modules and classes play no part.
+
+The first layer of a stack may make what all of its layers read (T5's position bias). If nothing repeats otherwise, `without_lead`
+says how to put such operators before the stack.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from autopar.ir import Arg, Block, Op, Ref, Span, TensorType
+from autopar.ir import Arg, Block, Op, Ref, Span, TensorType, refs
 
-__all__ = ["find_blocks", "finite_limits", "span_signature"]
+__all__ = ["find_blocks", "finite_limits", "span_signature", "without_lead"]
 
 _MIN_OPS = 3  # a shorter repeat (a lone linear layer) is not worth a class of its own
+_MIN_WEIGHTS = 2  # of a period: one decision holds for all instances, and what one weight splits another must be able to join
+_MAX_PERIOD = 1024  # operators
 
 
 @dataclass
@@ -61,7 +67,28 @@ def find_blocks(
     producer = {name: (i, k) for i, op in enumerate(ops) for k, name in enumerate(op.outputs) if name is not None}
     found: list[Block] = []
     _search(root, ops, types, state, producer, found)
+    alike = [span_signature([op], types, state)[0] for op in ops]
+    taken = sorted((span for block in found for span in block.spans), key=lambda s: s.start)
+    gaps = zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), len(ops)], strict=True)
+    for start, stop in [gap for gap in gaps if gap[1] - gap[0] >= 2 * _MIN_OPS]:
+        _search_periods(Span(start, stop), alike, ops, types, state, producer, found)
     return tuple(sorted(found, key=lambda b: b.spans[0].start))
+
+
+def without_lead(ops: Sequence[Op], calls: Sequence[Sequence[str]], state: Mapping[str, object], movable: Callable[[Op], bool]) -> list[int]:
+    """The order of the operators (as indices) in which those that depend on parameters, unchanging buffers and constants alone stand
+    before the outermost call below the model that they are made in. movable: whether an operator may run earlier."""
+    fixed = {name for name, role in state.items() if role != ("buffer", True)}
+    first: dict[str, int] = {}
+    for index, stack in enumerate(calls):
+        for call in stack[1:2]:
+            first.setdefault(call, index)
+    place = list(range(len(ops)))
+    for index, (op, stack) in enumerate(zip(ops, calls, strict=True)):
+        if movable(op) and all(r in fixed for r in refs(op)):
+            fixed |= {o for o in op.outputs if o is not None}
+            place[index] = first[stack[1]] if len(stack) > 2 else index
+    return sorted(range(len(ops)), key=lambda i: (place[i], place[i] == i, i))
 
 
 def _search(
@@ -88,6 +115,67 @@ def _search(
     for _, child in children:
         if child.start not in repeated or child.span is None:
             _search(child, ops, types, state, producer, found)
+
+
+def _search_periods(
+    gap: Span,
+    alike: Sequence[str],
+    ops: Sequence[Op],
+    types: Mapping[str, TensorType],
+    state: Mapping[str, object],
+    producer: Mapping[str, tuple[int, int]],
+    found: list[Block],
+) -> None:
+    """Blocks of spans that follow one another inside a gap: those of the shortest period, then those before and after them. alike: of
+    each operator, equal where operators are equal but for wiring."""
+    for period in range(_MIN_OPS, min(len(gap) // 2, _MAX_PERIOD) + 1):
+        for start, count in _runs(alike[gap.start : gap.stop], period):
+            offsets = range(start, start + (count % period) + 1)
+            instances = _instances(gap.start + _best_start(offsets, ops, state, gap), period, count // period + 1, ops, types, state, producer)
+            if len(instances) >= 2:
+                found.append(Block(spans=tuple(i.span for i in instances), prefixes=tuple(i.prefix for i in instances)))
+                for rest in (Span(gap.start, instances[0].span.start), Span(instances[-1].span.stop, gap.stop)):
+                    _search_periods(rest, alike, ops, types, state, producer, found)
+                return
+
+
+def _runs(alike: Sequence[str], period: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of the runs, of a period or longer, of operators that are alike those a period later."""
+    start = 0
+    for index in range(len(alike) - period + 1):
+        if index == len(alike) - period or alike[index] != alike[index + period]:
+            if index - start >= period:
+                yield start, index - start
+            start = index + 1
+
+
+def _best_start(offsets: range, ops: Sequence[Op], state: Mapping[str, object], gap: Span) -> int:
+    """Where a period begins: at an operator that reads a parameter or buffer, if there is one."""
+    return next((o for o in offsets if any(r in state for r in refs(ops[gap.start + o]))), offsets[0])
+
+
+def _instances(
+    start: int,
+    period: int,
+    count: int,
+    ops: Sequence[Op],
+    types: Mapping[str, TensorType],
+    state: Mapping[str, object],
+    producer: Mapping[str, tuple[int, int]],
+) -> list[_Instance]:
+    """The most consecutive spans among these that are instances of one block; none if they are not worth one."""
+    weights = [op for op in ops[start : start + period] if any(state.get(r) == ("param", True) and len(types[r].shape) > 1 for r in refs(op))]
+    if len(weights) < _MIN_WEIGHTS:
+        return []
+    made = []
+    for k in range(count):
+        span = Span(start + k * period, start + (k + 1) * period)
+        signature, external = span_signature(ops[span.start : span.stop], types, state)
+        made.append((signature, _Instance(span, ops[span.start].module, external)))
+    alike = [instance for signature, instance in made if signature == made[0][0]]
+    longest = max(_same_wiring(alike, producer), key=len)
+    after = next((k for k in range(1, len(longest)) if longest[k].span.start != longest[k - 1].span.stop), len(longest))
+    return longest[:after]
 
 
 def _same_wiring(instances: Sequence[_Instance], producer: Mapping[str, tuple[int, int]]) -> list[list[_Instance]]:

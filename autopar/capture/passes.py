@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.blocks import find_blocks
+from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.check import check_program
 from autopar.capture.export import Step, export, frozen_model, own_gradients
 from autopar.capture.functionalize import EFFECTS, functionalize
@@ -88,7 +88,13 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     )
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}
-    blocks = find_blocks(ops, [t.calls for t in trace.ops], types, state)
+    calls = [t.calls for t in trace.ops]
+    blocks = find_blocks(ops, calls, types, state)
+    if not blocks:
+        order = without_lead(ops, calls, state, may_run_earlier)
+        moved = tuple(ops[i] for i in order)
+        blocks = find_blocks(moved, [calls[i] for i in order], types, state)
+        ops = moved if blocks else ops
     if not types[trace.loss].grad:
         raise CaptureError(
             f"the loss of {trace.name} does not depend on any parameter that requires a gradient\n  what to do: check requires_grad, "

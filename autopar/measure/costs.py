@@ -4,6 +4,7 @@ measured on this machine (`live`); which of them is stated with each figure and,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -15,18 +16,20 @@ from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s
 from cost_models.compute import op_time_s
+from cost_models.recipe import AUTOPAR, Recipe
 
-__all__ = ["BUCKET_BYTES", "OpCost", "OpCosts", "Pricer"]
+__all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer"]
 
 BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torch DDP's bucket_cap_mb default, 25 MiB)
 
+GATHER = "autopar.C.all_gather"
 _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCost:
     """Seconds of one call on one rank; communication_s is the part of both that is collectives. provenance: where the figures
-    come from; measured: on the device itself."""
+    come from; measured: on the device itself. issued: kernels that the host issues in forward, in backward."""
 
     counts: Counts
     forward_s: float
@@ -34,6 +37,7 @@ class OpCost:
     communication_s: float = 0.0
     provenance: str = ""
     measured: bool = False
+    issued: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +55,8 @@ class Pricer:
     ranks, so that inner axes lie inside nodes as far as they fit. live: measures the operators of whole programs on this
     machine; without it every time is an estimate."""
 
-    def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None) -> None:
-        self.cluster, self.mesh, self.live = cluster, dict(mesh), live
+    def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None, recipe: Recipe = AUTOPAR) -> None:
+        self.cluster, self.mesh, self.live, self.recipe = cluster, dict(mesh), live, recipe
         self._collective: dict[tuple[str, int, str], float] = {}
 
     def per_node(self, axis: str) -> int:
@@ -71,9 +75,16 @@ class Pricer:
             return 0.0
         key = (kind, int(nbytes), axis)
         if key not in self._collective:
-            per_node = self.per_node(axis)
-            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=self.per_node(axis))
+            if axis == "tp" and self.contended:
+                seconds += (2 if kind == "all_reduce" else 1) * (ranks - 1) * self.cluster.inter.contended_step_s
+            self._collective[key] = seconds
         return self._collective[key]
+
+    @property
+    def contended(self) -> bool:
+        """Whether neighbouring stages exchange values over the links between nodes."""
+        return self.mesh.get("pp", 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
@@ -95,14 +106,15 @@ class Pricer:
         """The cost of an operator of a sharded program on one rank (local types, transitions included)."""
         ins = tuple(program.types[r] for r in refs(op))
         outs = tuple(program.types[o] for o in op.outputs if o is not None)
-        counts = count(op, ins, outs)
+        counts = count(op, ins, outs, self.cluster.gpu.name != "cpu")
         if op.target.startswith("autopar.C."):
             return self._transition(op, counts, ins[0], outs[0])
         dtype = _dtype(outs, ins)
         forward, backward = (s * self.shared for s in self.counted_s(counts, dtype))
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
-        return OpCost(counts=counts, forward_s=forward, backward_s=backward if grad else 0.0, provenance=source)
+        issued = (int(counts.op_class != "view"), _gradients(ins) if grad and counts.op_class != "view" else 0)
+        return OpCost(counts=counts, forward_s=forward, backward_s=backward if grad else 0.0, provenance=source, issued=issued)
 
     @property
     def shared(self) -> float:
@@ -124,9 +136,11 @@ class Pricer:
         whole = have.nbytes * self.mesh[axis] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
         forward = self.collective_s(t.forward, whole, axis)
         backward = self.collective_s(t.backward, whole, axis) if have.grad else 0.0
+        if self.recipe.regathers and op.target == GATHER and have.grad:
+            backward += forward
         return OpCost(
             counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward,
-            provenance=f"links of {self.cluster.name}",
+            provenance=f"links of {self.cluster.name}", issued=(int(t.forward is not None), int(t.backward is not None and have.grad)),
         )  # fmt: skip
 
     def program(self, program: Program) -> OpCosts:
@@ -164,6 +178,11 @@ class Pricer:
                     costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True
                 )
         return found
+
+
+def _gradients(ins: tuple[TensorType, ...]) -> int:
+    """Kernels of an operator's backward pass: one for each operand that has a gradient."""
+    return max(1, sum(t.grad for t in ins))
 
 
 def _dtype(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.capture.interpret import run_op
 from autopar.ir import Op, Ref, TensorType, map_refs
 
-__all__ = ["Counts", "OP_CLASSES", "count", "op_class"]
+__all__ = ["Counts", "OP_CLASSES", "as_on_gpu", "count", "op_class"]
 
 OP_CLASSES: dict[str, str] = {
     name: cls
@@ -58,8 +58,18 @@ class Counts:
     saved_other_bytes: int = 0
 
 
-def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:
-    """The counts of one operator on operands of these types."""
+def as_on_gpu(op: Op) -> Op:
+    """The operator that keeps and allocates what a GPU's kernel does, where the CPU, on which fake tensors run, has none and composes
+    it of others: RMS norm, of which one fused kernel keeps the operand and a number for each row, as layer norm does."""
+    if op.target != "aten.rms_norm.default":
+        return op
+    weight = op.args[2] if len(op.args) > 2 else op.kwarg("weight")
+    return dataclasses.replace(op, target="aten.layer_norm.default", args=(op.args[0], op.args[1], weight), kwargs=())
+
+
+def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], gpu: bool = False) -> Counts:
+    """The counts of one operator on operands of these types. gpu: as a GPU runs it."""
+    op = as_on_gpu(op) if gpu else op
     numbered = iter(range(len(ins)))
     anonymous = map_refs(op, lambda _: Ref(f"x{next(numbered)}"))
     return _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
@@ -103,7 +113,7 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
             else:
                 other[key] = t.untyped_storage().nbytes()
     if cls == "attention":
-        flops = _attention_flops(ins)
+        flops = _attention_flops(op, ins)
     passes = sum(t.grad for t in _factors(ins))  # one product of the forward's size makes the gradient of each factor
     backward = flops * {"attention": 2.5, "matmul": min(passes, 2), "conv": min(passes, 2)}.get(cls, 2.0) if differentiable else 0.0
     return Counts(
@@ -122,11 +132,12 @@ def _as_plain(same: str, op: Op, ins: tuple[TensorType, ...], outs: tuple[Tensor
     return _count(same, args, kwargs, op.no_grad, ins, outs)
 
 
-def _attention_flops(ins: tuple[TensorType, ...]) -> float:
-    """q k^T and its product with v, masked parts too. q: [..., length, e], k: [..., keys, e], v: [..., keys, f]. The flop counter
-    does not know all of the kernels that a device may choose."""
+def _attention_flops(op: Op, ins: tuple[TensorType, ...]) -> float:
+    """q k^T and its product with v. q: [..., length, e], k: [..., keys, e], v: [..., keys, f]. Of a causal mask the kernels skip the
+    upper half, of any other nothing. The flop counter does not know all of the kernels that a device may choose."""
     q, k, v = (t.shape for t in ins[:3])
-    return 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    causal = op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False)
+    return (1.0 if causal else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _factors(ins: tuple[TensorType, ...]) -> tuple[TensorType, ...]:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Arg, Op, Ref, TensorType, map_refs
+from autopar.measure.count import as_on_gpu
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import local_ops
 from autopar.run.mesh import Axis
@@ -41,8 +42,9 @@ class Workspace:
     strides: tuple[Strides, ...]
 
 
-def workspace(op: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...]) -> Workspace:
-    """The workspace of an operator on operands of these types and strides, found by running it on fake tensors."""
+def workspace(op: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...], gpu: bool = False) -> Workspace:
+    """The workspace of an operator on operands of these types and strides, found by running it on fake tensors. gpu: as a GPU runs it."""
+    op = as_on_gpu(op) if gpu else op
     numbered = iter(range(len(ins)))
     anonymous = map_refs(op, lambda _: Ref(f"x{next(numbered)}"))
     return _workspace(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, op.multi, len(op.outputs), ins, strides, outs)

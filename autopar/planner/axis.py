@@ -44,7 +44,8 @@ class AxisProblem:
     may not change their layout after they are made (mutated buffers). sync_params: price the reduction of gradients
     of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as
     can be split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so
-    small that leaving it idle would be faster."""
+    small that leaving it idle would be faster. sequence_parallel: False: no activation is cut, what is sharded comes from
+    sharded parameters; True: none is made whole for the same work, sums of terms are scattered and gathered where they are used."""
 
     axis: str
     n: int
@@ -54,6 +55,7 @@ class AxisProblem:
     fixed: frozenset[str] = frozenset()
     sync_params: bool = True
     work_first: bool = False
+    sequence_parallel: bool | None = None
     memory_price_s_per_byte: float = 0.0
     state_price_s_per_byte: float = 0.0
 
@@ -194,6 +196,8 @@ class _Model:
     def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
         if source.group in self.given.fixed and needs_transition(have, want, t):
             return None
+        if _forbidden(self.given, source, have, want, t):
+            return None
         cost = change_cost(self.given, have, want, t, times)
         return cost * IN_PLACE_PREFERRED if cost and source.group in self.given.params else cost
 
@@ -262,10 +266,28 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
             cost = change_cost(problem, have, want, t, times[source])
             if cost and source.group in problem.params:
                 cost *= IN_PLACE_PREFERRED
+            if _forbidden(problem, source, have, want, t):
+                return float("inf")
             if cost is None or (source.group in problem.fixed and needs_transition(have, want, t)):
                 return float("inf")
             total += cost
     return total * 1e6
+
+
+def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout, t: TensorType) -> bool:
+    """Whether `sequence_parallel` forbids a change of layout of an activation: to cut what is whole or a sum of terms (False); to make
+    whole, for the same work on every rank, what could be cut (True); and in both to gather a matrix where it is used."""
+    if problem.sequence_parallel is None or not t.grad:
+        return False
+    if source.group in problem.params:
+        return len(t.shape) > 1 and have.is_shard and have != want
+    if not problem.sequence_parallel:
+        return want.is_shard and not have.is_shard
+    cuttable = len(t.shape) > 2 and t.shape[-2] % problem.n == 0
+    return cuttable and (have.kind, want.kind) in _MADE_WHOLE
+
+
+_MADE_WHOLE = {(Kind.PARTIAL, Kind.INVARIANT), (Kind.PARTIAL, Kind.REPLICATE), (Kind.SHARD, Kind.INVARIANT)}
 
 
 def _bytes(t: TensorType, layout: Layout, n: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopar.ir import Program
 from autopar.planner.moments import Moments
@@ -14,7 +15,10 @@ from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import Cuts, Segment
 
-__all__ = ["GIB", "Candidate", "Mesh", "Rank", "gib"]
+if TYPE_CHECKING:
+    from autopar.planner.estimate import Estimator
+
+__all__ = ["GIB", "Candidate", "Mesh", "Rank", "Times", "gib"]
 
 GIB = float(2**30)
 
@@ -36,7 +40,9 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The program of one rank and one micro-batch for a (dp, micro-batches, tp), priced."""
+    """The program of one rank and one micro-batch for a (dp, micro-batches, tp), priced. made_for: the (dp, micro-batches) that it was
+    made for. Another split into micro-batches of the same size has the same operators, so that it costs the same, but states other
+    counts of ranks and moments: a plan is made from its own."""
 
     mesh: Mesh
     moments: Moments
@@ -47,10 +53,27 @@ class Rank:
     cuts: Cuts
     outcomes: tuple[Outcome, ...]
     micro_batches: int
+    made_for: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Seconds of a step: of each stage's forward and backward of one micro-batch, and of the terms that make up the step."""
+
+    forwards_s: tuple[float, ...]
+    backwards_s: tuple[float, ...]
+    compute_s: float
+    bubble_s: float
+    sync_s: float
+    optimizer_s: float
+    step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
+    """estimator: what priced it."""
+
+    estimator: Estimator
     rank: Rank
     mesh: Mesh
     schedule: str

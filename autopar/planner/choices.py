@@ -6,6 +6,7 @@ not grow with the number of identical layers. Leaves (inputs, parameters, buffer
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, Program, R, S, Strategy, TensorType, refs
 from autopar.planner.shard import view_of
 
-__all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of"]
+__all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of", "with_matrices_cut"]
 
 MAX_GROUPS = 6  # group counts considered for one operator: more are never met in practice and multiply strategies
 
@@ -116,6 +117,16 @@ def choices(
         groups[v] = Group(key=v, members=same, op=None, strategies=fitting, ins=(), outs=(t,))
     types = {s: program.types[v] for v, s in source.items()}
     return Choices(groups=groups, edges=edges, loss=source[program.loss], types=types)
+
+
+def with_matrices_cut(found: Choices, params: frozenset[str]) -> Choices:
+    """The choices without those that leave a parameter of two or more dims whole, where it can be cut."""
+    groups = dict(found.groups)
+    for key in params & set(groups):
+        cut = tuple(s for s in groups[key].strategies if s.outputs[0].is_shard)
+        if cut and len(groups[key].outs[0].shape) > 1:
+            groups[key] = dataclasses.replace(groups[key], strategies=cut)
+    return dataclasses.replace(found, groups=groups)
 
 
 def members_of(program: Program) -> dict[str, str]:

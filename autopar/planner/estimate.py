@@ -6,13 +6,12 @@ checker and explain use too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
-from autopar.measure.costs import BUCKET_BYTES
-from autopar.planner.candidate import Candidate, Rank
+from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
@@ -21,12 +20,10 @@ from autopar.planner.stages import Segment
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS, MemoryTerms, stage_memory
 from cost_models.pipeline import step_time_s
+from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
 
 __all__ = ["Estimator"]
-
-FOREACH_PASSES = 3.0  # torch.optim's default on a GPU writes its intermediates to memory (cost_models.step.optimizer_time_s)
-ALLOCATOR_SLACK = 0.03  # of what is allocated; assumed until `autopar profile` measures it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +42,15 @@ class Estimator:
     in_flight: tuple[int, ...]
     pricer: Pricer
     batch_bytes: int = 0  # the global batch, as it is given to every rank
+    recipe: Recipe = AUTOPAR
 
     # --------------------------------------------------------------------------------------------------------- pieces
     def pieces(self) -> tuple[Piece, ...]:
         """The segments as the integer program over stages sees them."""
         ledger, seen, seen_params = self.rank.ledger, set[str](), set[str]()
         pieces = []
-        for segment in self.segments:
+        for segment, (forward_s, backward_s) in zip(self.segments, self.seconds(), strict=True):
             indices = range(segment.span.start, segment.span.stop)
-            forward, backward, _ = ledger.seconds(indices)
             own = self._read(segment.span)
             new = own - seen_params
             seen_params |= new
@@ -61,8 +58,8 @@ class Estimator:
             freed = max(0.0, kept - ledger.entering_bytes(segment.span)) if self._recomputable(segment) else 0.0
             pieces.append(
                 Piece(
-                    forward_s=forward + self._gather_s(own, forward),
-                    backward_s=backward + self._gather_s(own, backward, and_scatter=True),
+                    forward_s=forward_s,
+                    backward_s=backward_s,
                     state_bytes=float(self._at_rest(new).allocated_bytes),
                     kept_bytes=float(kept),
                     freed_bytes=freed,
@@ -106,18 +103,30 @@ class Estimator:
         return stage_memory(
             param_bytes=sum(self.params[v].resting_bytes for v in own) + working,
             trainable_params=sum(p.resting_numel for p in trained),
-            gradient_bytes=at_rest + working,
-            optimizer_state_bytes=OPTIMIZERS[self.optimizer] * at_rest,
+            gradient_bytes=self._accumulators(trained) if self.recipe.accumulates else at_rest + working,
+            optimizer_state_bytes=self._states(trained),
             optimizer=self.optimizer,
             **given,  # type: ignore[arg-type]
         )
 
+    def _gradient(self, p: ParamBytes, numel: int) -> int:
+        """Bytes of the gradient of so many numbers of a parameter."""
+        return p.itemsize * numel if self.recipe.gradient_itemsize is None or self.recipe.accumulates else self.recipe.gradient_itemsize * numel
+
+    def _accumulators(self, trained: Collection[ParamBytes]) -> int:
+        return sum((self.recipe.gradient_itemsize or p.itemsize) * (p.resting_numel if self.zero >= 2 else p.numel) for p in trained)
+
+    def _states(self, trained: Collection[ParamBytes]) -> int:
+        """Bytes of the optimizer's states, its own copy of the parameters included."""
+        kept, own = OPTIMIZERS[self.optimizer], self.recipe.master_itemsize
+        return sum((kept * (self.recipe.state_itemsize or p.itemsize) + own) * p.resting_numel for p in trained) if kept or own else 0
+
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces: without what a rank needs whatever lies on it, and the allocator's slack."""
-        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + ALLOCATOR_SLACK) - self._bucket_bytes()
+        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._bucket_bytes()
 
     def _bucket_bytes(self) -> int:
-        return 2 * BUCKET_BYTES if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp > 1 else 0
+        return 2 * self.recipe.bucket_bytes if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp > 1 else 0
 
     def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
         """At the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are not
@@ -134,29 +143,31 @@ class Estimator:
                 sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
                 in_flight=self.in_flight[s],
                 micro_batches=self.rank.micro_batches,
-                gradients={v: (p.local_bytes, p.resting_bytes) for v, p in trained.items()},
+                gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in trained.items()},
                 scattered=parts if self.zero == 1 else (),
                 where_used={v: params[v].local_bytes for v in parts} if self.zero == 3 else {},
-                bucket_bytes=BUCKET_BYTES,
+                bucket_bytes=self.recipe.bucket_bytes, accumulates=self.recipe.accumulates,
             )
         )
-        at_rest = sum(p.resting_bytes for p in trained.values())
+        at_rest = sum(self._gradient(p, p.resting_numel) for p in trained.values())
         gathered = sum(params[v].local_bytes for v in parts) if self.zero == 1 else 0
-        update = Moment(gradients=at_rest, temporary=at_rest if OPTIMIZERS[self.optimizer] > 1 else 0)
+        copied = sum(params[v].resting_bytes for v in parts) if gathered and self.recipe.master_itemsize else 0  # the shard is the copy
+        foreach = OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1
+        update = Moment(gradients=at_rest, temporary=at_rest if foreach else 0)
         updating = update.total > moment.total + gathered
         moment = update if updating else moment
         terms = stage_memory(
-            param_bytes=sum(p.resting_bytes for p in params.values()) + (0 if updating else gathered),
+            param_bytes=sum(p.resting_bytes for p in params.values()) + (0 if updating and not copied else gathered - copied),
             trainable_params=sum(p.resting_numel for p in trained.values()),
-            gradient_bytes=moment.gradients,
-            optimizer_state_bytes=OPTIMIZERS[self.optimizer] * at_rest,
+            gradient_bytes=self._accumulators(trained.values()) if self.recipe.accumulates else moment.gradients,
+            optimizer_state_bytes=self._states(trained.values()),
             optimizer=self.optimizer,
             buffer_bytes=sum(program.types[b.value].nbytes for b in program.buffers) + self.batch_bytes,
             activation_bytes_per_micro_batch=moment.saved,
             largest_temporary_bytes=moment.temporary,
             bucket_bytes=moment.communication,
             framework_context_bytes=self.cluster.gpu.context_bytes,
-            allocator_slack_fraction=ALLOCATOR_SLACK,
+            allocator_slack_fraction=self.recipe.allocator_slack,
         )
         return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
 
@@ -165,21 +176,18 @@ class Estimator:
         """The stages of a partition, as they will run: costs and memory of each from its own operators."""
         rank, program = self.rank, self.rank.program
         bounds = (0, *part.cuts, len(self.segments))
-        stages, sync, optimizer, hop = [], 0.0, 0.0, 0.0
+        t = self.times(part, [(p.forward_s, p.backward_s) for p in pieces])
+        stages = []
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            span = Span(self.segments[i].span.start, self.segments[j - 1].span.stop)
+            span = self._span(i, j)
             own = self._read(span)
-            forward = sum(pieces[k].forward_s for k in range(i, j))
-            backward = sum(pieces[k].backward_s + (pieces[k].forward_s if k in part.recomputed else 0.0) for k in range(i, j))
-            sent = sum(program.types[v].nbytes for v in rank.cuts.crossing.get(span.start, ())) if s else 0
-            hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
             stages.append(
                 StagePlan(
                     first_op=program.ops[span.start].name,
                     blocks=[self._prefix(k) for k in range(i, j) if self.segments[k].block >= 0],
                     recomputed=[self._prefix(k) for k in range(i, j) if k in part.recomputed],
-                    forward_s=forward,
-                    backward_s=backward,
+                    forward_s=t.forwards_s[s],
+                    backward_s=t.backwards_s[s],
                     communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
                     flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
                     memory=self._memory(s, span, tuple(self.segments[k].span for k in range(i, j) if k in part.recomputed), own),
@@ -187,16 +195,50 @@ class Estimator:
                     micro_batches_in_flight=self.in_flight[s],
                 )
             )
-            sync = max(sync, self._sync_s(own, forward, backward))
+        return Candidate(
+            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims, segments=self.segments, part=part,
+            stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s, bubble_s=t.bubble_s, gradient_sync_s=t.sync_s,
+            optimizer_s=t.optimizer_s,
+        )  # fmt: skip
+
+    def times(self, part: Partition, seconds: Sequence[tuple[float, float]]) -> Times:
+        """The times of a step of these stages. seconds: (forward, backward) of each segment and micro-batch."""
+        rank = self.rank
+        bounds = (0, *part.cuts, len(self.segments))
+        forwards, backwards, sync, optimizer, hop = [], [], 0.0, 0.0, 0.0
+        for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            span = self._span(i, j)
+            own = self._read(span)
+            forwards.append(sum(seconds[k][0] for k in range(i, j)))
+            backwards.append(sum(seconds[k][1] + (seconds[k][0] if k in part.recomputed else 0.0) for k in range(i, j)))
+            sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(span.start, ())) if s else 0
+            hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
+            sync = max(sync, self._sync_s(own, forwards[-1], backwards[-1]))
             optimizer = max(optimizer, self._optimizer_s(own))
-        forwards, backwards = [s.forward_s for s in stages], [s.backward_s for s in stages]
         pipeline = step_time_s(self.schedule, forwards, backwards, rank.micro_batches, hop)
         compute = rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
-        return Candidate(
-            rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims, segments=self.segments, part=part,
-            stages=tuple(stages), step_time_s=pipeline + sync + optimizer, compute_s=compute,
-            bubble_s=max(0.0, pipeline - compute) if len(stages) > 1 else 0.0, gradient_sync_s=sync, optimizer_s=optimizer,
+        return Times(
+            forwards_s=tuple(forwards), backwards_s=tuple(backwards), compute_s=compute, sync_s=sync, optimizer_s=optimizer,
+            bubble_s=max(0.0, pipeline - compute) if len(forwards) > 1 else 0.0, step_s=pipeline + sync + optimizer,
         )  # fmt: skip
+
+    def _span(self, i: int, j: int) -> Span:
+        return Span(self.segments[i].span.start, self.segments[j - 1].span.stop)
+
+    def seconds(self) -> list[tuple[float, float]]:
+        """(forward, backward) of every segment and one micro-batch, with what is gathered for it; blocks that are alike once."""
+        known: dict[int, tuple[float, float]] = {}
+        found = []
+        for segment in self.segments:
+            if segment.block in known:
+                found.append(known[segment.block])
+                continue
+            forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
+            own = self._read(segment.span)
+            found.append((forward + self._gather_s(own, forward), backward + self._gather_s(own, backward, and_scatter=True)))
+            if segment.block >= 0:
+                known[segment.block] = found[-1]
+        return found
 
     def _prefix(self, k: int) -> str:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
@@ -204,22 +246,24 @@ class Estimator:
     def _sync_s(self, own: Collection[str], forward_s: float, backward_s: float) -> float:
         """Exposed seconds of bringing gradients together over the data axis while the last micro-batch's backward runs, and, for
         ZeRO-1, of gathering parameters while the first one's forward runs."""
-        whole = sum(self.params[v].local_bytes for v in own if self.params[v].trainable)
-        sharded = sum(self.params[v].local_bytes for v in own if self.params[v].trainable and self._rests_in_parts(v))
+        trained = [self.params[v] for v in own if self.params[v].trainable]
+        parts = [p for p in trained if p.resting_bytes < p.local_bytes]
+        sent = self.recipe.gradient_itemsize
+        whole, sharded = (float(sum(p.numel * (sent or p.itemsize) for p in of)) for of in (trained, parts))
         reduced = self._buckets_s("all_reduce", whole - sharded)
         gathers: list[float] = []
         if self.zero == 1:
             reduced += self._buckets_s("reduce_scatter", sharded)
-            gathers = self._buckets_s("all_gather", sharded)
-        exposed = exposed_reduction_s(reduced, backward_s) if reduced else 0.0
+            gathers = self._buckets_s("all_gather", float(sum(p.local_bytes for p in parts)))
+        exposed = exposed_reduction_s(reduced, backward_s) if reduced and self.recipe.overlaps_reduction else sum(reduced)
         if gathers:  # all are issued at the start of the step
             exposed += exposed_gather_s(gathers, [forward_s / len(gathers)] * len(gathers), prefetch=len(gathers))
         return exposed
 
     def _buckets_s(self, kind: str, nbytes: float) -> list[float]:
         """Seconds of each bucket's collective."""
-        full, rest = divmod(nbytes, BUCKET_BYTES)
-        sizes = [float(BUCKET_BYTES)] * int(full) + ([rest] if rest else [])
+        full, rest = divmod(nbytes, self.recipe.bucket_bytes)
+        sizes = [float(self.recipe.bucket_bytes)] * int(full) + ([rest] if rest else [])
         return [self.pricer.collective_s(kind, n, "dp") for n in sizes]
 
     def _optimizer_s(self, own: Collection[str]) -> float:
@@ -228,6 +272,8 @@ class Estimator:
         numel = sum(p.resting_numel for p in trained)
         item = round(sum(p.resting_bytes for p in trained) / numel) if numel else 0
         return self.pricer.shared * optimizer_time_s(
-            trainable_params=numel, gpu=self.cluster.gpu, optimizer=self.optimizer, param_itemsize=item, grad_itemsize=item,
-            state_itemsize=item, tensors=max(1, len(trained)), passes=FOREACH_PASSES if OPTIMIZERS[self.optimizer] else 1.0,
+            trainable_params=numel, gpu=self.cluster.gpu, optimizer=self.optimizer, param_itemsize=item,
+            grad_itemsize=self.recipe.gradient_itemsize or item, state_itemsize=self.recipe.state_itemsize or item,
+            master_itemsize=self.recipe.master_itemsize, tensors=max(1, len(trained)),
+            passes=self.recipe.optimizer_passes if OPTIMIZERS[self.optimizer] else 1.0,
         )  # fmt: skip

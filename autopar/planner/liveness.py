@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.ir import Op, Program, Span, refs
+from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 
-__all__ = ["Activity", "Liveness", "Moment"]
+__all__ = ["Activity", "Liveness", "Moment", "gathered_from"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,8 @@ class Activity:
     """What runs on a stage. span: its operators; recomputed: the spans in it that run again in backward. in_flight, micro_batches:
     of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: whether gradients
     are gathered into buckets for a reduction. scattered: the parameters whose gradients are reduce-scattered with their bucket, which
-    stays until the end of the step. where_used: value -> bytes of the parameters that are gathered where they are used."""
+    stays until the end of the step. accumulates: gradients are added at once into
+    buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used."""
 
     span: Span
     recomputed: tuple[Span, ...]
@@ -51,6 +53,7 @@ class Activity:
     scattered: Collection[str]
     where_used: Mapping[str, int]
     bucket_bytes: int
+    accumulates: bool = False
 
 
 class _Store(dict[str, int]):
@@ -73,8 +76,9 @@ class _Store(dict[str, int]):
 class Liveness:
     """The storages of one rank's program: who makes, saves and last reads each."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, *, gpu: bool = False, regathers: bool = False) -> None:
+        self.program, self.gpu = program, gpu
+        self._kept_as = gathered_from(program) if regathers else {}
         self._resting = {x.value for x in program.leaves}
         self._root: dict[str, str] = {v: v for v in self._resting}
         self._bytes: dict[str, int] = {}
@@ -90,7 +94,7 @@ class Liveness:
     def _take(self, op: Op, strides: dict[str, tuple[int, ...]]) -> None:
         types, operands = self.program.types, refs(op)
         results = tuple(o for o in op.outputs if o is not None)
-        w = workspace(op, tuple(types[r] for r in operands), tuple(strides[r] for r in operands), tuple(types[o] for o in results))
+        w = workspace(op, tuple(types[r] for r in operands), tuple(strides[r] for r in operands), tuple(types[o] for o in results), self.gpu)
         made = [k for k, o in enumerate(op.outputs) if o is not None]
         for o, k in zip(results, made, strict=True):
             fresh = w.results[k] if k < len(w.results) else 0
@@ -100,7 +104,7 @@ class Liveness:
                 self._bytes[o] = fresh
         saves: dict[str, int] = {}
         if not op.no_grad and any(types[o].grad for o in results):
-            names = [operands[k] for k in w.saved_inputs] + [op.outputs[k] for k in w.saved_outputs]
+            names = [self._kept_as.get(operands[k], operands[k]) for k in w.saved_inputs] + [op.outputs[k] for k in w.saved_outputs]
             saves = {self._root[v]: self._bytes[self._root[v]] for v in names if v is not None and self._root[v] not in self._resting}
             if w.saved_other:
                 saves[f"{op.name}#"] = w.saved_other
@@ -113,7 +117,8 @@ class Liveness:
         held = self._held(activity)
         whole, flights, m = held.total, activity.in_flight, activity.micro_batches
         none = Moment()
-        all_gradients = Moment(gradients=sum(g[r in activity.where_used] for r, g in activity.gradients.items()))
+        there = {} if activity.accumulates else activity.gradients
+        all_gradients = Moment(gradients=sum(g[r in activity.where_used] for r, g in there.items()))
         first = [(flights - 1, none, m == 1)]
         later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
         last = [(0, all_gradients, True)] if m > 2 else []
@@ -236,6 +241,8 @@ class Liveness:
                         if r in a.where_used:
                             own.put({} if accumulated else {r: rests})
                             reducing = made
+                        elif a.accumulates:
+                            reducing = made
                         elif not accumulated:
                             filling += made if r not in own else 0
                             own.put({r: made})
@@ -259,6 +266,13 @@ class Liveness:
                 held.drop(r)
         if final:
             yield Moment(gradients=own.total, communication=max(filling, reducing))
+
+
+def gathered_from(program: Program) -> dict[str, str]:
+    """Gathered activation -> the shard that it was gathered from, which is kept where it is gathered again in backward."""
+    params = {p.value for p in program.params}
+    gathers = [op for op in program.ops if op.target == GATHER and refs(op)[0] not in params]
+    return {op.name: refs(op)[0] for op in gathers}
 
 
 def _line_ends(ops: Sequence[Op]) -> list[int]:

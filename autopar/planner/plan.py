@@ -26,8 +26,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
     micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
-    recompute: 'none', 'full' or 'auto'. sequence_parallel: False forbids sharding a dim other than parameters' between
-    blocks on the tp axis (not decided by itself yet). virtual_stages: of interleaved schedules (only 1 for now)."""
+    recompute: 'none', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
+    activations between them are cut too (True) or whole on every rank (False); None leaves the form of the tp axis to the solver. virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each
+    stage has."""
 
     dp: Positive | None = None
     tp: Positive | None = None
@@ -39,6 +40,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: str | None = None
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
+    blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages"):
@@ -53,6 +55,10 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"recompute must be 'none', 'full' or 'auto', not {self.recompute!r}")
         if self.virtual_stages not in (None, 1):
             raise PlanError("interleaved schedules (virtual_stages > 1) are not supported yet")
+        if self.blocks is not None and (not self.blocks or any(not isinstance(n, int) or n < 0 for n in self.blocks)):
+            raise PlanError(f"the pin blocks must be whole numbers, one for each stage, not {self.blocks!r}")
+        if self.blocks is not None and self.pp not in (None, len(self.blocks)):
+            raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}")
         if self.micro_batch is not None and self.micro_batches is not None:
             raise PlanError("pin micro_batch or micro_batches, not both")
 

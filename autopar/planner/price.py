@@ -6,13 +6,14 @@ what it views, a tensor that several operators save counts once, parameters are 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
-from autopar.planner.liveness import Liveness
+from autopar.planner.liveness import Liveness, gathered_from
 
 __all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
 
@@ -25,13 +26,40 @@ class Ledger:
         priced = pricer.program(program)
         self.costs: list[OpCost] = [priced.ops[op.name] for op in program.ops]
         self.provenance = priced.provenance
+        self.gpu = pricer.cluster.gpu.name != "cpu"
+        self.issue_s = pricer.cluster.gpu.issue_s * pricer.shared
+        self.regathers = pricer.recipe.regathers
+        self.gathered = gathered_from(program) if self.regathers else {}
         self.root = _roots(program.ops, self.costs)
         self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
 
+    def repriced(self, pricer: Pricer) -> Ledger:
+        """The same program at other prices."""
+        other = copy.copy(self)
+        known: dict[int, OpCost] = {}
+        other.costs = []
+        for op, first in zip(self.program.ops, self._alike, strict=True):
+            if first not in known:
+                known[first] = pricer.op(op, self.program)
+            other.costs.append(known[first])
+        other.issue_s = pricer.cluster.gpu.issue_s * pricer.shared
+        return other
+
+    @functools.cached_property
+    def _alike(self) -> list[int]:
+        """For every operator the first one that costs the same: of the same target on operands of the same types."""
+        first: dict[tuple[object, ...], int] = {}
+        types = self.program.types
+        found = []
+        for k, op in enumerate(self.program.ops):
+            key = (op.target, tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o), self.costs[k].counts, op.kwargs)
+            found.append(first.setdefault(key, k) if op.target.startswith("aten.") else k)
+        return found
+
     @functools.cached_property
     def liveness(self) -> Liveness:
-        return Liveness(self.program)
+        return Liveness(self.program, gpu=self.gpu, regathers=self.regathers)
 
     def _saves(self, op: Op, cost: OpCost) -> tuple[tuple[str, int], ...]:
         """(tensor, bytes) that autograd keeps of an operator."""
@@ -39,7 +67,7 @@ class Ledger:
         if op.no_grad or not any(types[o].grad for o in op.outputs if o is not None):
             return ()
         operands, results = refs(op), [o for o in op.outputs if o is not None]
-        found = [operands[k] for k in cost.counts.saved_inputs] + [results[k] for k in cost.counts.saved_outputs]
+        found = [self.gathered.get(operands[k], operands[k]) for k in cost.counts.saved_inputs] + [results[k] for k in cost.counts.saved_outputs]
         kept = {self.root[v]: types[self.root[v]].nbytes for v in found if self.root[v] not in self.leaves}
         if cost.counts.saved_other_bytes:
             kept[f"{op.name}#"] = cost.counts.saved_other_bytes
@@ -75,12 +103,15 @@ class Ledger:
         return max(sizes, default=0)
 
     def seconds(self, indices: Iterable[int]) -> tuple[float, float, float]:
-        """(forward, backward, of which communication) of operators."""
+        """(forward, backward, of which communication) of operators that follow one another: the device's time, or the time that the
+        host needs to issue them, whichever is longer (the host runs ahead in long kernels and is caught up with in short ones)."""
         forward = backward = communication = 0.0
+        issued_forward = issued_backward = 0
         for k in indices:
             c = self.costs[k]
             forward, backward, communication = forward + c.forward_s, backward + c.backward_s, communication + c.communication_s
-        return forward, backward, communication
+            issued_forward, issued_backward = issued_forward + c.issued[0], issued_backward + c.issued[1]
+        return max(forward, issued_forward * self.issue_s), max(backward, issued_backward * self.issue_s), communication
 
 
 def _roots(ops: tuple[Op, ...], costs: list[OpCost]) -> dict[str, str]:
@@ -105,6 +136,10 @@ class ParamBytes:
     numel: int
     resting_numel: int
     trainable: bool
+
+    @property
+    def itemsize(self) -> int:
+        return self.local_bytes // self.numel if self.numel else 0
 
 
 def zero_dims(program: Program, dp: int, zero: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
@@ -23,20 +24,21 @@ from autopar.measure import count as count_op
 from autopar.planner.answer import plan_of, why_not
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.candidate import Candidate, Mesh, Rank, gib
-from autopar.planner.choices import choices
+from autopar.planner.choices import choices, with_matrices_cut
 from autopar.planner.estimate import Estimator
 from autopar.planner.lower import on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
-from autopar.planner.partition import Piece, least_bytes, partition
+from autopar.planner.partition import Partition, Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import Outcome
-from autopar.planner.stages import legal_cuts, segments_of
+from autopar.planner.stages import Segment, legal_cuts, segments_of
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import in_flight
+from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["Search", "make_plan"]
 
@@ -47,7 +49,8 @@ MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where
 @dataclass(kw_only=True)
 class Search:
     """The state of one search. Everything it decides is in the Plan that `best` returns. measure: 'live' measures the operators of
-    the best candidates on this machine, and the best of these is the plan."""
+    the best candidates on this machine, and the best of these is the plan. recipe: of the training software. batch_size: the global
+    batch, by default that of the program; with another one the search prices candidates (`candidates`) but makes no plan."""
 
     program: Program
     gpus: int
@@ -58,6 +61,8 @@ class Search:
     pins: Pins
     time_limit_s: float = 45.0
     measure: str = "roofline"
+    recipe: Recipe = AUTOPAR
+    batch_size: int | None = None
     notes: dict[str, None] = field(default_factory=dict)
     refused: dict[str, None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -66,22 +71,32 @@ class Search:
     _work_s: float | None = None
     _data: dict[int, tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
     _moments: dict[tuple[int, int], Moments | str] = field(default_factory=dict)
-    _rank: dict[tuple[int, int, int], Rank | str] = field(default_factory=dict)
-    _tensor: dict[tuple[int, int], tuple[Assignment, Outcome]] = field(default_factory=dict)
+    _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
+    _tensor: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.batch_size or self.program.batch_size
+
+    def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Search:
+        """A search of the same program on the same cluster that shares what this one has found out about ranks."""
+        changes = {"gpus": gpus, "pins": pins, "batch_size": batch_size, "recipe": recipe, "memory_limit_bytes": memory_limit_bytes}
+        fresh = dataclasses.replace(self, **changes, notes={}, refused={}, seconds={}, short_bytes=math.inf, best_s=math.inf)
+        return fresh
 
     # ------------------------------------------------------------------------------------------------- the space
     def meshes(self) -> Iterator[Mesh]:
         """Every (pp, dp, tp) of the GPUs that the pins allow, tensor parallel within a node unless pinned."""
+        stages = len(self.pins.blocks) if self.pins.blocks is not None else self.pins.pp
         for tp in _divisors(self.gpus):
             if self.pins.tp not in (None, tp) or (self.pins.tp is None and tp > self.cluster.gpus_per_node):
                 continue
             for pp in _divisors(self.gpus // tp):
                 dp = self.gpus // tp // pp
-                if self.pins.pp in (None, pp) and self.pins.dp in (None, dp):
+                if stages in (None, pp) and self.pins.dp in (None, dp):
                     yield Mesh(pp=pp, dp=dp, tp=tp)
 
     def micro_batch_counts(self, mesh: Mesh) -> list[int]:
-        batch = self.program.batch_size
+        batch = self.batch_size
         if batch is None:
             whole = mesh.dp == 1 and self.pins.micro_batches in (None, 1) and self.pins.micro_batch is None
             return [1] if whole else []
@@ -134,58 +149,82 @@ class Search:
         """Why the batch of one of dp ranks was not split into micro-batches, if it was tried and was not."""
         return list(dict.fromkeys(why for (ranks, _), why in self._moments.items() if ranks == dp and isinstance(why, str)))
 
-    def rank(self, mesh: Mesh, count: int) -> Rank | str:
-        key = (mesh.dp, count, mesh.tp)
+    def rank(self, mesh: Mesh, count: int, *, exactly: bool = False) -> Rank | str:
+        """The priced program of one rank, or why there is none. Splits into micro-batches of one size share it, unless `exactly`."""
+        batch = self.batch_size or 1
+        size = batch // mesh.dp // count
+        contended = self._pricer(mesh).contended
+        alike = (size, mesh.dp > 1, count > 1, mesh.tp, contended, self.pins.sequence_parallel, self.recipe.regathers)
+        own = (mesh.dp, count)
+        if batch != (self.program.batch_size or 1):  # this split of the batch stands for all into micro-batches of that size
+            dp = self.program.batch_size // size if count == 1 else 2 if mesh.dp > 1 else 1
+            own = (dp, self.program.batch_size // size // dp)
+        key = (*alike, own) if exactly else alike
         if key not in self._rank:
-            moments = self.moments(mesh.dp, count)
-            self._rank[key] = moments if isinstance(moments, str) else self._build_rank(mesh, count, moments)
-        return self._rank[key]
+            moments = self.moments(*own)
+            self._rank[key] = moments if isinstance(moments, str) else self._build_rank(mesh, own, moments, exactly)
+        found = self._rank[key]
+        return found if isinstance(found, str) else dataclasses.replace(found, mesh=mesh, micro_batches=count)
 
-    def _build_rank(self, mesh: Mesh, count: int, moments: Moments) -> Rank:
-        pricer = Pricer(self.cluster, mesh.sizes())
-        outcomes = self.on_data_axis(mesh.dp)[2]
+    def _pricer(self, mesh: Mesh, live: Live | None = None) -> Pricer:
+        return Pricer(self.cluster, mesh.sizes(), live, self.recipe)
+
+    def _build_rank(self, mesh: Mesh, made_for: tuple[int, int], moments: Moments, exactly: bool) -> Rank:
+        pricer = self._pricer(mesh)
+        data = self.on_data_axis(made_for[0])
+        outcomes = data[2]
         tensor: Assignment | None = None
         if mesh.tp > 1:
-            tensor, outcome = self.on_tensor_axis(mesh, moments.body)
+            tensor, outcome = self.on_tensor_axis(mesh, moments.body, exactly=exactly)
             outcomes = (*outcomes, outcome)
         program = self.timed("shard", lambda: on_tensor_axis(moments, tensor))
         ledger = self.timed("price", lambda: Ledger(program, pricer))
         return Rank(
-            mesh=mesh, moments=moments, program=program, data=self.on_data_axis(mesh.dp)[1], tensor=tensor, ledger=ledger,
-            cuts=legal_cuts(program), outcomes=outcomes, micro_batches=count,
+            mesh=mesh, moments=moments, program=program, data=data[1], tensor=tensor, ledger=ledger, cuts=legal_cuts(program),
+            outcomes=outcomes, micro_batches=made_for[1], made_for=made_for,
         )  # fmt: skip
 
     def on_tensor_axis(self, mesh: Mesh, body: Program, *, exactly: bool = False) -> tuple[Assignment, Outcome]:
         """The tensor axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
-        key = (body.batch_size or 0, mesh.tp)
-        names = {op.name for op in body.ops}
+        key = self._tensor_key(mesh, body)
+        if key in self._tensor:
+            return self._tensor[key]
         if not exactly:
             for known_key, known in self._tensor.items():
-                if known_key[1] == mesh.tp and set(known[0].ops) == names and (known_key == key or _fits(known[0], body)):
+                if known_key[1:] == key[1:] and _fits(known[0], body):
                     return known
         problem = self._tensor_problem(mesh, body)
         solution = self.timed("tensor axis", lambda: self._solve_tensor(problem))
         self._tensor[key] = (solution.assignment, solution.outcome)
         return self._tensor[key]
 
+    def _tensor_key(self, mesh: Mesh, body: Program) -> tuple[object, ...]:
+        return body.batch_size or 0, mesh.tp, self.pins.sequence_parallel, frozenset(op.name for op in body.ops)
+
     def _tensor_problem(self, mesh: Mesh, body: Program) -> AxisProblem:
         leaves: dict[str, tuple[Layout, ...]] = {x.value: (I,) for x in body.inputs}
-        pricer = Pricer(self.cluster, mesh.sizes())
+        pricer = self._pricer(mesh)
         passes = 3 + 2 * OPTIMIZERS[self.optimizer]
+        found = self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body)))
+        if self.pins.sequence_parallel is not None:
+            found = with_matrices_cut(found, frozenset(p.value for p in body.params))
         return AxisProblem(
             axis="tp",
             n=mesh.tp,
-            choices=self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body))),
+            choices=found,
             pricer=pricer,
             state_price_s_per_byte=passes / self.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
             params=frozenset(p.value for p in body.params),
             fixed=frozenset(b.value for b in body.buffers if b.mutated),
+            sequence_parallel=self.pins.sequence_parallel,
         )
 
     def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
         """The fastest assignment. On a model so small that splitting its work costs more than doing it on every rank, the one
         that splits the most work, which is what a pinned axis asks for (an axis that is not pinned is skipped then)."""
+        if problem.sequence_parallel is not None:
+            return solve_axis(problem, gap=5e-3)
         most = solve_axis(dataclasses.replace(problem, work_first=True), gap=0.01)
         split = objective_of(problem, lambda key: _chosen(most, problem, key))
         idle = objective_of(problem, lambda key: problem.choices.groups[key].strategies[0])
@@ -203,7 +242,7 @@ class Search:
         for mesh in order:
             counts = self.micro_batch_counts(mesh)
             if not counts:
-                batch = self.program.batch_size
+                batch = self.batch_size
                 self.refused[f"dp={mesh.dp}: a global batch of {batch} does not divide into {mesh.dp} ranks" + self._counts_pin()] = None
             for count in sorted(counts, key=lambda c: (abs(c - 2 * mesh.pp), c)):
                 if time.perf_counter() - start > self.time_limit_s and self.best_s < math.inf:
@@ -212,7 +251,7 @@ class Search:
                     return
                 if self.least_s(mesh, count) >= self.best_s:
                     continue
-                for found in self._of_count(mesh, count):
+                for found in self._of_rank(self.rank(mesh, count), mesh):
                     self.best_s = min(self.best_s, found.step_time_s)
                     yield found
 
@@ -226,7 +265,7 @@ class Search:
                 counts = count_op(op, ins, outs)
                 dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outs, *ins) if t.dtype.is_floating_point), "float32")
                 total += (counts.flops + counts.backward_flops) / gpu.peak_flops_per_s(dtype)
-            self._work_s = total
+            self._work_s = total * (self.batch_size or 1) / (self.program.batch_size or 1)
         return self._work_s / self.gpus * (count + mesh.pp - 1) / count
 
     def _counts_pin(self) -> str:
@@ -234,12 +273,10 @@ class Search:
             return f" of {self.pins.micro_batches} micro-batches"
         return f" of micro-batches of {self.pins.micro_batch}" if self.pins.micro_batch is not None else ""
 
-    def _of_count(self, mesh: Mesh, count: int) -> Iterator[Candidate]:
-        rank = self.rank(mesh, count)
+    def _of_rank(self, rank: Rank | str, mesh: Mesh) -> Iterator[Candidate]:
         if isinstance(rank, str):
             self.refused[rank] = None
             return
-        rank = dataclasses.replace(rank, mesh=mesh)
         if len(rank.cuts.crossing) + 1 < mesh.pp:
             self.refused[f"pp={mesh.pp}: the program has only {len(rank.cuts.crossing)} places where it can be cut"] = None
             return
@@ -255,14 +292,14 @@ class Search:
                     yield found
 
     def _candidate(self, rank: Rank, mesh: Mesh, schedule: str, zero: int, live: Live | None = None) -> Candidate | None:
-        segments = segments_of(rank.program, rank.cuts, mesh.pp)
+        segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else mesh.pp)
         dims = zero_dims(rank.program, mesh.dp, zero)
         params = param_bytes(rank.program, dims, mesh.dp)
         flights = tuple(in_flight(schedule, s, mesh.pp, rank.micro_batches) for s in range(mesh.pp))
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=schedule, zero=zero, dims=dims, params=params,
-            segments=segments, in_flight=flights, pricer=Pricer(self.cluster, mesh.sizes(), live),
-            batch_bytes=sum(self.program.types[x.value].nbytes for x in self.program.inputs),
+            segments=segments, in_flight=flights, pricer=self._pricer(mesh, live),
+            batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
         )  # fmt: skip
         pieces = estimator.pieces()
         recompute = self.pins.recompute or "auto"
@@ -277,10 +314,13 @@ class Search:
         over = 0
         for _ in range(4):
             try:
-                part = partition(
-                    pieces, stages=mesh.pp, micro_batches=rank.micro_batches, in_flight=flights, limit_bytes=limit,
-                    recompute=recompute, worth_s=self.best_s,
-                )  # fmt: skip
+                if self.pins.blocks is not None:
+                    part: Partition | None = self._pinned_stages(segments, pieces, mesh)
+                else:
+                    part = partition(
+                        pieces, stages=mesh.pp, micro_batches=rank.micro_batches, in_flight=flights, limit_bytes=limit,
+                        recompute=recompute, worth_s=self.best_s,
+                    )  # fmt: skip
             except Infeasible:
                 break
             if part is None:
@@ -292,6 +332,28 @@ class Search:
             limit -= over + 1
         self._note_shortfall(rank, mesh, pieces, flights, room, zero, recompute, over)
         return None
+
+    def _batch_bytes(self, mesh: Mesh) -> int:
+        """Bytes of the batch as it is given to a rank."""
+        captured = sum(self.program.types[x.value].nbytes for x in self.program.inputs)
+        whole = captured * (self.batch_size or 1) // (self.program.batch_size or 1)
+        return whole // mesh.dp if self.recipe.local_batches else whole
+
+    def _pinned_stages(self, segments: tuple[Segment, ...], pieces: tuple[Piece, ...], mesh: Mesh) -> Partition:
+        """The stages that `Pins.blocks` states. Raises Infeasible where the program does not have these blocks."""
+        wanted = self.pins.blocks or ()
+        places = [k for k, s in enumerate(segments) if s.block >= 0]
+        ends = [sum(wanted[: s + 1]) for s in range(mesh.pp - 1)]
+        cuts = tuple(places[n] if n < len(places) else places[-1] + 1 for n in ends) if places and sum(wanted) == len(places) else (0,)
+        if len(cuts) != mesh.pp - 1 or list(cuts) != sorted({*cuts} - {0}) or any(k >= len(segments) for k in cuts):
+            why = f"the program has {len(places)} block instances, which do not make stages of {', '.join(map(str, wanted))}"
+            self.refused[f"blocks: {why}"] = None
+            raise Infeasible(why)
+        can = frozenset(k for k, p in enumerate(pieces) if p.freed_bytes > 0) if self.pins.recompute == "full" else frozenset()
+        bounds = (0, *cuts, len(pieces))
+        busy = [sum(p.forward_s * (2 if k in can else 1) + p.backward_s for k, p in enumerate(pieces) if i <= k < j) for i, j in pairwise(bounds)]
+        outcome = Outcome(objective=max(busy), bound=max(busy), gap=0.0, seconds=0.0, solver="pinned", variables=0, constraints=0)
+        return Partition(cuts=cuts, recomputed=can, outcome=outcome)
 
     def _note_shortfall(
         self, rank: Rank, mesh: Mesh, pieces: tuple[Piece, ...], flights: tuple[int, ...], room: float, zero: int, recompute: str, over: int
@@ -332,27 +394,33 @@ class Search:
         ledgers: dict[tuple[int, int, int], Ledger] = {}
         again: list[Candidate] = []
         for c in found[:MEASURED_CANDIDATES]:
-            key, program, pricer = (c.mesh.dp, c.rank.micro_batches, c.mesh.tp), c.rank.program, Pricer(self.cluster, c.mesh.sizes(), live)
+            rank = self.rank(c.mesh, c.rank.micro_batches, exactly=True)
+            if isinstance(rank, str):
+                continue
+            key, program, pricer = (c.mesh.dp, c.rank.micro_batches, c.mesh.tp), rank.program, self._pricer(c.mesh, live)
             if key not in ledgers:
                 ledgers[key] = self.timed("measure", lambda program=program, pricer=pricer: Ledger(program, pricer))
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
                 break
-            priced = self._candidate(dataclasses.replace(c.rank, ledger=ledgers[key]), c.mesh, c.schedule, c.zero, live)
+            priced = self._candidate(dataclasses.replace(rank, ledger=ledgers[key]), c.mesh, c.schedule, c.zero, live)
             again += [priced] if priced is not None else []
         self.notes |= dict.fromkeys(live.notes())
         self.notes[f"the search went by estimates; the operators of its best {len(again)} candidates were then measured"] = None
         return sorted(again, key=lambda c: c.step_time_s) or found
 
     def _exactly(self, found: list[Candidate]) -> list[Candidate]:
-        """The winner with its tensor axis solved for its own micro-batch, if that was taken over from another size."""
-        c = found[0]
-        body = c.rank.moments.body
-        if c.rank.tensor is None or (body.batch_size or 0, c.mesh.tp) in self._tensor:
-            return found
-        self.on_tensor_axis(c.mesh, body, exactly=True)
-        self._rank.pop((c.mesh.dp, c.rank.micro_batches, c.mesh.tp))
-        again = list(self._of_count(c.mesh, c.rank.micro_batches))
-        return sorted([*again, *found], key=lambda x: x.step_time_s)
+        """The candidates with the winner made for its own split of the batch, its tensor axis solved for its own micro-batch."""
+        while found:
+            c = found[0]
+            own = (c.mesh.dp, c.rank.micro_batches)
+            solved = c.rank.tensor is None or self._tensor_key(c.mesh, c.rank.moments.body) in self._tensor
+            if c.rank.made_for == own and solved:
+                return found
+            self.best_s = math.inf
+            rest = [x for x in found if (x.mesh, x.rank.micro_batches) != (c.mesh, c.rank.micro_batches)]
+            again = self._of_rank(self.rank(c.mesh, own[1], exactly=True), c.mesh)
+            found = sorted([*again, *rest], key=lambda x: x.step_time_s)
+        raise Infeasible(why_not(self))
 
 
 def _fits(assignment: Assignment, body: Program) -> bool:

@@ -57,12 +57,15 @@ class _Sharder:
         program = self.program
         spans = [(b, k, span) for b, block in enumerate(program.blocks) for k, span in enumerate(block.spans)]
         segment_of = {i: (b, k) for b, k, span in spans for i in range(span.start, span.stop)}
+        entering = self._entering(spans)
         starts: dict[tuple[int, int], int] = {}
         stops: dict[tuple[int, int], int] = {}
         for index, op in enumerate(program.ops):
             segment = segment_of.get(index)
-            if segment is not None:
-                starts.setdefault(segment, len(self.ops))
+            if segment is not None and segment not in starts:
+                for value, want, consumer in entering.get(segment, ()):
+                    self.made[value, want, segment] = self._as(value, want, None, consumer)
+                starts[segment] = len(self.ops)
             self._emit(op, segment)
             if segment is not None:
                 stops[segment] = len(self.ops)
@@ -83,6 +86,27 @@ class _Sharder:
             buffers=tuple(self._leaf(x) for x in program.buffers),
             layouts={**program.layouts, self.axis: self.layouts},
         )
+
+    def _entering(self, spans: list[tuple[int, int, Span]]) -> dict[tuple[int, int], list[tuple[str, Layout, Op]]]:
+        """(block, instance) -> what is brought into another layout before it begins: the values that enter one instance in another
+        layout than they enter its siblings (what the embedding makes, where the others read what a layer made). Inside, the instances
+        would no longer be alike."""
+        program, ops = self.program, self.program.ops
+        layout = dict(self.assignment.leaves)
+        for op in ops:
+            layout |= zip([o for o in op.outputs if o is not None], self.assignment.ops[op.name].outputs, strict=True)
+        found: dict[tuple[int, int], list[tuple[str, Layout, Op]]] = {}
+        for b, block in enumerate(program.blocks):
+            first = block.spans[0]
+            for j in range(len(first)):
+                same = [ops[span.start + j] for span in block.spans]
+                for i, want in enumerate(self.assignment.ops[same[0].name].inputs):
+                    values = [refs(op)[i] for op in same]
+                    needs = [needs_transition(layout[v], want, program.types[v]) for v in values]
+                    if any(needs) and not all(needs):
+                        for k, (v, need) in enumerate(zip(values, needs, strict=True)):
+                            found.setdefault((b, k), []).extend([(v, want, same[k])] if need else [])
+        return found
 
     def _leaf(self, leaf: LeafT) -> LeafT:
         return dataclasses.replace(leaf, layouts=(*leaf.layouts, (self.axis, self.layouts[leaf.value])))

@@ -1,0 +1,71 @@
+"""Run -> predicted step time and memory, by the planner itself with every knob pinned; identical captures are shared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autopar.capture import capture
+from autopar.planner import Pins
+from autopar.planner.candidate import Candidate
+from autopar.planner.search import Search
+from benchmarks._runs import Run, Skip, model_of
+
+__all__ = ["Prediction", "predictions"]
+
+ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by our account
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Of one run. memory_bytes: of the fullest stage, or of the first where the source states that; parts: seconds by term."""
+
+    run: Run
+    step_time_s: float
+    memory_bytes: float
+    fullest_bytes: float
+    candidate: Candidate
+
+
+def predictions(runs: Iterable[Run]) -> Iterator[tuple[Run, Prediction | Skip]]:
+    """The prediction of each run, or why there is none; runs of one captured program one after the other."""
+    groups: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.key, run.optimizer), []).append(run)
+    for group in groups.values():
+        try:
+            search = _search(group)
+        except Skip as reason:
+            yield from ((run, reason) for run in group)
+            continue
+        for run in sorted(group, key=lambda r: (r.pins.tp or 1, r.micro_batch, r.pins.pp or 1)):
+            yield run, _predict(run, search)
+
+
+def _search(group: list[Run]) -> Search:
+    """A search of the program that all runs of a group share, captured with a batch that every micro-batch divides."""
+    first = group[0]
+    batch = first.micro_batch if first.image else 4 * math.lcm(*{run.micro_batch for run in group})  # batch norm is each rank's own
+    model, inputs = model_of(first, batch)
+    captured = capture(model, inputs)
+    return Search(
+        program=captured.program, gpus=first.gpus, cluster=first.cluster, memory_limit_bytes=ANY_MEMORY, optimizer=first.optimizer,
+        precision="fp32", pins=Pins(), recipe=first.recipe,
+    )  # fmt: skip
+
+
+def _predict(run: Run, shared: Search) -> Prediction | Skip:
+    search = shared.other(
+        gpus=run.gpus, pins=run.pins, batch_size=run.global_batch, recipe=run.recipe, memory_limit_bytes=ANY_MEMORY
+    )
+    found = list(search.candidates())
+    if not found:
+        return Skip("the planner refuses it: " + next(iter(search.refused), "no mesh"))
+    best = min(found, key=lambda c: c.step_time_s)
+    stages = [s.memory for s in best.stages]
+    context = [m.total_bytes - m.framework_context_bytes for m in stages]
+    return Prediction(
+        run=run, step_time_s=best.step_time_s, memory_bytes=context[0] if run.first_stage else max(context),
+        fullest_bytes=max(m.total_bytes for m in stages), candidate=best,
+    )  # fmt: skip

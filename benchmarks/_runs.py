@@ -1,0 +1,301 @@
+"""Rows of published training runs -> what the planner needs to price them: a model, pins, a recipe, a cluster.
+
+One CSV has a row for each run, of the columns in COLUMNS (others are ignored); an empty cell means that its source does not state it.
+What cannot be rebuilt raises Skip with the reason. Facts that a software's own sources state and a table leaves out (whether its
+attention is fused, whether it overlaps the reduction of gradients) are in SOFTWARE, by the name of the source; a source that is not
+there is taken for current practice.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+import torch
+from torch import nn
+
+from autopar.planner import Pins
+from benchmarks import _cnns as cnn
+from benchmarks._decoders import Decoder, decoder
+from cost_models import Cluster, load_cluster
+
+from cost_models.recipe import MIB, Recipe
+
+__all__ = ["COLUMNS", "Run", "Skip", "Software", "read"]
+
+COLUMNS = (
+    "source", "model", "family", "n_layers", "hidden", "n_heads", "n_kv_heads", "ffn", "vocab", "tied_emb", "seq_len", "gpu",
+    "n_gpus", "gpus_per_node", "inter_link", "global_batch", "micro_batch", "grad_accum", "dp", "tp", "pp", "vpp", "cp", "ep",
+    "seq_parallel", "sharding", "act_ckpt", "precision", "extra", "step_time_s", "peak_mem", "peak_mem_unit", "peak_mem_kind",
+    "status", "flags",
+)  # fmt: skip
+
+
+class Skip(ValueError):
+    """A row that cannot be rebuilt; the message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
+    overlaps_reduction, bucket_bytes: of gradients. stages: of equal numbers of layers, or filled one after the other until each has its
+    share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward."""
+
+    fused_attention: bool = True
+    dropout: float = 0.0
+    overlaps_reduction: bool = True
+    bucket_bytes: int = 25 * MIB
+    stages: Literal["layers", "parameters"] = "layers"
+    regathers: bool = False
+
+
+WHOLE = 2**50  # a bucket that holds everything
+
+SOFTWARE: dict[str, Software] = {
+    "ultrascale": Software(stages="parameters", regathers=True),  # nanotron places pipeline blocks by their cost
+    # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
+    "vtrain": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
+    "megatron-2020": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
+    "megatron-gpt3": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
+    "megatron-seqpar": Software(regathers=True, fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
+    # XLA of 2021: scores in memory; gradients are reduced tensor by tensor where they are made, without overlap
+    "alpa": Software(fused_attention=False, overlaps_reduction=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One row, rebuilt. key: what its captured program depends on (all rows of one key share one). batch: of the capture. measured:
+    step_time_s and memory_bytes (None where the source does not print them); first_stage: the memory is that of rank 0."""
+
+    row: Mapping[str, str]
+    number: int
+    key: tuple[object, ...]
+    dims: Decoder | cnn.Cnn
+    dtype: torch.dtype
+    image: int
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    pins: Pins
+    recipe: Recipe
+    optimizer: str
+    cluster: Cluster
+    step_time_s: float | None
+    memory_bytes: float | None
+    first_stage: bool
+    failed: bool
+    flagged: str
+
+    @property
+    def parallelism(self) -> str:
+        zero = f" zero{self.pins.zero}" if self.pins.zero else ""
+        return f"dp{self.pins.dp} tp{self.pins.tp} pp{self.pins.pp}{zero} mb{self.micro_batch}"
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file. Raises Skip if it lacks columns."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
+        if missing:
+            raise Skip(f"{path.name} lacks the columns {', '.join(missing)}")
+        return [{k: (v or "").strip() for k, v in row.items() if k is not None} for row in reader]
+
+
+def rebuilt(row: Mapping[str, str], number: int) -> Run:
+    """A row as a Run. Skip where it does not say enough, or asks for what plans cannot express."""
+    software = SOFTWARE.get(row["source"], Software())
+    for column, what in (("vpp", "interleaved stages"), ("cp", "context parallelism"), ("ep", "expert parallelism")):
+        if _int(row, column, 1) != 1:
+            raise Skip(f"{what} cannot be planned yet")
+    gpus = _need(row, "n_gpus")
+    dp, tp, pp = (_need(row, name) for name in ("dp", "tp", "pp"))
+    if dp * tp * pp != gpus:
+        raise Skip("dp x tp x pp is not the number of GPUs")
+    batch, micro = _need(row, "global_batch"), _int(row, "micro_batch", 0)
+    micro = micro or batch // dp // _need(row, "grad_accum")
+    if micro < 1 or batch % (dp * micro):
+        raise Skip("the global batch does not divide into the micro-batches")
+    dtype = _dtype(row["precision"])
+    dims, image = _dims(row, software)
+    pins = Pins(
+        dp=dp, tp=tp, pp=pp, micro_batches=batch // dp // micro, zero=_zero(row["sharding"]) if dp > 1 else 0,
+        recompute=_recompute(row["act_ckpt"]), schedule="1f1b",
+        sequence_parallel=None if tp == 1 else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp, software),
+    )  # fmt: skip
+    optimizer = "sgd_momentum" if not isinstance(dims, Decoder) else "adamw"
+    memory = _float(row, "peak_mem")
+    unit = 2.0**20 if row["peak_mem_unit"].lower().startswith("mi") else 2.0**30 if row["peak_mem_unit"].lower().startswith("gi") else 1e9
+    step = _float(row, "step_time_s")
+    if row["status"] == "ok" and step is None and memory is None:
+        raise Skip("neither a step time nor a memory figure is printed")
+    return Run(
+        row=row, number=number, key=(dims, dtype, image, micro if image else 0, row["gpu"], row["gpus_per_node"], row["inter_link"]), dims=dims, dtype=dtype,
+        image=image, gpus=gpus, global_batch=batch, micro_batch=micro, pins=pins, recipe=_recipe(row, software, dtype),
+        optimizer=optimizer, cluster=_cluster(row), step_time_s=step, memory_bytes=memory * unit if memory else None,
+        first_stage="rank 0" in row["peak_mem_kind"] or "first" in row["peak_mem_kind"], failed=row["status"] != "ok",
+        flagged=_doubts(row["flags"]),
+    )  # fmt: skip
+
+
+def model_of(run: Run, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model on the meta device with inputs of that batch."""
+    if isinstance(run.dims, Decoder):
+        ids = torch.zeros(batch, run.dims.length, dtype=torch.long, device="meta")
+        return decoder(run.dims, run.dtype), {"ids": ids, "labels": ids}
+    with torch.device("meta"):
+        model = run.dims.build().to(run.dtype).train()
+        images = torch.zeros(batch, 3, run.image, run.image, dtype=run.dtype)
+        return model, {"images": images, "labels": torch.zeros(batch, dtype=torch.long)}
+
+
+# ------------------------------------------------------------------------------------------------------------- cells
+def _float(row: Mapping[str, str], name: str) -> float | None:
+    text = row.get(name, "")
+    try:
+        return float(text) if text else None
+    except ValueError as e:
+        raise Skip(f"{name} is no number") from e
+
+
+def _int(row: Mapping[str, str], name: str, default: int) -> int:
+    value = _float(row, name)
+    return default if value is None else int(value)
+
+
+def _need(row: Mapping[str, str], name: str) -> int:
+    value = _float(row, name)
+    if value is None or value < 1:
+        raise Skip(f"{name} is not stated")
+    return int(value)
+
+
+def _doubts(flags: str) -> str:
+    """What makes a row doubtful: remarks on other columns than those compared do not."""
+    harmless = ("printed MFU", "config appears", "second row for same", "GA not stated", "did not run")
+    return "; ".join(part for part in (p.strip() for p in flags.split(";")) if part and not part.startswith(harmless))
+
+
+def _dtype(text: str) -> torch.dtype:
+    low = text.lower()
+    if "fp8" in low:
+        raise Skip("fp8 cannot be planned yet")
+    for mark, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("tf32", torch.float32), ("fp32", torch.float32)):
+        if mark in low:
+            return dtype
+    raise Skip("the precision is not stated" if not text else f"the precision {text!r} is not known")
+
+
+def _zero(text: str) -> int:
+    low = text.lower()
+    if low in ("", "none", "ddp") or "zero-0" in low:
+        return 0
+    if "zero-1" in low or "distributed optimizer" in low:
+        return 1
+    if "full_shard" in low or "zero-3" in low:
+        return 3
+    raise Skip("ZeRO-2 cannot be planned yet" if "zero-2" in low else f"the sharding {text!r} cannot be planned")
+
+
+def _recompute(text: str) -> str:
+    low = text.lower()
+    if low.startswith("full"):
+        return "full"
+    if low.startswith("none"):
+        return "none"
+    raise Skip("selective recomputation cannot be planned yet" if "selective" in low else "recomputation is not stated")
+
+
+def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> Recipe:
+    text = row["precision"].lower()
+    half = dtype != torch.float32
+    summed = 4 if half and ("fp32 grad" in text or "amp" in text) else None
+    unbucketed = "no gradient bucketing" in row["extra"]
+    return Recipe(
+        gradient_itemsize=summed, accumulates="grad accum" in text, master_itemsize=4 if half and "pure" not in text else 0,
+        state_itemsize=4 if half and "pure" not in text else None, optimizer_passes=1.0,
+        local_batches=True, regathers=software.regathers,
+        bucket_bytes=WHOLE if unbucketed else software.bucket_bytes, overlaps_reduction=software.overlaps_reduction and not unbucketed,
+    )  # fmt: skip
+
+
+def _dims(row: Mapping[str, str], software: Software) -> tuple[Decoder | cnn.Cnn, int]:
+    family = row["family"].lower()
+    if family == "cnn":
+        described = cnn.described(row["model"], extra=row["extra"], source=row["source"])
+        if described is None:
+            raise Skip(f"the network {row['model']!r} is not one of those that can be rebuilt")
+        return described, cnn.image_of(row["model"], extra=row["extra"])
+    if "moe" in family:
+        raise Skip("mixtures of experts are not rebuilt yet")
+    if not family.startswith(("gpt", "llama")):
+        raise Skip(f"the family {row['family']!r} is not known")
+    llama = family.startswith("llama")
+    heads = _need(row, "n_heads")
+    dims = Decoder(
+        layers=_need(row, "n_layers"), hidden=_need(row, "hidden"), heads=heads, kv_heads=_int(row, "n_kv_heads", heads),
+        ffn=_need(row, "ffn"), vocabulary=_need(row, "vocab"), length=_need(row, "seq_len"), tied=_int(row, "tied_emb", 0) == 1,
+        gated=llama, norm="rms" if llama else "layer", bias=not (llama or "mpt" in family), positions="rotary" if llama else "learned",
+        fused_attention=software.fused_attention or "flash" in row["extra"].lower(), dropout=software.dropout,
+    )  # fmt: skip
+    return dims, 0
+
+
+_CLUSTERS = {
+    "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200", "A100": "dgx-a100", "V100": "p3.16xlarge", "L40S": "l40s-8x",
+    "4090": "rtx4090-8x", "MI300": "mi300x-8x", "MI250": "mi250x-8x",
+}  # fmt: skip
+
+
+@functools.lru_cache
+def _cluster_of(gpu: str, per_node: int, inter: str) -> Cluster:
+    if "EFA" in inter and "H100" in gpu:
+        name = "p5"
+    elif "EFA" in inter and "A100" in gpu:
+        name = "p4de" if "80" in gpu else "p4d"
+    elif "V100" in gpu and per_node == 16:
+        name = "dgx-2"
+    else:
+        name = next((c for mark, c in _CLUSTERS.items() if mark in gpu), "")
+    if not name:
+        raise Skip(f"the GPU {gpu!r} is not in the catalogue")
+    cluster = load_cluster(name)
+    rate = re.search(r"(\d+)\s*Gb", inter)
+    if rate:  # of one node in all
+        links = max(1, round(int(rate[1]) * 1e9 / 8 / cluster.inter.bandwidth_bytes_per_s))
+        cluster = dataclasses.replace(cluster, links_per_node=links)
+    return cluster
+
+
+def _blocks(dims: Decoder | cnn.Cnn, pp: int, software: Software) -> tuple[int, ...] | None:
+    """Layers of each stage, as the software divides them."""
+    if not isinstance(dims, Decoder) or pp == 1:
+        return None
+    if software.stages == "layers":
+        return tuple((s + 1) * dims.layers // pp - s * dims.layers // pp for s in range(pp))
+    layer = 2 * dims.hidden * (dims.hidden + dims.hidden // dims.heads * dims.kv_heads) + (3 if dims.gated else 2) * dims.ffn * dims.hidden
+    total = dims.layers * layer + dims.vocabulary * dims.hidden
+    counts, done, stage = [0] * pp, 0, 0
+    for _ in range(dims.layers):
+        counts[stage] += 1
+        done += layer
+        stage += done * pp > total * (stage + 1) and stage < pp - 1
+    for s in range(pp - 1):  # a plan has no stage without layers but the last, which has the head
+        if not counts[s]:
+            fullest = max(k for k in range(s) if counts[k] == max(counts[:s]))
+            counts[fullest], counts[s] = counts[fullest] - 1, 1
+    return tuple(counts)
+
+
+def _cluster(row: Mapping[str, str]) -> Cluster:
+    return _cluster_of(row["gpu"], _int(row, "gpus_per_node", 8), row["inter_link"])
+
+

@@ -1,0 +1,44 @@
+"""How a training software carries out a plan, where softwares differ: dtypes beside the model's own, reduction, optimizer kernels.
+
+A plan says what is split and where it rests. What a parameter's gradient is accumulated in, whether the optimizer keeps a copy of
+its own, and how gradients travel are the software's; figures of a run can be compared only under the run's own recipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AUTOPAR", "MIB", "Recipe"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """gradient_itemsize, state_itemsize: bytes of an accumulated gradient and of each of the optimizer's states (None: as the
+    parameter). accumulates: gradients are added into buffers of their own, which are there all the time. master_itemsize: of the
+    optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
+    foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. overlaps_reduction: while the last backward pass
+    runs, else after it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
+    each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
+    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2)."""
+
+    gradient_itemsize: int | None = None
+    state_itemsize: int | None = None
+    accumulates: bool = False
+    master_itemsize: int = 0
+    optimizer_passes: float = 3.0
+    bucket_bytes: int = 25 * MIB
+    overlaps_reduction: bool = True
+    allocator_slack: float = 0.03
+    local_batches: bool = False
+    regathers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1 or self.optimizer_passes <= 0 or self.allocator_slack < 0 or self.master_itemsize < 0:
+            raise ValueError(f"a recipe of negative or empty sizes: {self}")
+
+
+AUTOPAR = Recipe()
+"""autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
+foreach optimizers. The allocator's slack is assumed."""
