@@ -139,10 +139,10 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
     if found.context_bytes:
         what = "used beside the allocator's, by whomever" if found.device == "cuda" else "resident set of a worker that has imported torch"
         values["context_bytes"] = (found.context_bytes, f"measured: {what}, {here}")
-    streams = {t.what: t.timing.bytes_moved / t.best_s for t in operators if t.timing.op_class in MEMORY_CLASSES}
+    streams = {t.what: t.timing.bytes_moved / t.best_s for t in operators if t.timing.op_class == "pointwise"}
     if streams:
         fastest = max(streams, key=streams.__getitem__)
-        values["memory_bandwidth_bytes_per_s"] = (streams[fastest], f"measured: best of all, {fastest}, {here}")
+        values["memory_bandwidth_bytes_per_s"] = (streams[fastest], f"measured: best of pointwise operators, {fastest}, {here}")
     for dtype in DTYPES:
         products = [t for t in operators if (t.timing.op_class, t.timing.dtype) == ("matmul", dtype)]
         rates = {t.what: t.timing.flops / t.best_s for t in products[-2:]}  # small ones may be faster where there is no blocked kernel

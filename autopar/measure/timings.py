@@ -29,13 +29,13 @@ from cost_models.fit import OperatorTime
 
 __all__ = ["DTYPES", "Machine", "Timed", "collective_times", "launch_time", "machine", "operator_times"]
 
-REPEATS = 11
+REPEATS, FIRSTS = 11, 3
 SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
 SLOWEST_S = 0.15  # of two sizes of an operator, the larger is not measured if it would take longer
-CASE_S = 0.4  # for the repeats of one case, of which there are two at least
+CASE_S = 0.3  # for the repeats of one case, of which there are FIRSTS at least
 COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES = 3e-3, 50
 # Of one operand: more than caches hold, but on a CPU less than what malloc asks the system for anew each time (32 MiB, mallopt(3)).
-STREAMED_BYTES = {"cpu": 2**24, "cuda": 2**28}
+STREAMED_BYTES = {"cpu": 24 * 2**20, "cuda": 2**28}
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 Run = Callable[[], object]
@@ -277,16 +277,24 @@ def _timed(run: Run, device: torch.device) -> tuple[float, float]:
         _wait(device)
         return (clock() - start) / loops
 
-    sample(1)
-    samples = _repeated(sample, sample(1), SAMPLE_S, MOST_LOOPS)
+    firsts = _firsts(sample)
+    samples = _repeated(sample, firsts, min(firsts), SAMPLE_S, MOST_LOOPS)
     return min(samples), statistics.median(samples)
 
 
-def _repeated(sample: Callable[[int], float], once: float, sample_s: float, most_loops: int) -> list[float]:
-    """Samples of about sample_s each, REPEATS of them or as many as CASE_S allows. once: seconds of one run."""
+def _firsts(sample: Callable[[int], float]) -> list[float]:
+    """Single runs after a warm-up: several, because one alone may have been held up."""
+    sample(1)
+    return [sample(1) for _ in range(FIRSTS)]
+
+
+def _repeated(sample: Callable[[int], float], firsts: list[float], once: float, sample_s: float, most_loops: int) -> list[float]:
+    """Samples of about sample_s each, REPEATS of them or as many as CASE_S allows. firsts: what single runs took, once: of them the
+    usual."""
     loops = min(most_loops, max(1, math.ceil(sample_s / once)))
-    first = [once] if loops == 1 else []
-    return first + [sample(loops) for _ in range(max(1, min(REPEATS, int(CASE_S / (once * loops))) - len(first)))]
+    kept = firsts if loops == 1 else []
+    wanted = min(REPEATS, max(FIRSTS, int(CASE_S / (once * loops))))
+    return kept + [sample(loops) for _ in range(wanted - len(kept))]
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:
@@ -334,7 +342,7 @@ def _collective(kind: Kind, nbytes: int, axis: Axis) -> Run:
 
 
 def _collective_samples(run: Run, axis: Axis) -> list[float]:
-    """All ranks take the same number of samples, which they settle by the slowest of them."""
+    """All ranks take the same number of samples, which they settle by the slowest of them in each of the first runs."""
     device = default_device()
     token = torch.zeros(1, device=device)
 
@@ -347,7 +355,7 @@ def _collective_samples(run: Run, axis: Axis) -> list[float]:
         _wait(device)
         return (time.perf_counter() - start) / loops
 
-    sample(1)
-    once = torch.tensor([sample(1)], dtype=torch.float64, device=device)
-    comm.all_reduce_(once, axis, dist.ReduceOp.MAX)
-    return _repeated(sample, once.item(), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
+    firsts = _firsts(sample)
+    slowest = torch.tensor(firsts, dtype=torch.float64, device=device)
+    comm.all_reduce_(slowest, axis, dist.ReduceOp.MAX)
+    return _repeated(sample, firsts, slowest.min().item(), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)

@@ -63,10 +63,11 @@ def print_profile(found: Profile) -> None:
     console.print(f"{assumed} values are assumed, as in the catalogue; the file says which")
     if found.link_error is not None:
         sizes = sorted({t.nbytes for t in found.collectives})
-        times = Table("collective", *(bytes_text(nbytes).replace(".00", "") for nbytes in sizes), box=SIMPLE)
+        times = Table("collective", *(bytes_text(nbytes).replace(".00", "") for nbytes in sizes), box=None, padding=(0, 1, 0, 0))
         for ranks, k in sorted({(t.ranks, KINDS.index(t.kind)) for t in found.collectives}):
             of_size = {t.nbytes: t.measured_s for t in found.collectives if (t.ranks, t.kind) == (ranks, KINDS[k])}
             times.add_row(f"{KINDS[k]} of {ranks}", *(seconds_text(of_size[nbytes]) for nbytes in sizes))
+        times.columns[0].no_wrap = True
         console.print(times)
     errors = {"operators": found.gpu_error, "collectives": found.link_error}
     for what, error in errors.items():
