@@ -12,6 +12,8 @@ says how to put such operators before the stack.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +24,8 @@ from autopar.ir import Arg, Block, Op, Ref, Span, TensorType, refs
 __all__ = ["find_blocks", "finite_limits", "span_signature", "without_lead"]
 
 _MIN_OPS = 3  # a shorter repeat (a lone linear layer) is not worth a class of its own
-_MIN_WEIGHTS = 2  # of a period: one decision holds for all instances, and what one weight splits another must be able to join
+# Weights and instances of a period: one decision holds for all instances, and what one weight splits another should join.
+_PERIODS = ((2, 2), (1, 3))
 _MAX_PERIOD = 1024  # operators
 
 
@@ -70,25 +73,43 @@ def find_blocks(
     alike = [span_signature([op], types, state)[0] for op in ops]
     taken = sorted((span for block in found for span in block.spans), key=lambda s: s.start)
     gaps = zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), len(ops)], strict=True)
-    for start, stop in [gap for gap in gaps if gap[1] - gap[0] >= 2 * _MIN_OPS]:
-        _search_periods(Span(start, stop), alike, ops, types, state, producer, found)
+    for gap in [Span(*gap) for gap in gaps if gap[0] < gap[1]]:
+        _search_periods(gap, alike, ops, types, state, producer, found)
     return tuple(sorted(found, key=lambda b: b.spans[0].start))
 
 
-def without_lead(ops: Sequence[Op], calls: Sequence[Sequence[str]], state: Mapping[str, object], movable: Callable[[Op], bool]) -> list[int]:
-    """The order of the operators (as indices) in which those that depend on parameters, unchanging buffers and constants alone stand
-    before the outermost call below the model that they are made in. movable: whether an operator may run earlier."""
+def without_lead(
+    ops: Sequence[Op], calls: Sequence[tuple[str, ...]], state: Mapping[str, object], movable: Callable[[Op], bool]
+) -> tuple[list[int], list[tuple[str, ...]]]:
+    """The order of the operators (as indices), and the calls that each then stands in, when what is made inside a call from parameters,
+    unchanging buffers and constants alone, and is read outside of it, is made before it. movable: whether an operator may run earlier."""
     fixed = {name for name, role in state.items() if role != ("buffer", True)}
-    first: dict[str, int] = {}
-    for index, stack in enumerate(calls):
-        for call in stack[1:2]:
-            first.setdefault(call, index)
-    place = list(range(len(ops)))
+    start: dict[tuple[str, ...], int] = {}
+    maker: dict[str, int] = {}
+    left: dict[int, int] = {}  # operator that is moved -> how many of its calls it stays in
     for index, (op, stack) in enumerate(zip(ops, calls, strict=True)):
+        for depth in range(1, len(stack) + 1):
+            start.setdefault(stack[:depth], index)
+        for made in [maker[r] for r in refs(op) if r in maker]:
+            common = len(os.path.commonprefix([calls[made], stack]))
+            if common < len(calls[made]):
+                left[made] = min(common, left.get(made, common))
         if movable(op) and all(r in fixed for r in refs(op)):
-            fixed |= {o for o in op.outputs if o is not None}
-            place[index] = first[stack[1]] if len(stack) > 2 else index
-    return sorted(range(len(ops)), key=lambda i: (place[i], place[i] == i, i))
+            outputs = [o for o in op.outputs if o is not None]
+            fixed.update(outputs)
+            maker |= dict.fromkeys(outputs, index)
+    for index in sorted(left, reverse=True):
+        pending = [index]
+        while pending:
+            reader = pending.pop()
+            for made in [maker[r] for r in refs(ops[reader]) if r in maker]:
+                inside = calls[made][: left[reader] + 1] == calls[reader][: left[reader] + 1]
+                if inside and left.get(made, len(calls[made])) > left[reader]:
+                    left[made] = left[reader]
+                    pending.append(made)
+    place = [start[stack[: left[i] + 1]] if i in left else i for i, stack in enumerate(calls)]
+    order = sorted(range(len(ops)), key=lambda i: (place[i], i not in left, i))
+    return order, [calls[i][: left.get(i)] for i in order]
 
 
 def _search(
@@ -128,15 +149,20 @@ def _search_periods(
 ) -> None:
     """Blocks of spans that follow one another inside a gap: those of the shortest period, then those before and after them. alike: of
     each operator, equal where operators are equal but for wiring."""
-    for period in range(_MIN_OPS, min(len(gap) // 2, _MAX_PERIOD) + 1):
-        for start, count in _runs(alike[gap.start : gap.stop], period):
-            offsets = range(start, start + (count % period) + 1)
-            instances = _instances(gap.start + _best_start(offsets, ops, state, gap), period, count // period + 1, ops, types, state, producer)
-            if len(instances) >= 2:
-                found.append(Block(spans=tuple(i.span for i in instances), prefixes=tuple(i.prefix for i in instances)))
-                for rest in (Span(gap.start, instances[0].span.start), Span(instances[-1].span.stop, gap.stop)):
-                    _search_periods(rest, alike, ops, types, state, producer, found)
-                return
+    inside = alike[gap.start : gap.stop]
+    runs = [(period, *run) for period in range(2, min(len(gap) // 2, _MAX_PERIOD) + 1) for run in _runs(inside, period)]
+    for (weights, least), (period, start, length) in itertools.product(_PERIODS, runs):
+        candidates = range(gap.start + start, gap.start + start + length % period + 1)
+        first = next((k for k in candidates if any(r in state for r in refs(ops[k]))), candidates[0])  # begin at a weight, where possible
+        read = [[r for r in refs(op) if state.get(r) == ("param", True) and len(types[r].shape) > 1] for op in ops[first : first + period]]
+        if sum(map(bool, read)) < weights:
+            continue
+        instances = _instances(first, period, length // period + 1, ops, types, state, producer)
+        if len(instances) >= least:
+            found.append(Block(spans=tuple(i.span for i in instances), prefixes=tuple(i.prefix for i in instances)))
+            for rest in (Span(gap.start, instances[0].span.start), Span(instances[-1].span.stop, gap.stop)):
+                _search_periods(rest, alike, ops, types, state, producer, found)
+            return
 
 
 def _runs(alike: Sequence[str], period: int) -> Iterator[tuple[int, int]]:
@@ -149,11 +175,6 @@ def _runs(alike: Sequence[str], period: int) -> Iterator[tuple[int, int]]:
             start = index + 1
 
 
-def _best_start(offsets: range, ops: Sequence[Op], state: Mapping[str, object], gap: Span) -> int:
-    """Where a period begins: at an operator that reads a parameter or buffer, if there is one."""
-    return next((o for o in offsets if any(r in state for r in refs(ops[gap.start + o]))), offsets[0])
-
-
 def _instances(
     start: int,
     period: int,
@@ -163,19 +184,27 @@ def _instances(
     state: Mapping[str, object],
     producer: Mapping[str, tuple[int, int]],
 ) -> list[_Instance]:
-    """The most consecutive spans among these that are instances of one block; none if they are not worth one."""
-    weights = [op for op in ops[start : start + period] if any(state.get(r) == ("param", True) and len(types[r].shape) > 1 for r in refs(op))]
-    if len(weights) < _MIN_WEIGHTS:
-        return []
-    made = []
-    for k in range(count):
-        span = Span(start + k * period, start + (k + 1) * period)
+    """The longest chain among `count` spans: instances of one block, each of which takes the same operands from the one before."""
+    longest: list[_Instance] = []
+    chain: list[_Instance] = []
+    first: str = ""  # signature of the chain
+    wired: tuple[tuple[int, int] | None, ...] = ()
+    for span in [Span(start + k * period, start + (k + 1) * period) for k in range(count)]:
         signature, external = span_signature(ops[span.start : span.stop], types, state)
-        made.append((signature, _Instance(span, ops[span.start].module, external)))
-    alike = [instance for signature, instance in made if signature == made[0][0]]
-    longest = max(_same_wiring(alike, producer), key=len)
-    after = next((k for k in range(1, len(longest)) if longest[k].span.start != longest[k - 1].span.stop), len(longest))
-    return longest[:after]
+        instance = _Instance(span, ops[span.start].module, external)
+        taken = _taken(instance, chain[-1], producer) if chain else ()
+        if any(taken) and signature == first and (len(chain) == 1 or taken == wired):
+            chain, wired = [*chain, instance], taken
+        else:
+            chain, first = [instance], signature
+        longest = max(longest, chain, key=len)
+    return longest
+
+
+def _taken(instance: _Instance, before: _Instance, producer: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int] | None, ...]:
+    """Of each value that an instance reads from elsewhere, which result of the one before it that is, if it is one."""
+    made = [producer.get(value, (-1, 0)) for value in instance.external]
+    return tuple((index - before.span.start, output) if index in before.span else None for index, output in made)
 
 
 def _same_wiring(instances: Sequence[_Instance], producer: Mapping[str, tuple[int, int]]) -> list[list[_Instance]]:
@@ -184,16 +213,13 @@ def _same_wiring(instances: Sequence[_Instance], producer: Mapping[str, tuple[in
     An instance that does not follow another one directly (the first of a stack) takes all its operands from elsewhere, and
     belongs to the first group.
     """
-    groups: dict[tuple[object, ...], list[_Instance]] = {}
+    groups: dict[tuple[tuple[int, int] | None, ...], list[_Instance]] = {}
     free: list[_Instance] = []
     before: _Instance | None = None
     for instance in instances:
-        pattern: list[object] = []
-        for value in instance.external:
-            index, output = producer.get(value, (-1, 0))
-            pattern.append((index - before.span.start, output) if before is not None and index in before.span else None)
-        if any(p is not None for p in pattern):
-            groups.setdefault(tuple(pattern), []).append(instance)
+        taken = _taken(instance, before, producer) if before is not None else ()
+        if any(taken):
+            groups.setdefault(taken, []).append(instance)
         else:
             free.append(instance)
         before = instance

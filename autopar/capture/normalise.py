@@ -13,7 +13,7 @@ from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
 from autopar.ir import Arg, Op, Ref, map_refs, refs
 
-__all__ = ["drops_randomness", "has_effect", "normalise", "remove_dead", "split_label_means"]
+__all__ = ["drops_randomness", "has_effect", "may_run_earlier", "normalise", "remove_dead", "split_label_means"]
 
 _MEAN, _SUM = 1, 2  # at::Reduction
 _UNCHANGED = {"aten.alias.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.resolve_conj.default"}
@@ -188,3 +188,8 @@ def drops_randomness(before: Trace, after: Trace) -> bool:
 def has_effect(op: Op) -> bool:
     """Whether the operator updates buffers in place."""
     return op.target in EFFECTS and bool(op.args[EFFECTS[op.target][0]]) and any(op.args[p] is not None for p in EFFECTS[op.target][1])
+
+
+def may_run_earlier(op: Op) -> bool:
+    """Whether the operator may stand anywhere after its operands: it neither updates buffers nor draws random numbers."""
+    return not has_effect(op) and torch.Tag.nondeterministic_seeded not in resolve(op.target).tags

@@ -16,7 +16,7 @@ from autopar.capture.check import check_program
 from autopar.capture.export import Step, export, frozen_model, own_gradients
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.infer import Inference
-from autopar.capture.normalise import as_reshapes, drops_randomness, has_effect, normalise, remove_dead, split_label_means
+from autopar.capture.normalise import as_reshapes, drops_randomness, has_effect, may_run_earlier, normalise, remove_dead, split_label_means
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
 from autopar.ir import Buffer, Program, Ref
@@ -91,9 +91,9 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     calls = [t.calls for t in trace.ops]
     blocks = find_blocks(ops, calls, types, state)
     if not blocks:
-        order = without_lead(ops, calls, state, may_run_earlier)
+        order, calls = without_lead(ops, calls, state, may_run_earlier)
         moved = tuple(ops[i] for i in order)
-        blocks = find_blocks(moved, [calls[i] for i in order], types, state)
+        blocks = find_blocks(moved, calls, types, state)
         ops = moved if blocks else ops
     if not types[trace.loss].grad:
         raise CaptureError(
