@@ -32,7 +32,7 @@ __all__ = ["DTYPES", "Machine", "Timed", "collective_times", "launch_time", "mac
 REPEATS, FIRSTS = 11, 3
 SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
 SLOWEST_S = 0.15  # of two sizes of an operator, the larger is not measured if it would take longer
-CASE_S = 0.3  # for the repeats of one case, of which there are FIRSTS at least
+CASE_S = 0.2  # for the repeats of one case, which need not be many where one takes longer
 COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES = 3e-3, 50
 # Of one operand: more than caches hold, but on a CPU less than what malloc asks the system for anew each time (32 MiB, mallopt(3)).
 STREAMED_BYTES = {"cpu": 24 * 2**20, "cuda": 2**28}
@@ -282,10 +282,11 @@ def _timed(run: Run, device: torch.device) -> tuple[float, float]:
     return min(samples), statistics.median(samples)
 
 
-def _firsts(sample: Callable[[int], float]) -> list[float]:
-    """Single runs after a warm-up: several, because one alone may have been held up."""
-    sample(1)
-    return [sample(1) for _ in range(FIRSTS)]
+def _firsts(sample: Callable[[int], float], settled: Callable[[float], float] = lambda seconds: seconds) -> list[float]:
+    """Single runs after a warm-up: several, because one alone may have been held up, but one if it takes long. settled: of what a
+    rank measured, what all ranks go by."""
+    warm_up_s = settled(sample(1))
+    return [sample(1) for _ in range(FIRSTS if warm_up_s < CASE_S else 1)]
 
 
 def _repeated(sample: Callable[[int], float], firsts: list[float], once: float, sample_s: float, most_loops: int) -> list[float]:
@@ -293,7 +294,7 @@ def _repeated(sample: Callable[[int], float], firsts: list[float], once: float, 
     usual."""
     loops = min(most_loops, max(1, math.ceil(sample_s / once)))
     kept = firsts if loops == 1 else []
-    wanted = min(REPEATS, max(FIRSTS, int(CASE_S / (once * loops))))
+    wanted = min(REPEATS, max(len(firsts), int(CASE_S / (once * loops))))
     return kept + [sample(loops) for _ in range(wanted - len(kept))]
 
 
@@ -355,7 +356,10 @@ def _collective_samples(run: Run, axis: Axis) -> list[float]:
         _wait(device)
         return (time.perf_counter() - start) / loops
 
-    firsts = _firsts(sample)
-    slowest = torch.tensor(firsts, dtype=torch.float64, device=device)
-    comm.all_reduce_(slowest, axis, dist.ReduceOp.MAX)
-    return _repeated(sample, firsts, slowest.min().item(), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
+    def slowest(seconds: float) -> float:
+        of_all = torch.tensor([seconds], dtype=torch.float64, device=device)
+        comm.all_reduce_(of_all, axis, dist.ReduceOp.MAX)
+        return of_all.item()
+
+    firsts = _firsts(sample, slowest)
+    return _repeated(sample, firsts, min(map(slowest, firsts)), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
