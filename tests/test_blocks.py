@@ -1,0 +1,139 @@
+"""Which repeats of a program are found beside calls of modules: periods of a flat stack, and stacks whose first layer makes more."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.capture.blocks import without_lead
+from autopar.ir import Op, Program, Ref, refs
+
+pytestmark = pytest.mark.pure
+
+
+def flat(layers: int, *, first: int = 8, names: str = "") -> nn.Sequential:
+    """Linear layers with an activation each; the first takes `first` features."""
+    made: list[tuple[str, nn.Module]] = []
+    for k in range(layers):
+        made += [(f"{names}{2 * k}", nn.Linear(first if k == 0 else 8, 8)), (f"{names}{2 * k + 1}", nn.ReLU())]
+    stack = nn.Sequential()
+    for name, module in made:
+        stack.add_module(name, module)
+    return stack
+
+
+def captured(model: nn.Module, *shape: int) -> Program:
+    return capture(model, (torch.randn(*(shape or (4, 8))),), loss=lambda out: out.square().sum()).program
+
+
+def targets(program: Program, block: int = 0) -> list[str]:
+    span = program.blocks[block].spans[0]
+    return [op.target.split(".")[1] for op in program.ops[span.start : span.stop]]
+
+
+def spans(program: Program) -> list[list[tuple[int, int]]]:
+    return [[(s.start, s.stop) for s in b.spans] for b in program.blocks]
+
+
+def test_a_flat_stack_repeats_two_layers_at_a_time() -> None:
+    """One decision holds for all instances: with two weights in each, one may be split by columns and the other by rows."""
+    program = captured(flat(9))
+    assert spans(program) == [[(2, 6), (6, 10), (10, 14), (14, 18)]], "the first layer alone takes what has no gradient"
+    assert targets(program) == ["linear", "relu"] * 2
+    assert spans(captured(flat(10))) == spans(program)
+
+
+def test_a_short_flat_stack_repeats_one_layer_at_a_time() -> None:
+    assert spans(captured(flat(4, first=6), 4, 6)) == [[(2, 4), (4, 6), (6, 8)]]
+    assert spans(captured(flat(3))) == [], "two layers of one weight each are worth more apart"
+
+
+def test_names_of_modules_play_no_part() -> None:
+    assert spans(captured(flat(9, names="layer_"))) == spans(captured(flat(9)))
+
+
+def test_equal_operators_side_by_side_are_no_stack() -> None:
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.parts[0].bias  # with a gradient
+            return torch.stack([part(x).relu().exp() for part in self.parts]).sum(0)
+
+    assert spans(captured(Parallel())) == []
+
+
+class Layer(nn.Module):
+    """Adds a bias that the first layer makes from a table, and an offset that all may share."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.table = nn.Embedding(4, 8) if first else None
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x + self.up.bias[:8]
+        if self.table is not None:
+            rows = torch.arange(5) % 4
+            bias = self.table(rows)
+        assert bias is not None
+        return x + self.down(F.relu(self.up(x + bias))), bias
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer(first=k == 0) for k in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.enter(x), None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x
+
+
+def test_what_the_first_layer_makes_for_all_stands_before_the_stack() -> None:
+    program = captured(Stack(), 4, 5, 8)
+    ((first, second),) = [b.spans for b in program.blocks]
+    assert len(first) == len(second) and first.stop == second.start
+    assert program.blocks[0].prefixes == ("layers.0", "layers.1")
+    before = [op.target for op in program.ops[: first.start]]
+    assert "aten.embedding.default" in before and "aten.arange.default" in before
+    assert "slice" in targets(program), "what a layer makes for itself stays in it"
+    made: set[str] = {x.value for x in program.leaves}
+    for op in program.ops:
+        assert set(refs(op)) <= made
+        made |= {o for o in op.outputs if o is not None}
+
+
+@functools.cache
+def _toy() -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
+    """y = f(w) inside call m.a, then z = g(y) inside it, x = h(x) in it, and r = i(z, x) in m.b."""
+
+    def op(name: str, *reads: str) -> Op:
+        return Op(target="toy.op.default", args=tuple(map(Ref, reads)), outputs=(name,))
+
+    ops = op("x0", "input"), op("x1", "x0"), op("y", "w"), op("z", "y"), op("own", "w"), op("x2", "x1", "own"), op("r", "z", "x2")
+    return ops, [("m",), *[("m", "m.a")] * 5, ("m", "m.b")]
+
+
+def test_only_what_is_read_elsewhere_moves() -> None:
+    ops, calls = _toy()
+    order, stacks = without_lead(ops, calls, {"w": ("param", True)}, lambda op: True)
+    assert [ops[i].name for i in order] == ["x0", "y", "z", "x1", "own", "x2", "r"]
+    assert stacks == [("m",), ("m",), ("m",), ("m", "m.a"), ("m", "m.a"), ("m", "m.a"), ("m", "m.b")]
+
+
+def test_what_may_not_run_earlier_stays() -> None:
+    ops, calls = _toy()
+    in_place = list(range(len(ops)))
+    assert without_lead(ops, calls, {"w": ("param", True)}, lambda op: op.name != "y") == (in_place, calls)
+    assert without_lead(ops, calls, {"w": ("buffer", True)}, lambda op: True) == (in_place, calls), "a buffer that the step changes"
