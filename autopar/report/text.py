@@ -170,6 +170,6 @@ def _ranges(paths: Iterable[str]) -> str:
         if isinstance(item, str):
             return item
         prefix, first, last = item
-        return f"{prefix}.{first}" + (f"-{last}" if last > first else "")
+        return (f"{prefix}." if prefix else "") + f"{first}" + (f"-{last}" if last > first else "")
 
     return ", ".join(map(written, shown))
