@@ -23,13 +23,19 @@ __all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer"]
 BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torch DDP's bucket_cap_mb default, 25 MiB)
 
 GATHER = "autopar.C.all_gather"
+
+# Local code -> its all-reduces in forward and in backward, and how many numbers each has: a dim of an operand, or all of it.
+_EXCHANGES: dict[str, tuple[int, int, int, int | None]] = {
+    "autopar.L.sync_batch_norm": (2, 1, 0, 1),
+    "autopar.L.cross_entropy_sum_vocab": (3, 0, 1, None),
+}
 _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCost:
     """Seconds of one call on one rank; communication_s is the part of both that is collectives. provenance: where the figures
-    come from; measured: on the device itself. issued: kernels that the host issues in forward, in backward."""
+    come from; measured: on the device itself. host_s: seconds that the host needs to issue it, in forward and in backward."""
 
     counts: Counts
     forward_s: float
@@ -37,7 +43,7 @@ class OpCost:
     communication_s: float = 0.0
     provenance: str = ""
     measured: bool = False
-    issued: tuple[int, int] = (0, 0)
+    host_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +81,22 @@ class Pricer:
             return 0.0
         key = (kind, int(nbytes), axis)
         if key not in self._collective:
-            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=self.per_node(axis))
-            if axis == "tp" and self.contended:
-                seconds += (2 if kind == "all_reduce" else 1) * (ranks - 1) * self.cluster.inter.contended_step_s
-            self._collective[key] = seconds
+            per_node = self.per_node(axis)
+            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
         return self._collective[key]
 
     @property
     def contended(self) -> bool:
         """Whether neighbouring stages exchange values over the links between nodes."""
         return self.mesh.get("pp", 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
+
+    def host_s(self, kind: str | None, axis: str) -> float:
+        """Seconds that the host needs for a collective of the tensor axis, which kernels that run meanwhile hide."""
+        ranks = self.mesh.get(axis, 1)
+        if kind is None or ranks == 1:
+            return 0.0
+        steps = (2 if kind == "all_reduce" else 1) * (ranks - 1) if self.contended else 0
+        return self.shared * (self.cluster.gpu.issue_s + steps * self.cluster.inter.contended_step_s)
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
@@ -113,8 +125,24 @@ class Pricer:
         forward, backward = (s * self.shared for s in self.counted_s(counts, dtype))
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
-        issued = (int(counts.op_class != "view"), _gradients(ins) if grad and counts.op_class != "view" else 0)
-        return OpCost(counts=counts, forward_s=forward, backward_s=backward if grad else 0.0, provenance=source, issued=issued)
+        exchange = self._exchanges(op, ins)
+        issues = (1, _gradients(ins) if grad else 0) if counts.op_class != "view" else (0, 0)
+        host = self.cluster.gpu.issue_s * self.shared
+        backward = backward + exchange[1] if grad else 0.0
+        return OpCost(
+            counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchange[0] + (exchange[1] if grad else 0.0),
+            provenance=source, host_s=(host * issues[0], host * issues[1]),
+        )  # fmt: skip
+
+    def _exchanges(self, op: Op, ins: tuple[TensorType, ...]) -> tuple[float, float]:
+        """Seconds of the collectives inside local code, in forward and in backward: of statistics by channel (batch norm), of
+        numbers by row (a loss over a split vocabulary)."""
+        if op.target not in _EXCHANGES:
+            return 0.0, 0.0
+        forward, backward, operand, dim = _EXCHANGES[op.target]
+        numbers = ins[operand].numel if dim is None else ins[operand].shape[dim]
+        seconds = self.collective_s("all_reduce", 4.0 * numbers, str(op.kwarg("axis")))
+        return forward * seconds, backward * seconds
 
     @property
     def shared(self) -> float:
@@ -136,11 +164,12 @@ class Pricer:
         whole = have.nbytes * self.mesh[axis] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
         forward = self.collective_s(t.forward, whole, axis)
         backward = self.collective_s(t.backward, whole, axis) if have.grad else 0.0
+        host = (self.host_s(t.forward, axis), self.host_s(t.backward, axis) if have.grad else 0.0)
         if self.recipe.regathers and op.target == GATHER and have.grad:
-            backward += forward
+            backward, host = backward + forward, (host[0], host[1] + host[0])
         return OpCost(
             counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward,
-            provenance=f"links of {self.cluster.name}", issued=(int(t.forward is not None), int(t.backward is not None and have.grad)),
+            provenance=f"links of {self.cluster.name}", host_s=host,
         )  # fmt: skip
 
     def program(self, program: Program) -> OpCosts:

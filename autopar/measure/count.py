@@ -86,7 +86,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
     if cls == "view" or target.startswith("autopar."):
         read, written = (0, 0) if cls == "view" else (read, written)
-        return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=read, bytes_written=written)
+        kept = (0,) if target.startswith("autopar.L.") and differentiable else ()
+        return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=read, bytes_written=written, saved_inputs=kept)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty(t.shape, dtype=t.dtype, requires_grad=t.grad and not no_grad) for t in ins]
         env = {f"x{k}": t for k, t in enumerate(tensors)}

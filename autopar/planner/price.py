@@ -27,7 +27,6 @@ class Ledger:
         self.costs: list[OpCost] = [priced.ops[op.name] for op in program.ops]
         self.provenance = priced.provenance
         self.gpu = pricer.cluster.gpu.name != "cpu"
-        self.issue_s = pricer.cluster.gpu.issue_s * pricer.shared
         self.regathers = pricer.recipe.regathers
         self.gathered = gathered_from(program) if self.regathers else {}
         self.root = _roots(program.ops, self.costs)
@@ -43,7 +42,6 @@ class Ledger:
             if first not in known:
                 known[first] = pricer.op(op, self.program)
             other.costs.append(known[first])
-        other.issue_s = pricer.cluster.gpu.issue_s * pricer.shared
         return other
 
     @functools.cached_property
@@ -106,12 +104,12 @@ class Ledger:
         """(forward, backward, of which communication) of operators that follow one another: the device's time, or the time that the
         host needs to issue them, whichever is longer (the host runs ahead in long kernels and is caught up with in short ones)."""
         forward = backward = communication = 0.0
-        issued_forward = issued_backward = 0
+        host_forward = host_backward = 0.0
         for k in indices:
             c = self.costs[k]
             forward, backward, communication = forward + c.forward_s, backward + c.backward_s, communication + c.communication_s
-            issued_forward, issued_backward = issued_forward + c.issued[0], issued_backward + c.issued[1]
-        return max(forward, issued_forward * self.issue_s), max(backward, issued_backward * self.issue_s), communication
+            host_forward, host_backward = host_forward + c.host_s[0], host_backward + c.host_s[1]
+        return max(forward, host_forward), max(backward, host_backward), communication
 
 
 def _roots(ops: tuple[Op, ...], costs: list[OpCost]) -> dict[str, str]:

@@ -1,0 +1,203 @@
+"""Predicted against published step times and peak memory of real training runs.
+
+    python -m benchmarks published [--data FILE.csv ...] [--limit N] [--json]
+
+Each row is rebuilt (its dimensions as a module on the meta device), captured, and planned with every knob pinned as the row says; rows
+of one model share the capture. Rows that cannot be rebuilt are counted with the reason; rows that their source flags as doubtful are
+listed and not scored. --limit takes N rows spread evenly over each file. Relative errors: |predicted - measured| / measured; bias: the
+median of predicted / measured - 1. kendall_tau: agreement in the order of step times within a group (model, GPUs, global batch), the
+median over groups of at least three runs. Without --data: the tables that the project carries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._predict import Prediction, predictions
+from benchmarks._runs import Run, Skip, read, rebuilt
+
+__all__ = ["DATA", "Score", "load", "main", "score", "tau"]
+
+DATA = Path(__file__).parent / "data" / "runs"
+LEAST_GROUP = 3
+WORST = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """Of relative errors: their median, their 90th percentile, and the median of the signed ones."""
+
+    count: int
+    median_ape: float
+    p90_ape: float
+    bias: float
+
+    def record(self) -> dict[str, float]:
+        return {"count": self.count, "median_ape": self.median_ape, "p90_ape": self.p90_ape, "bias": self.bias}
+
+
+def score(signed: Sequence[float]) -> Score | None:
+    """None where there is nothing to score."""
+    if not signed:
+        return None
+    sizes = sorted(abs(e) for e in signed)
+    p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
+    return Score(count=len(sizes), median_ape=statistics.median(sizes), p90_ape=p90, bias=statistics.median(signed))
+
+
+def tau(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Kendall's tau-b of (predicted, measured) pairs; None where either is the same throughout."""
+    concordant = discordant = ties_a = ties_b = 0
+    for i, (a, b) in enumerate(pairs):
+        for c, d in pairs[:i]:
+            if a == c or b == d:
+                ties_a, ties_b = ties_a + (a == c and b != d), ties_b + (b == d and a != c)
+            elif (a < c) == (b < d):
+                concordant += 1
+            else:
+                discordant += 1
+    total = concordant + discordant
+    scale = ((total + ties_a) * (total + ties_b)) ** 0.5
+    return (concordant - discordant) / scale if scale else None
+
+
+def load(paths: Iterable[Path], limit: int | None = None) -> tuple[list[Run], Counter[str], int]:
+    """(runs that can be rebuilt, reasons for those that cannot, rows in all). Skip if a file is no table of runs."""
+    runs, skipped, total = list[Run](), Counter[str](), 0
+    for path in paths:
+        rows = list(enumerate(read(path), 2))  # as an editor numbers the lines
+        if limit is not None and limit < len(rows):
+            rows = [rows[k * len(rows) // limit] for k in range(limit)]
+        total += len(rows)
+        for number, row in rows:
+            try:
+                runs.append(rebuilt(row, number))
+            except Skip as reason:
+                skipped[str(reason)] += 1
+    return runs, skipped, total
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks published", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, action="append", help="a CSV of runs; may be given more than once")
+    parser.add_argument("--limit", type=int, help="so many rows of each file")
+    parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        print("--limit must be a positive number of rows", file=sys.stderr)
+        return 2
+    start = time.perf_counter()
+    console = Console(stderr=args.json, width=160)
+    try:
+        runs, skipped, total = load(args.data or sorted(DATA.glob("*.csv")), args.limit)
+    except (OSError, Skip, UnicodeDecodeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    skipped["did not run"] += sum(r.failed for r in runs)
+    found = list(_priced([r for r in runs if not r.failed], skipped, console))
+    doubtful = [p for p in found if p.run.flagged]
+    scored = [p for p in found if not p.run.flagged]
+    _report(scored, doubtful, skipped, console)
+    taus = [t for group in _groups(scored).values() if len(group) >= LEAST_GROUP and (t := _tau_of(group)) is not None]
+    times, memories = score(_times(scored)), score(_memories(scored))
+    record = {
+        "rows": total, "scored": len(scored), "skipped": {k: v for k, v in skipped.most_common() if v}, "doubtful": len(doubtful),
+        "time": times.record() if times else None, "memory": memories.record() if memories else None,
+        "kendall_tau": statistics.median(taus) if taus else None, "groups": len(taus), "wall_s": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+    print(json.dumps(record))
+    return 0
+
+
+def _priced(runs: list[Run], skipped: Counter[str], console: Console) -> Iterable[Prediction]:
+    with console.status("pricing") as status:
+        for count, (_, found) in enumerate(predictions(runs), 1):
+            status.update(f"pricing {count} of {len(runs)}")
+            if isinstance(found, Skip):
+                skipped[str(found)] += 1
+            else:
+                yield found
+
+
+def _times(found: Iterable[Prediction]) -> list[float]:
+    return [p.step_time_s / p.run.step_time_s - 1 for p in found if p.run.step_time_s]
+
+
+def _memories(found: Iterable[Prediction]) -> list[float]:
+    return [p.memory_bytes / p.run.memory_bytes - 1 for p in found if p.run.memory_bytes]
+
+
+def _groups(found: Iterable[Prediction]) -> dict[tuple[object, ...], list[Prediction]]:
+    groups: dict[tuple[object, ...], list[Prediction]] = {}
+    for p in found:
+        row = p.run.row
+        if p.run.step_time_s:
+            groups.setdefault((row["source"], row["model"], row["seq_len"], p.run.gpus, p.run.global_batch), []).append(p)
+    return groups
+
+
+def _tau_of(group: list[Prediction]) -> float | None:
+    return tau([(p.step_time_s, p.run.step_time_s or 0.0) for p in group])
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+def _report(scored: list[Prediction], doubtful: list[Prediction], skipped: Counter[str], console: Console) -> None:
+    views: dict[str, Callable[[Prediction], object]] = {
+        "source": lambda p: p.run.row["source"],
+        "GPU": lambda p: p.run.row["gpu"],
+        "model": lambda p: p.run.row["model"],
+        "GPUs": lambda p: p.run.gpus,
+        "tensor parallel": lambda p: p.run.pins.tp,
+        "stages": lambda p: p.run.pins.pp,
+        "ZeRO": lambda p: p.run.pins.zero,
+    }
+    table = Table("", "", "runs", "time: median", "90%", "bias", "memory: median", "90%", "bias")
+    for name, key in views.items():
+        groups: dict[object, list[Prediction]] = {}
+        for p in scored:
+            groups.setdefault(key(p), []).append(p)
+        for label, group in sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0])):
+            table.add_row(name, str(label), str(len(group)), *_cells(score(_times(group))), *_cells(score(_memories(group))))
+        table.add_section()
+    table.add_row("all", "", str(len(scored)), *_cells(score(_times(scored))), *_cells(score(_memories(scored))))
+    console.print(table)
+    worst = sorted((p for p in scored if p.run.step_time_s), key=lambda p: -abs(p.step_time_s / (p.run.step_time_s or 1.0) - 1))[:WORST]
+    _rows(f"the {len(worst)} worst of {len(scored)}", worst, console)
+    if doubtful:
+        _rows(f"{len(doubtful)} rows that their source flags, not scored; the first {min(WORST, len(doubtful))}", doubtful[:WORST], console)
+    if skipped:
+        table = Table("rows", "not rebuilt, because", title="")
+        for reason, count in skipped.most_common():
+            if count:
+                table.add_row(str(count), reason)
+        console.print(table)
+
+
+def _cells(s: Score | None) -> tuple[str, str, str]:
+    return (f"{100 * s.median_ape:.1f}%", f"{100 * s.p90_ape:.1f}%", f"{100 * s.bias:+.1f}%") if s else ("-", "-", "-")
+
+
+def _rows(title: str, found: Sequence[Prediction], console: Console) -> None:
+    table = Table("line", "model", "GPUs", "plan", "predicted s", "measured s", "predicted GiB", "measured GiB", "flag", title=title)
+    for p in found:
+        measured = f"{p.run.memory_bytes / 2**30:.1f}" if p.run.memory_bytes else "-"
+        table.add_row(
+            str(p.run.number), p.run.row["model"], str(p.run.gpus), p.run.parallelism, f"{p.step_time_s:.3f}",
+            f"{p.run.step_time_s:.3f}" if p.run.step_time_s else "-", f"{p.memory_bytes / 2**30:.1f}", measured, p.run.flagged[:40],
+        )  # fmt: skip
+    console.print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
