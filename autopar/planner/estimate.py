@@ -126,7 +126,9 @@ class Estimator:
         return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._bucket_bytes()
 
     def _bucket_bytes(self) -> int:
-        return 2 * self.recipe.bucket_bytes if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp > 1 else 0
+        if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp == 1 or not self.recipe.overlaps_reduction:
+            return 0  # what is reduced as a whole is reduced where it lies
+        return 2 * self.recipe.bucket_bytes
 
     def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
         """At the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are not
@@ -146,7 +148,7 @@ class Estimator:
                 gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in trained.items()},
                 scattered=parts if self.zero == 1 else (),
                 where_used={v: params[v].local_bytes for v in parts} if self.zero == 3 else {},
-                bucket_bytes=self.recipe.bucket_bytes, accumulates=self.recipe.accumulates,
+                bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0, accumulates=self.recipe.accumulates,
             )
         )
         at_rest = sum(self._gradient(p, p.resting_numel) for p in trained.values())

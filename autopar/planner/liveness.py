@@ -40,7 +40,8 @@ class Activity:
     """What runs on a stage. span: its operators; recomputed: the spans in it that run again in backward. in_flight, micro_batches:
     of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: whether gradients
     are gathered into buckets for a reduction. scattered: the parameters whose gradients are reduce-scattered with their bucket, which
-    stays until the end of the step. accumulates: gradients are added at once into
+    stays until the end of the step. bucket_bytes: 0 if gradients are reduced where they lie.
+    accumulates: gradients are added at once into
     buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used."""
 
     span: Span
@@ -254,7 +255,7 @@ class Liveness:
                         tokens[r] = len(sizes) if fresh else origin
                         if fresh:
                             sizes[len(sizes)] = fresh
-                if final and filling >= a.bucket_bytes:  # the bucket's copy, beside the gradients that it is made of
+                if final and a.bucket_bytes and filling >= a.bucket_bytes:  # the bucket's copy, beside the gradients that it is made of
                     yield Moment(
                         saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())),
                         communication=filling,
@@ -265,7 +266,7 @@ class Liveness:
             for r in freed.get(k, ()):
                 held.drop(r)
         if final:
-            yield Moment(gradients=own.total, communication=max(filling, reducing))
+            yield Moment(gradients=own.total, communication=max(filling if a.bucket_bytes else 0, reducing))
 
 
 def gathered_from(program: Program) -> dict[str, str]:
