@@ -296,11 +296,11 @@ def _loss(target: str | None) -> Any:
 
 
 def _pins(texts: list[str] | None) -> Pins | None:
-    """['tp=2', 'schedule=1f1b'] to Pins(tp=2, schedule='1f1b'); None if there are none."""
+    """['tp=2', 'schedule=1f1b', 'blocks=2,2'] to Pins(tp=2, schedule='1f1b', blocks=(2, 2)); None if there are none."""
     from autopar.planner import Pins
     from autopar.targets import did_you_mean
 
-    values: dict[str, str] = {}
+    values: dict[str, str | list[str]] = {}
     for text in texts or ():
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
@@ -309,7 +309,7 @@ def _pins(texts: list[str] | None) -> Pins | None:
             raise UsageError(f"--pin {text}: there is no pin {name!r}{did_you_mean(name, Pins.__struct_fields__)}")
         if name in values:
             raise UsageError(f"--pin {name} is given twice: {values[name]} and {value}")
-        values[name] = value
+        values[name] = value.split(",") if name == "blocks" else value
     try:
         return msgspec.convert(values, Pins, strict=False) if values else None
     except msgspec.ValidationError as error:

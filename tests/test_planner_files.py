@@ -44,6 +44,20 @@ def _read(data: dict[str, Any]) -> Plan:
     return Plan.from_json(json.dumps(data).encode())
 
 
+@pytest.mark.parametrize("pins", [{}, {"dp": 2, "tp": 2, "pp": 2, "zero": 1}, {"pp": 2, "blocks": (1, 1)}], ids=str)
+def test_a_plan_and_the_same_plan_from_a_file_emit_the_same_bytes(pins: dict[str, Any]) -> None:
+    """A file sorts its keys, so that nothing may go by the order of a dict."""
+    gpus = pins.get("dp", 1) * pins.get("tp", 1) * pins.get("pp", 1)
+    captured, _ = captured_of("pair")
+    fresh = make_plan(captured.program, gpus, load_cluster("dgx-a100"), pins=Pins(**pins))
+    again = Plan.from_json(fresh.to_json())
+    assert again == fresh and list(again.mesh) == list(fresh.mesh) == ["pp", "dp", "tp"]
+    source = emit(captured, fresh)
+    assert emit(captured, again) == source
+    assert f"pp {fresh.mesh['pp']} x dp {fresh.mesh['dp']} x tp {fresh.mesh['tp']}" in source
+    assert again.to_json() == fresh.to_json()
+
+
 @pytest.mark.parametrize(
     "pins", [{}, {"dp": 2, "zero": 1}, {"tp": 2}, {"pp": 2, "micro_batches": 2, "recompute": "full"}, {"dp": 2, "tp": 2}]
 )

@@ -148,7 +148,7 @@ def _one_line(c: Candidate) -> str:
 
 
 def _asdict(pins: Pins) -> dict[str, object]:
-    return {k: getattr(pins, k) for k in pins.__struct_fields__}
+    return {k: list(v) if isinstance(v := getattr(pins, k), tuple) else v for k in pins.__struct_fields__}
 
 
 def _tokens(program: Program) -> int:

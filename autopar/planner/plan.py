@@ -11,6 +11,7 @@ import msgspec
 
 from autopar.errors import PlanError
 from autopar.ir import Layout, Strategy
+from autopar.run.mesh import AXES
 from cost_models.pipeline import SCHEDULES
 
 __all__ = ["AxisPlan", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
@@ -27,8 +28,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
     micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
     recompute: 'none', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
-    activations between them are cut too (True) or whole on every rank (False); None leaves the form of the tp axis to the solver. virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each
-    stage has."""
+    activations between them are cut too (True) or whole on every rank (False); None leaves the form of the tp axis to the solver.
+    virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each stage has."""
 
     dp: Positive | None = None
     tp: Positive | None = None
@@ -55,8 +56,11 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"recompute must be 'none', 'full' or 'auto', not {self.recompute!r}")
         if self.virtual_stages not in (None, 1):
             raise PlanError("interleaved schedules (virtual_stages > 1) are not supported yet")
-        if self.blocks is not None and (not self.blocks or any(not isinstance(n, int) or n < 0 for n in self.blocks)):
-            raise PlanError(f"the pin blocks must be whole numbers, one for each stage, not {self.blocks!r}")
+        if self.blocks is not None:
+            listed = self.blocks if isinstance(self.blocks, tuple | list) else ()
+            if not listed or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in listed):
+                raise PlanError(f"the pin blocks must be whole numbers, one for each stage, not {self.blocks!r}")
+            msgspec.structs.force_setattr(self, "blocks", tuple(self.blocks))
         if self.blocks is not None and self.pp not in (None, len(self.blocks)):
             raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}")
         if self.micro_batch is not None and self.micro_batches is not None:
@@ -147,6 +151,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     format: str = FORMAT
     version: int = VERSION
 
+    def __post_init__(self) -> None:
+        """The axes from the outermost inwards, as ranks are numbered, also where they come from a file, which sorts its keys."""
+        axes = sorted(self.mesh, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES))
+        msgspec.structs.force_setattr(self, "mesh", {axis: self.mesh[axis] for axis in axes})
+
     @property
     def memory_bytes(self) -> list[int]:
         """Predicted peak bytes on one rank, for each stage."""
@@ -197,7 +206,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check(self, name: str = "<plan>") -> None:
         """Consistency that types cannot say. PlanError."""
         product = self.mesh.get("pp", 0) * self.mesh.get("dp", 0) * self.mesh.get("tp", 0)
-        if set(self.mesh) != {"pp", "dp", "tp"} or product != self.gpus or min(self.mesh.values()) < 1:
+        if set(self.mesh) != set(AXES) or product != self.gpus or min(self.mesh.values()) < 1:
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
         if len(self.stages) != self.mesh["pp"] or len(self.cuts) != self.mesh["pp"] - 1 or sorted(self.cuts) != self.cuts:
             raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks")
