@@ -142,7 +142,8 @@ def summary(groups: Sequence[Group]) -> dict[str, object]:
     ours = [regret_of(chosen(g), g) for g in groups]
     advice = {name: [regret_of(min(g.ran, key=lambda p: order(p.run)), g) for g in groups] for name, order in ADVICE.items()}
     advice["random"] = [statistics.fmean(regret_of(p, g) for p in g.ran) for g in groups]
-    return {"groups": len(groups), **_figures(ours), "failed": sum(chosen(g).run.failed for g in groups), "advice": {k: _figures(v) for k, v in advice.items()}}
+    failed = sum(chosen(g).run.failed for g in groups)
+    return {"groups": len(groups), **_figures(ours), "failed": failed, "advice": {k: _figures(v) for k, v in advice.items()}}
 
 
 def _figures(regrets: Sequence[float]) -> dict[str, float]:

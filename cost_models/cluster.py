@@ -71,8 +71,8 @@ class Gpu:
     rates: peak FLOP/s by dtype, dense. fractions: what share of the binding peak (FLOP/s or bytes/s) an operator class
     reaches when it is large. launch_s: the least time between two kernels in eager mode. issue_s: what the host needs for one
     operator of a model that is trained in eager mode (Python, autograd's bookkeeping, dispatch; 0: no more than launch_s). ramp_s:
-    filling and draining of one kernel, which is what makes small kernels inefficient. context_bytes: device memory that the framework takes before the
-    first tensor (context, library handles, code).
+    filling and draining of one kernel, which is what makes small kernels inefficient. context_bytes: device memory that the
+    framework takes before the first tensor (context, library handles, code).
     """
 
     name: str

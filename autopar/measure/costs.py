@@ -128,9 +128,9 @@ class Pricer:
         exchange = self._exchanges(op, ins)
         issues = (1, _gradients(ins) if grad else 0) if counts.op_class != "view" else (0, 0)
         host = self.cluster.gpu.issue_s * self.shared
-        backward = backward + exchange[1] if grad else 0.0
+        backward, exchanged = (backward + exchange[1], sum(exchange)) if grad else (0.0, exchange[0])
         return OpCost(
-            counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchange[0] + (exchange[1] if grad else 0.0),
+            counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchanged,
             provenance=source, host_s=(host * issues[0], host * issues[1]),
         )  # fmt: skip
 

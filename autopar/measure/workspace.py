@@ -42,7 +42,9 @@ class Workspace:
     strides: tuple[Strides, ...]
 
 
-def workspace(op: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...], gpu: bool = False) -> Workspace:
+def workspace(
+    op: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...], gpu: bool = False
+) -> Workspace:
     """The workspace of an operator on operands of these types and strides, found by running it on fake tensors. gpu: as a GPU runs it."""
     op = as_on_gpu(op) if gpu else op
     numbered = iter(range(len(ins)))

@@ -111,7 +111,8 @@ class Estimator:
 
     def _gradient(self, p: ParamBytes, numel: int) -> int:
         """Bytes of the gradient of so many numbers of a parameter."""
-        return p.itemsize * numel if self.recipe.gradient_itemsize is None or self.recipe.accumulates else self.recipe.gradient_itemsize * numel
+        own = self.recipe.gradient_itemsize is None or self.recipe.accumulates  # what is accumulated elsewhere is made as the parameter is
+        return numel * (p.itemsize if own else self.recipe.gradient_itemsize or p.itemsize)
 
     def _accumulators(self, trained: Collection[ParamBytes]) -> int:
         return sum((self.recipe.gradient_itemsize or p.itemsize) * (p.resting_numel if self.zero >= 2 else p.numel) for p in trained)
@@ -198,9 +199,9 @@ class Estimator:
                 )
             )
         return Candidate(
-            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims, segments=self.segments, part=part,
-            stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s, bubble_s=t.bubble_s, gradient_sync_s=t.sync_s,
-            optimizer_s=t.optimizer_s,
+            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims,
+            segments=self.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
+            bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
         )  # fmt: skip
 
     def times(self, part: Partition, seconds: Sequence[tuple[float, float]]) -> Times:

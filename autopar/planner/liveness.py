@@ -95,7 +95,8 @@ class Liveness:
     def _take(self, op: Op, strides: dict[str, tuple[int, ...]]) -> None:
         types, operands = self.program.types, refs(op)
         results = tuple(o for o in op.outputs if o is not None)
-        w = workspace(op, tuple(types[r] for r in operands), tuple(strides[r] for r in operands), tuple(types[o] for o in results), self.gpu)
+        ins, outs = tuple(types[r] for r in operands), tuple(types[o] for o in results)
+        w = workspace(op, ins, tuple(strides[r] for r in operands), outs, self.gpu)
         made = [k for k, o in enumerate(op.outputs) if o is not None]
         for o, k in zip(results, made, strict=True):
             fresh = w.results[k] if k < len(w.results) else 0

@@ -61,20 +61,22 @@ def partition(
     recompute: str,
     time_limit_s: float = 10.0,
     worth_s: float = float("inf"),
+    cuts: tuple[int, ...] | None = None,
 ) -> Partition | None:
     """The best stages and recomputation. recompute: 'none', 'full' (all that can be) or 'auto'. worth_s: an objective that is
-    not below it is of no use; None if there is no other. Raises Infeasible when no assignment fits into limit_bytes.
+    not below it is of no use; None if there is no other. cuts: where they are decided already. Raises Infeasible when no assignment
+    fits into limit_bytes.
 
     Where nothing is left to decide but the cuts, a dynamic program finds them, exactly. Recomputing only adds time: the best
     cuts without it and without a memory limit bound the rest from below, and are the answer if they fit."""
     can = [k for k, p in enumerate(pieces) if p.freed_bytes > 0 and recompute != "none"]
     fixed = frozenset(can) if recompute == "full" else frozenset()
-    fitting = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, limit_bytes)
+    fitting = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, limit_bytes, cuts)
     if not can or recompute == "full":
         if fitting is None:
             raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
         return fitting if fitting.outcome.objective < worth_s else None
-    free = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, float("inf"))
+    free = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, float("inf"), cuts)
     if free is None:
         raise Infeasible(f"stages: {len(pieces)} segments cannot be cut into {stages} stages that each have something to train")
     if free.outcome.objective >= worth_s:
@@ -99,6 +101,8 @@ def partition(
             problem += u[k][s] >= u[k + 1][s], f"order_{k}_{s}"
         for k in range(count if s < last - 1 else 0):
             problem += u[k][s] <= u[k][s + 1], f"nested_{k}_{s}"
+        for k in range(count if cuts is not None else 0):
+            problem += u[k][s] == (1 if cuts is not None and k < cuts[s] else 0), f"pinned_{k}_{s}"
     for s in range(stages):
         if stages > 1:
             problem += pulp.lpSum(a[k][s] for k in range(count) if pieces[k].trains) >= 1, f"part_{s}"
@@ -128,8 +132,10 @@ def _best_cuts(
     micro_batches: int,
     in_flight: tuple[int, ...],
     limit_bytes: float,
+    pinned: tuple[int, ...] | None,
 ) -> Partition | None:
-    """The cuts with the least slowest stage that fit, by dynamic programming over (segments, stages); None if none fit."""
+    """The cuts with the least slowest stage that fit, by dynamic programming over (segments, stages); None if none fit. pinned: the
+    only ones that may be."""
     start = time.perf_counter()
     count = len(pieces)
     busy, state, kept, trained = [0.0], [0.0], [0.0], [0]
@@ -146,7 +152,7 @@ def _best_cuts(
     reach: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after s stages: segments placed -> (slowest stage, where the last began)
     for s in range(stages):
         ends: dict[int, tuple[float, int]] = {}
-        for j in [count] if s == stages - 1 else range(s + 1, count):
+        for j in [count] if s == stages - 1 else range(s + 1, count) if pinned is None else [pinned[s]]:
             options = [(max(slow, busy[j] - busy[i]), i) for i, (slow, _) in reach[-1].items() if i < j and fits(i, j, s)]
             if options:
                 ends[j] = min(options)

@@ -65,7 +65,8 @@ class Ledger:
         if op.no_grad or not any(types[o].grad for o in op.outputs if o is not None):
             return ()
         operands, results = refs(op), [o for o in op.outputs if o is not None]
-        found = [self.gathered.get(operands[k], operands[k]) for k in cost.counts.saved_inputs] + [results[k] for k in cost.counts.saved_outputs]
+        found = [self.gathered.get(operands[k], operands[k]) for k in cost.counts.saved_inputs]
+        found += [results[k] for k in cost.counts.saved_outputs]
         kept = {self.root[v]: types[self.root[v]].nbytes for v in found if self.root[v] not in self.leaves}
         if cost.counts.saved_other_bytes:
             kept[f"{op.name}#"] = cost.counts.saved_other_bytes

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
@@ -28,7 +28,7 @@ from autopar.planner.choices import choices, with_matrices_cut
 from autopar.planner.estimate import Estimator
 from autopar.planner.lower import on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
-from autopar.planner.partition import Partition, Piece, least_bytes, partition
+from autopar.planner.partition import Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on
@@ -68,7 +68,7 @@ class Search:
     seconds: dict[str, float] = field(default_factory=dict)
     short_bytes: float = math.inf
     best_s: float = math.inf
-    _work_s: float | None = None
+    _work_s: float | None = None  # of the program's own batch
     _data: dict[int, tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
     _moments: dict[tuple[int, int], Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
@@ -79,9 +79,10 @@ class Search:
 
     def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Search:
         """A search of the same program on the same cluster that shares what this one has found out about ranks."""
-        changes = {"gpus": gpus, "pins": pins, "batch_size": batch_size, "recipe": recipe, "memory_limit_bytes": memory_limit_bytes}
-        fresh = dataclasses.replace(self, **changes, notes={}, refused={}, seconds={}, short_bytes=math.inf, best_s=math.inf)
-        return fresh
+        return dataclasses.replace(
+            self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes,
+            notes={}, refused={}, seconds={}, short_bytes=math.inf, best_s=math.inf,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- the space
     def meshes(self) -> Iterator[Mesh]:
@@ -155,16 +156,25 @@ class Search:
         size = batch // mesh.dp // count
         contended = self._pricer(mesh).contended
         alike = (size, mesh.dp > 1, count > 1, mesh.tp, contended, self.pins.sequence_parallel, self.recipe.regathers)
-        own = (mesh.dp, count)
-        if batch != (self.program.batch_size or 1):  # this split of the batch stands for all into micro-batches of that size
-            dp = self.program.batch_size // size if count == 1 else 2 if mesh.dp > 1 else 1
-            own = (dp, self.program.batch_size // size // dp)
+        own = (mesh.dp, count) if batch == (self.program.batch_size or 1) else self._stand_in(mesh, count, size)
+        if isinstance(own, str):
+            return own
         key = (*alike, own) if exactly else alike
         if key not in self._rank:
             moments = self.moments(*own)
             self._rank[key] = moments if isinstance(moments, str) else self._build_rank(mesh, own, moments, exactly)
         found = self._rank[key]
         return found if isinstance(found, str) else dataclasses.replace(found, mesh=mesh, micro_batches=count)
+
+    def _stand_in(self, mesh: Mesh, count: int, size: int) -> tuple[int, int] | str:
+        """The (dp, micro-batches) of the program's own batch that stands for all splits of another one into micro-batches of that size,
+        or why there is none."""
+        own = self.program.batch_size or 1
+        parts = own // size
+        dp = parts if count == 1 else min(mesh.dp, 2)
+        if parts == 0 or own % size or parts % dp:
+            return f"micro-batches: the program's batch of {own} does not divide into {dp or 1} ranks' micro-batches of {size}"
+        return dp, parts // dp
 
     def _pricer(self, mesh: Mesh, live: Live | None = None) -> Pricer:
         return Pricer(self.cluster, mesh.sizes(), live, self.recipe)
@@ -265,8 +275,9 @@ class Search:
                 counts = count_op(op, ins, outs)
                 dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outs, *ins) if t.dtype.is_floating_point), "float32")
                 total += (counts.flops + counts.backward_flops) / gpu.peak_flops_per_s(dtype)
-            self._work_s = total * (self.batch_size or 1) / (self.program.batch_size or 1)
-        return self._work_s / self.gpus * (count + mesh.pp - 1) / count
+            self._work_s = total
+        work_s = self._work_s * (self.batch_size or 1) / (self.program.batch_size or 1)
+        return work_s / self.gpus * (count + mesh.pp - 1) / count
 
     def _counts_pin(self) -> str:
         if self.pins.micro_batches is not None:
@@ -310,17 +321,18 @@ class Search:
             why = f"only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
             self.refused[f"pp={mesh.pp}: {why}"] = None
             return None
+        cuts = self._pinned_cuts(segments, pieces) if self.pins.blocks is not None else None
+        if isinstance(cuts, str):
+            self.refused[f"blocks: {cuts}"] = None
+            return None
         limit = room = estimator.room_bytes(self.memory_limit_bytes)
         over = 0
         for _ in range(4):
             try:
-                if self.pins.blocks is not None:
-                    part: Partition | None = self._pinned_stages(segments, pieces, mesh)
-                else:
-                    part = partition(
-                        pieces, stages=mesh.pp, micro_batches=rank.micro_batches, in_flight=flights, limit_bytes=limit,
-                        recompute=recompute, worth_s=self.best_s,
-                    )  # fmt: skip
+                part = partition(
+                    pieces, stages=mesh.pp, micro_batches=rank.micro_batches, in_flight=flights, limit_bytes=limit,
+                    recompute=recompute, worth_s=self.best_s, cuts=cuts,
+                )  # fmt: skip
             except Infeasible:
                 break
             if part is None:
@@ -339,21 +351,19 @@ class Search:
         whole = captured * (self.batch_size or 1) // (self.program.batch_size or 1)
         return whole // mesh.dp if self.recipe.local_batches else whole
 
-    def _pinned_stages(self, segments: tuple[Segment, ...], pieces: tuple[Piece, ...], mesh: Mesh) -> Partition:
-        """The stages that `Pins.blocks` states. Raises Infeasible where the program does not have these blocks."""
+    def _pinned_cuts(self, segments: tuple[Segment, ...], pieces: tuple[Piece, ...]) -> tuple[int, ...] | str:
+        """The first segment of each stage but the first as `Pins.blocks` states them, or why the program has no such stages."""
         wanted = self.pins.blocks or ()
         places = [k for k, s in enumerate(segments) if s.block >= 0]
-        ends = [sum(wanted[: s + 1]) for s in range(mesh.pp - 1)]
-        cuts = tuple(places[n] if n < len(places) else places[-1] + 1 for n in ends) if places and sum(wanted) == len(places) else (0,)
-        if len(cuts) != mesh.pp - 1 or list(cuts) != sorted({*cuts} - {0}) or any(k >= len(segments) for k in cuts):
-            why = f"the program has {len(places)} block instances, which do not make stages of {', '.join(map(str, wanted))}"
-            self.refused[f"blocks: {why}"] = None
-            raise Infeasible(why)
-        can = frozenset(k for k, p in enumerate(pieces) if p.freed_bytes > 0) if self.pins.recompute == "full" else frozenset()
-        bounds = (0, *cuts, len(pieces))
-        busy = [sum(p.forward_s * (2 if k in can else 1) + p.backward_s for k, p in enumerate(pieces) if i <= k < j) for i, j in pairwise(bounds)]
-        outcome = Outcome(objective=max(busy), bound=max(busy), gap=0.0, seconds=0.0, solver="pinned", variables=0, constraints=0)
-        return Partition(cuts=cuts, recomputed=can, outcome=outcome)
+        stages = f"stages of {', '.join(map(str, wanted))}"
+        if sum(wanted) != len(places):
+            return f"the program has {len(places)} block instances between places where it can be cut, which do not make {stages}"
+        starts = [*places, places[-1] + 1 if places else len(segments)]
+        cuts = tuple(starts[n] for n in accumulate(wanted[:-1]))
+        for s, (i, j) in enumerate(pairwise((0, *cuts, len(segments)))):
+            if i >= j or (len(wanted) > 1 and not any(p.trains for p in pieces[i:j])):
+                return f"of {stages}, stage {s} would have nothing to train"
+        return cuts
 
     def _note_shortfall(
         self, rank: Rank, mesh: Mesh, pieces: tuple[Piece, ...], flights: tuple[int, ...], room: float, zero: int, recompute: str, over: int
