@@ -72,7 +72,7 @@ class Gpu:
     reaches when it is large. launch_s: the least time between two kernels in eager mode. issue_s: what the host needs for one
     operator of a model that is trained in eager mode (Python, autograd's bookkeeping, dispatch; 0: no more than launch_s). ramp_s:
     filling and draining of one kernel, which is what makes small kernels inefficient. context_bytes: device memory that the
-    framework takes before the first tensor (context, library handles, code).
+    framework takes before the first tensor (context, library handles, code). host: a CPU, so that kernels run where they are issued.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Gpu:
     context_bytes: int
     rates: tuple[tuple[str, float], ...]
     fractions: tuple[tuple[str, float], ...]
+    host: bool = False
     sources: tuple[tuple[str, str], ...] = ()
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -261,6 +262,7 @@ def _gpu(table: _Table, name: str) -> Gpu:
         context_bytes=int(table.number("context_bytes")),
         rates=tuple((dtype, rates.number(dtype, least=1)) for dtype in _RATES if dtype in rates.data),
         fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in OP_CLASSES),
+        host=table.plain("host", bool, False, required=False),
         sources=(("title", title), *table.sources, *rates.sources, *fractions.sources),
     )
     for part in (table, rates, fractions):

@@ -41,6 +41,8 @@ def _device(item: Cluster | Gpu | Link, prefix: str) -> list[str]:
     lines = [f"title = {_text(dict(item.sources)['title'])}"]
     if isinstance(item, Link):
         lines.append(f"switched = {'true' if item.switched else 'false'}")
+    if isinstance(item, Gpu) and item.host:
+        lines.append("host = true")
     tables: dict[str, list[str]] = {}
     for key, figure in figures(item).items():
         table, _, name = key.rpartition(".")

@@ -16,8 +16,9 @@ from autopar.ir import Op, Program, Ref, TensorType, refs
 from autopar.measure import Counts, Live, Pricer, count
 from autopar.measure.live import Times, cache_folder, call_of
 from autopar.planner import Pins, make_plan
-from autopar.planner.resources import check_measure
+from autopar.planner.resources import check_measure, live_on
 from cost_models.cluster import load_cluster
+from cost_models.write import cluster_toml
 
 pytestmark = pytest.mark.pure
 
@@ -229,6 +230,40 @@ def test_only_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> N
         check_measure("live", load_cluster("dgx-a100"))
     with pytest.raises(ValueError, match="roofline"):
         check_measure("rooflin", load_cluster("cpu"))
+
+
+def test_a_described_cpu_is_one_under_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster file states its device in place, so that the device has the file's name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known = load_cluster("cpu")
+    (tmp_path / "mine.toml").write_text(cluster_toml(known), encoding="utf-8")
+    mine = load_cluster(tmp_path / "mine.toml")
+    assert mine.gpu.name == "mine.gpu" and mine.gpu.host and not load_cluster("dgx-a100").gpu.host
+    check_measure("live", mine)
+    assert live_on(mine, 2).device.type == "cpu"
+    program = program_of("pair")
+    assert "operators measured on " in make_plan(program, 2, mine, pins=Pins(dp=2), measure="live").provenance
+    rms = op_of("aten.rms_norm.default", X, (8,), W, 1e-6)
+    types = {"x": f32(16, 8), "w": f32(8), "y0": f32(16, 8)}
+    normed = Program(name="normed", inputs=(), params=(), buffers=(), ops=(rms,), loss="y0", types=types)
+    kept = {c.name: Pricer(c, ONE).op(normed.ops[0], normed).counts for c in (known, mine, load_cluster("dgx-a100"))}
+    assert kept["mine"] == kept["cpu"] != kept["dgx-a100"]  # composed of others here, one kernel there
+    assert kept["dgx-a100"].saved_other_bytes <= 2 * 4 * 16
+
+
+def test_a_profile_of_a_gpu_names_the_device_that_it_may_be_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    known = load_cluster("dgx-a100")
+    gpu = dataclasses.replace(known.gpu, name="out.gpu", sources=(("title", "NVIDIA Some GPU"),))
+    profiled = dataclasses.replace(known, gpu=gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Some GPU")
+    check_measure("live", profiled)
+    with pytest.raises(PlanError, match="Some GPU"):
+        check_measure("live", known)  # a device that the catalogue does not know is not every device
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    with pytest.raises(PlanError, match="H100"):
+        check_measure("live", profiled)
 
 
 def _types(program: Program, op: Op) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:

@@ -11,12 +11,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar import cli
 from autopar.errors import LaunchError
 from autopar.measure import profile as profiling
 from autopar.measure.profile import Profile, Sizes, profile, save
 from autopar.measure.timings import Machine, Timed
+from autopar.planner.resources import check_measure
 from autopar.report.profile import print_profile, profile_json
 from cost_models.cluster import Cluster, Gpu, Link, list_clusters, load_cluster
 from cost_models.collectives import KINDS, collective_time_s
@@ -175,7 +177,9 @@ def test_a_gpu_is_stated_from_what_was_measured() -> None:
     assert gpu.peak_flops_per_s("bfloat16") == base.peak_flops_per_s("bfloat16")
     assert stated["peak_flops_per_s.bfloat16"]["source"].startswith(f"assumed: as the catalogue's {base.name} (datasheet: ")
     assert stated["achievable_fraction.matmul"]["source"] == "fitted: to 6 operators, torch 2.13, A device"
-    assert error < 0.1
+    assert error < 0.1 and not gpu.host
+    on_cpu, _ = profiling._gpu(base, a_machine("cpu"), 8, 4e-6, times, "torch 2.13, A device")
+    assert on_cpu.host
 
 
 @pytest.mark.pure
@@ -236,6 +240,8 @@ def test_a_profile_of_two_workers_can_be_planned_with(
     assert {p.name for p in tmp_path.iterdir()} == {"out.toml"}
 
     cluster = load_cluster("out.toml")
+    assert cluster.gpu.host is not torch.cuda.is_available()
+    check_measure("live", cluster)
     for part, item in (("cluster", cluster), ("gpu", cluster.gpu), ("intra", cluster.intra), ("inter", cluster.inter)):
         assert answer[part] == figures(item)
         for key, figure in answer[part].items():

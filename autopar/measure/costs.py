@@ -118,7 +118,7 @@ class Pricer:
         """The cost of an operator of a sharded program on one rank (local types, transitions included)."""
         ins = tuple(program.types[r] for r in refs(op))
         outs = tuple(program.types[o] for o in op.outputs if o is not None)
-        counts = count(op, ins, outs, self.cluster.gpu.name != "cpu")
+        counts = count(op, ins, outs, not self.cluster.gpu.host)
         if op.target.startswith("autopar.C."):
             return self._transition(op, counts, ins[0], outs[0])
         dtype = _dtype(outs, ins)

@@ -156,7 +156,7 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
     values["ramp_s"] = (gpu.ramp_s, f"fitted: to {len(close)} operators of all classes, {here}")
     for op_class, count in by_class.items():
         values[f"achievable_fraction.{op_class}"] = (fractions[op_class], f"fitted: to {count} operators, {here}")
-    return _titled(_stated(base, values), found.name), error
+    return dataclasses.replace(_titled(_stated(base, values), found.name), host=found.device == "cpu"), error
 
 
 def _link(cluster: Cluster, times: Sequence[CollectiveTime], best: float, here: str, backend: str) -> tuple[Link, float | None]:

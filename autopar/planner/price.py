@@ -26,7 +26,7 @@ class Ledger:
         priced = pricer.program(program)
         self.costs: list[OpCost] = [priced.ops[op.name] for op in program.ops]
         self.provenance = priced.provenance
-        self.gpu = pricer.cluster.gpu.name != "cpu"
+        self.gpu = not pricer.cluster.gpu.host
         self.regathers = pricer.recipe.regathers
         self.gathered = gathered_from(program) if self.regathers else {}
         self.root = _roots(program.ops, self.costs)

@@ -47,19 +47,19 @@ def _this_machine() -> str:
 def check_measure(measure: str, cluster: Cluster) -> None:
     """ValueError for an unknown way to come by times; PlanError if they are to be measured here for a cluster of other devices."""
     check_name("way to come by times", measure, MEASURES)
-    if measure == "roofline" or cluster.gpu.name == "cpu":
+    if measure == "roofline" or cluster.gpu.host:
         return
     if not torch.cuda.is_available():
         raise PlanError(f"times of {cluster.gpu.name} cannot be measured here, there is no GPU; leave them estimated (roofline)")
     device = torch.cuda.get_device_name()
-    mark = next((mark for mark, _ in _BY_DEVICE if mark in device), "")
-    if mark.lower() not in cluster.gpu.name.lower():
+    stated = f"{cluster.gpu.name} {dict(cluster.gpu.sources).get('title', '')}".lower()  # a profile's title is the device's own name
+    if not any(mark.lower() in stated for mark in (device, *(mark for mark, _ in _BY_DEVICE if mark in device))):
         raise PlanError(f"times of {cluster.gpu.name} cannot be measured on this machine's {device}; leave them estimated (roofline)")
 
 
 def live_on(cluster: Cluster, workers: int) -> Live:
     """Measures on this machine's device of that cluster. workers: the processes that will run, all on this machine if it has no GPU."""
-    return Live(device=torch.device("cpu") if cluster.gpu.name == "cpu" else default_device(), workers=workers)
+    return Live(device=torch.device("cpu") if cluster.gpu.host else default_device(), workers=workers)
 
 
 def parse_memory(memory: int | str | None) -> int | None:
