@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.capture import capture
+from autopar.measure import Pricer
 from autopar.planner import Pins
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, Times
+from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from benchmarks._runs import Run, Skip, model_of
+from cost_models import Cluster
+from cost_models.recipe import Recipe
 
-__all__ = ["Prediction", "predictions"]
+__all__ = ["Prediction", "predictions", "repriced"]
 
 ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by our account
 
@@ -69,3 +73,22 @@ def _predict(run: Run, shared: Search) -> Prediction | Skip:
         run=run, step_time_s=best.step_time_s, memory_bytes=context[0] if run.first_stage else max(context),
         fullest_bytes=max(m.total_bytes for m in stages), candidate=best,
     )  # fmt: skip
+
+
+def repriced(
+    found: Sequence[Prediction], cluster: Callable[[Cluster], Cluster], recipe: Callable[[Recipe], Recipe] = lambda recipe: recipe
+) -> Iterator[Times]:
+    """The times of the same plans on changed hardware or under a changed recipe, in order."""
+    clusters: dict[int, Cluster] = {}
+    ledgers: dict[tuple[object, ...], Ledger] = {}
+    for p in found:
+        estimator = p.candidate.estimator
+        changed = clusters.setdefault(id(estimator.cluster), cluster(estimator.cluster))
+        rules = recipe(estimator.recipe)
+        pricer = Pricer(changed, estimator.rank.mesh.sizes(), None, rules)
+        key = (id(estimator.rank.ledger), id(changed), rules, pricer.contended)
+        if key not in ledgers:
+            ledgers[key] = estimator.rank.ledger.repriced(pricer)
+        rank = replace(estimator.rank, ledger=ledgers[key])
+        fresh = replace(estimator, rank=rank, cluster=changed, recipe=rules, pricer=pricer)
+        yield fresh.times(p.candidate.part, fresh.seconds())

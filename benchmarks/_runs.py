@@ -46,7 +46,7 @@ class Skip(ValueError):
 class Software:
     """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
     overlaps_reduction, bucket_bytes: of gradients. stages: of equal numbers of layers, or filled one after the other until each has its
-    share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward."""
+    share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward. attention_speed: see Recipe."""
 
     fused_attention: bool = True
     dropout: float = 0.0
@@ -54,11 +54,13 @@ class Software:
     bucket_bytes: int = 25 * MIB
     stages: Literal["layers", "parameters"] = "layers"
     regathers: bool = False
+    attention_speed: float = 1.0
 
 
 WHOLE = 2**50  # a bucket that holds everything
 
 SOFTWARE: dict[str, Software] = {
+    "llm-foundry": Software(attention_speed=0.5),  # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
     "ultrascale": Software(stages="parameters", regathers=True),  # nanotron places pipeline blocks by their cost
     # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
     "vtrain": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
@@ -222,7 +224,7 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
     return Recipe(
         gradient_itemsize=summed, accumulates="grad accum" in text, master_itemsize=4 if half and "pure" not in text else 0,
         state_itemsize=4 if half and "pure" not in text else None, optimizer_passes=1.0,
-        local_batches=True, regathers=software.regathers,
+        attention_speed=software.attention_speed, local_batches=True, gradient_copies=1 if "grad accum" in text else 0, regathers=software.regathers,
         bucket_bytes=WHOLE if unbucketed else software.bucket_bytes, overlaps_reduction=software.overlaps_reduction and not unbucketed,
     )  # fmt: skip
 

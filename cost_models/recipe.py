@@ -16,23 +16,27 @@ MIB = 2**20
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """gradient_itemsize, state_itemsize: bytes of an accumulated gradient and of each of the optimizer's states (None: as the
-    parameter). accumulates: gradients are added into buffers of their own, which are there all the time. master_itemsize: of the
+    parameter). accumulates: gradients are added into buffers of their own, which are there all the time;
+    gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. overlaps_reduction: while the last backward pass
     runs, else after it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
-    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2)."""
+    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). attention_speed: of its fused
+    attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4)."""
 
     gradient_itemsize: int | None = None
     state_itemsize: int | None = None
     accumulates: bool = False
+    gradient_copies: int = 0
     master_itemsize: int = 0
     optimizer_passes: float = 3.0
     bucket_bytes: int = 25 * MIB
     overlaps_reduction: bool = True
-    allocator_slack: float = 0.03
+    allocator_slack: float = 0.06
     local_batches: bool = False
     regathers: bool = False
+    attention_speed: float = 1.0
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.optimizer_passes <= 0 or self.allocator_slack < 0 or self.master_itemsize < 0:
@@ -41,4 +45,4 @@ class Recipe:
 
 AUTOPAR = Recipe()
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
-foreach optimizers. The allocator's slack is assumed."""
+foreach optimizers. The allocator's slack is fitted: what 760 runs of nanotron on H100 hold beyond the model's account, at the median."""

@@ -102,12 +102,13 @@ class Pricer:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
 
-    def counted_s(self, c: Counts, dtype: str, *, parts: int = 1, nbytes: float | None = None) -> tuple[float, float]:
+    def counted_s(self, c: Counts, dtype: str, *, parts: float = 1, nbytes: float | None = None) -> tuple[float, float]:
         """(forward, backward) seconds of an operator; parts: its work is split in so many; nbytes: what a rank moves."""
         moved = c.bytes_read + c.bytes_written if nbytes is None else nbytes
         if c.op_class == "view":
             return 0.0, 0.0
         gpu = self.cluster.gpu
+        parts = parts * self.recipe.attention_speed if c.op_class == "attention" else parts
         forward = op_time_s(c.op_class, c.flops / parts, moved, dtype, gpu)
         if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
             return forward, 0.0

@@ -113,6 +113,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
                 saved_out.add(where_out[key])
             else:
                 other[key] = t.untyped_storage().nbytes()
+    if cls == "conv" and _is_depthwise(ins):
+        cls = "other"
     if cls == "attention":
         flops = _attention_flops(op, ins)
     passes = sum(t.grad for t in _factors(ins))  # one product of the forward's size makes the gradient of each factor
@@ -139,6 +141,11 @@ def _attention_flops(op: Op, ins: tuple[TensorType, ...]) -> float:
     q, k, v = (t.shape for t in ins[:3])
     causal = op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False)
     return (1.0 if causal else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _is_depthwise(ins: tuple[TensorType, ...]) -> bool:
+    """Whether a convolution has groups of one channel, [out, 1, ...] weights for several: nothing for matrix units to do."""
+    return len(ins) > 1 and len(ins[1].shape) > 2 and ins[1].shape[1] == 1 and ins[0].shape[1] > 1
 
 
 def _factors(ins: tuple[TensorType, ...]) -> tuple[TensorType, ...]:

@@ -283,11 +283,13 @@ def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout,
         return len(t.shape) > 1 and have.is_shard and have != want
     if not problem.sequence_parallel:
         return want.is_shard and not have.is_shard
-    cuttable = len(t.shape) > 2 and t.shape[-2] % problem.n == 0
-    return cuttable and (have.kind, want.kind) in _MADE_WHOLE
+    cuttable = len(t.shape) > 1 and t.shape[-2] % problem.n == 0
+    # of two dims (tokens of all sequences, as a matrix product may be written), terms of a sum are what has to stay uncombined
+    return cuttable and (have.kind, want.kind) in (_MADE_WHOLE if len(t.shape) > 2 else _SUMMED)
 
 
-_MADE_WHOLE = {(Kind.PARTIAL, Kind.INVARIANT), (Kind.PARTIAL, Kind.REPLICATE), (Kind.SHARD, Kind.INVARIANT)}
+_SUMMED = {(Kind.PARTIAL, Kind.INVARIANT), (Kind.PARTIAL, Kind.REPLICATE)}
+_MADE_WHOLE = {*_SUMMED, (Kind.SHARD, Kind.INVARIANT)}
 
 
 def _bytes(t: TensorType, layout: Layout, n: int) -> int:

@@ -115,7 +115,9 @@ class Estimator:
         return numel * (p.itemsize if own else self.recipe.gradient_itemsize or p.itemsize)
 
     def _accumulators(self, trained: Collection[ParamBytes]) -> int:
-        return sum((self.recipe.gradient_itemsize or p.itemsize) * (p.resting_numel if self.zero >= 2 else p.numel) for p in trained)
+        item = self.recipe.gradient_itemsize
+        copies = self.recipe.gradient_copies
+        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.zero >= 2 else p.numel) for p in trained)
 
     def _states(self, trained: Collection[ParamBytes]) -> int:
         """Bytes of the optimizer's states, its own copy of the parameters included."""

@@ -200,7 +200,7 @@ class Search:
         key = self._tensor_key(mesh, body)
         if key in self._tensor:
             return self._tensor[key]
-        if not exactly:
+        if not exactly and self.pins.micro_batches is None and self.pins.micro_batch is None:
             for known_key, known in self._tensor.items():
                 if known_key[1:] == key[1:] and _fits(known[0], body):
                     return known
