@@ -276,20 +276,26 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
 
 def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout, t: TensorType) -> bool:
     """Whether `sequence_parallel` forbids a change of layout of an activation: to cut what is whole or a sum of terms (False); to make
-    whole, for the same work on every rank, what could be cut (True); and in both to gather a matrix where it is used."""
+    whole, for the same work on every rank, what could be cut, or to cut channels between the matrices (True); and in both to gather a
+    matrix where it is used."""
     if problem.sequence_parallel is None or not t.grad:
         return False
     if source.group in problem.params:
         return len(t.shape) > 1 and have.is_shard and have != want
     if not problem.sequence_parallel:
         return want.is_shard and not have.is_shard
-    cuttable = len(t.shape) > 1 and t.shape[-2] % problem.n == 0
-    # of two dims (tokens of all sequences, as a matrix product may be written), terms of a sum are what has to stay uncombined
-    return cuttable and (have.kind, want.kind) in (_MADE_WHOLE if len(t.shape) > 2 else _SUMMED)
+    last = len(t.shape) - 1
+    if last < 1 or t.shape[-2] % problem.n:
+        return False
+    if (have.kind, want.kind) in _SUMMED:
+        return True
+    # Of two dims (tokens of all sequences, as a matrix product may be written) no more can be asked. Else the sequence is what is cut.
+    scattered = have.kind is Kind.PARTIAL and want.is_shard and want.dim == last
+    gathered = have.is_shard and not want.is_shard and (have.dim == last or want.kind is Kind.INVARIANT)
+    return last > 1 and (scattered or gathered)
 
 
 _SUMMED = {(Kind.PARTIAL, Kind.INVARIANT), (Kind.PARTIAL, Kind.REPLICATE)}
-_MADE_WHOLE = {*_SUMMED, (Kind.SHARD, Kind.INVARIANT)}
 
 
 def _bytes(t: TensorType, layout: Layout, n: int) -> int:

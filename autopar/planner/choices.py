@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import networkx
 
 from autopar.catalog import OpView, strategies_of
-from autopar.ir import I, Layout, Op, Program, R, S, Strategy, TensorType, refs
+from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.planner.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of", "with_matrices_cut"]
@@ -120,8 +120,14 @@ def choices(
 
 
 def with_matrices_cut(found: Choices, params: frozenset[str]) -> Choices:
-    """The choices without those that leave a parameter of two or more dims whole, where it can be cut."""
+    """The choices without those that leave a parameter of two or more dims whole, where it can be cut, and without those that add up
+    activations of which ranks hold terms: between cut matrices they are whole, or parts."""
     groups = dict(found.groups)
+    for key, group in found.groups.items():
+        added = [k for k, t in enumerate(group.ins) if t.grad and len(t.shape) > 2 and t.shape == group.outs[0].shape]
+        if len(added) > 1:
+            kept = tuple(s for s in group.strategies if any(s.inputs[k] != P for k in added))
+            groups[key] = dataclasses.replace(group, strategies=kept)
     for key in params & set(groups):
         cut = tuple(s for s in groups[key].strategies if s.outputs[0].is_shard)
         if cut and len(groups[key].outs[0].shape) > 1:

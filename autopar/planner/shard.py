@@ -7,6 +7,7 @@ axis is laid over it in the same way.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -51,6 +52,7 @@ class _Sharder:
         self.types: dict[str, TensorType] = {v: self._local(program.types[v], layout) for v, layout in self.layouts.items()}
         self.ops: list[Op] = []
         self.made: dict[tuple[str, Layout, object], str] = {}
+        self.entered: dict[tuple[str, object], str] = {}  # what stands for a value within a block instance
         self.names = set(program.types)
 
     def run(self, final: Layout) -> Program:
@@ -63,8 +65,8 @@ class _Sharder:
         for index, op in enumerate(program.ops):
             segment = segment_of.get(index)
             if segment is not None and segment not in starts:
-                for value, want, consumer in entering.get(segment, ()):
-                    self.made[value, want, segment] = self._as(value, want, None, consumer)
+                for value, (usual, consumer) in entering.get(segment, {}).items():
+                    self.entered[value, segment] = self._as(value, usual, None, consumer)
                 starts[segment] = len(self.ops)
             self._emit(op, segment)
             if segment is not None:
@@ -87,25 +89,26 @@ class _Sharder:
             layouts={**program.layouts, self.axis: self.layouts},
         )
 
-    def _entering(self, spans: list[tuple[int, int, Span]]) -> dict[tuple[int, int], list[tuple[str, Layout, Op]]]:
-        """(block, instance) -> what is brought into another layout before it begins: the values that enter one instance in another
-        layout than they enter its siblings (what the embedding makes, where the others read what a layer made). Inside, the instances
-        would no longer be alike."""
+    def _entering(self, spans: list[tuple[int, int, Span]]) -> dict[tuple[int, int], dict[str, tuple[Layout, Op]]]:
+        """(block, instance) -> the values that enter it in another layout than they enter most of its siblings, where that makes a
+        difference (what the embedding makes, where the others read what a layer made), that layout, and who reads them first. They are
+        brought into it before the instance begins: inside, the instances would no longer be alike."""
         program, ops = self.program, self.program.ops
         layout = dict(self.assignment.leaves)
         for op in ops:
             layout |= zip([o for o in op.outputs if o is not None], self.assignment.ops[op.name].outputs, strict=True)
-        found: dict[tuple[int, int], list[tuple[str, Layout, Op]]] = {}
+        found: dict[tuple[int, int], dict[str, tuple[Layout, Op]]] = {}
         for b, block in enumerate(program.blocks):
-            first = block.spans[0]
-            for j in range(len(first)):
+            for j in range(len(block.spans[0])):
                 same = [ops[span.start + j] for span in block.spans]
                 for i, want in enumerate(self.assignment.ops[same[0].name].inputs):
                     values = [refs(op)[i] for op in same]
-                    needs = [needs_transition(layout[v], want, program.types[v]) for v in values]
-                    if any(needs) and not all(needs):
-                        for k, (v, need) in enumerate(zip(values, needs, strict=True)):
-                            found.setdefault((b, k), []).extend([(v, want, same[k])] if need else [])
+                    made = [layout[v] if needs_transition(layout[v], want, program.types[v]) else None for v in values]
+                    if len(set(made)) > 1:
+                        usual = Counter(layout[v] for v in reversed(values)).most_common(1)[0][0]  # of two, as a later one reads it
+                        for k, v in enumerate(values):
+                            if needs_transition(layout[v], usual, program.types[v]):
+                                found.setdefault((b, k), {}).setdefault(v, (usual, same[k]))
         return found
 
     def _leaf(self, leaf: LeafT) -> LeafT:
@@ -132,7 +135,9 @@ class _Sharder:
 
     def _as(self, value: str, want: Layout, segment: object, consumer: Op | None = None) -> str:
         """The name of `value` in layout `want`, by a transition if it lies otherwise."""
-        have, t = self.layouts[value], self.program.types[value]
+        t = self.program.types[value]
+        value = self.entered.get((value, segment), value)
+        have = self.layouts[value]
         if not needs_transition(have, want, t):
             return value
         key = (value, want, segment)
