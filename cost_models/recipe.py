@@ -22,8 +22,8 @@ class Recipe:
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. overlaps_reduction: while the last backward pass
     runs, else after it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
-    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). attention_speed: of its fused
-    attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4)."""
+    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). attention_speed:
+    of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4)."""
 
     gradient_itemsize: int | None = None
     state_itemsize: int | None = None

@@ -155,7 +155,8 @@ class Search:
         batch = self.batch_size or 1
         size = batch // mesh.dp // count
         contended = self._pricer(mesh).contended
-        alike = (size, mesh.dp > 1, count > 1, mesh.tp, contended, self.pins.sequence_parallel, self.recipe.regathers)
+        priced_by = (contended, self.recipe.regathers, self.recipe.attention_speed)
+        alike = (size, mesh.dp > 1, count > 1, mesh.tp, self.pins.sequence_parallel, *priced_by)
         own = (mesh.dp, count) if batch == (self.program.batch_size or 1) else self._stand_in(mesh, count, size)
         if isinstance(own, str):
             return own
@@ -172,8 +173,9 @@ class Search:
         own = self.program.batch_size or 1
         parts = own // size
         dp = parts if count == 1 else min(mesh.dp, 2)
-        if parts == 0 or own % size or parts % dp:
-            return f"micro-batches: the program's batch of {own} does not divide into {dp or 1} ranks' micro-batches of {size}"
+        if parts == 0 or own % size or parts % dp or (count > 1 and parts == dp):
+            several = f"{'several ' if count > 1 else ''}micro-batches of {size}"
+            return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(mesh.dp, 2)} ranks"
         return dp, parts // dp
 
     def _pricer(self, mesh: Mesh, live: Live | None = None) -> Pricer:
