@@ -1,0 +1,110 @@
+"""What the host needs beside the device: issuing operators, steps of collectives while a pipeline uses the same links."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from autopar.ir import refs
+from autopar.measure import Pricer
+from autopar.planner.price import Ledger
+from cost_models.cluster import Cluster, HardwareFileError, Link, load_cluster, load_link
+from cost_models.write import cluster_toml
+from tests.planner_programs import program_of
+
+pytestmark = pytest.mark.pure
+ONE = {"pp": 1, "dp": 1, "tp": 1}
+
+
+def cluster(issue_s: float = 0.0, contended_step_s: float = 0.0) -> Cluster:
+    """Of two GPUs a node."""
+    known = load_cluster("p5")
+    gpu, inter = dataclasses.replace(known.gpu, issue_s=issue_s), dataclasses.replace(known.inter, contended_step_s=contended_step_s)
+    return dataclasses.replace(known, gpu=gpu, inter=inter, gpus_per_node=2)
+
+
+@functools.cache
+def ledger(issue_s: float) -> Ledger:
+    return Ledger(program_of("stack"), Pricer(cluster(issue_s), ONE))
+
+
+# -------------------------------------------------------------------------------------------------------- issuing operators
+def test_an_operator_is_issued_once_forward_and_once_for_each_gradient() -> None:
+    program, found = program_of("stack"), ledger(1e-5)
+    for op, cost in zip(program.ops, found.costs, strict=True):
+        forward, backward = cost.host_s
+        if cost.counts.op_class == "view":
+            assert (forward, backward) == (0.0, 0.0)
+            continue
+        assert forward == 1e-5
+        differentiable = not op.no_grad and any(program.types[o].grad for o in op.outputs if o is not None)
+        gradients = sum(program.types[r].grad for r in refs(op))
+        assert backward == pytest.approx(1e-5 * max(1, gradients) if differentiable else 0.0)
+    assert all(cost.host_s == (0.0, 0.0) for cost in ledger(0.0).costs)
+
+
+def test_operators_take_as_long_as_the_slower_of_device_and_host() -> None:
+    """Over a stretch, not over each operator: the host runs ahead in long kernels and is caught up with in short ones."""
+    everything = range(len(program_of("stack").ops))
+    device = ledger(0.0).seconds(everything)
+    assert device[0] == pytest.approx(sum(c.forward_s for c in ledger(0.0).costs))
+    assert device[1] == pytest.approx(sum(c.backward_s for c in ledger(0.0).costs))
+    for issue_s in (1e-9, 1e-3):
+        found = ledger(issue_s)
+        host = [sum(c.host_s[way] for c in found.costs) for way in (0, 1)]
+        assert found.seconds(everything)[:2] == pytest.approx((max(device[0], host[0]), max(device[1], host[1])))
+        assert [c.forward_s for c in found.costs] == [c.forward_s for c in ledger(0.0).costs]
+    assert ledger(1e-9).seconds(everything) == device
+    assert ledger(1e-3).seconds(everything)[0] > 2 * device[0]
+
+
+def test_a_slower_host_is_never_faster() -> None:
+    times = [ledger(s).seconds(range(10, 24)) for s in (0.0, 1e-6, 5e-6, 2e-5, 1e-4)]
+    for way in (0, 1):
+        assert [t[way] for t in times] == sorted(t[way] for t in times)
+
+
+# --------------------------------------------------------------------------------------------------------- contended steps
+@pytest.mark.parametrize("kind,steps", [("all_gather", 3), ("reduce_scatter", 3), ("all_reduce", 6)])
+def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, steps: int) -> None:
+    of = cluster(issue_s=1e-5, contended_step_s=2e-4)
+    crossing = {"pp": 2, "dp": 1, "tp": 4}
+    assert Pricer(of, crossing).contended and Pricer(of, crossing).host_s(kind, "tp") == pytest.approx(1e-5 + steps * 2e-4)
+    for mesh in ({"pp": 1, "dp": 2, "tp": 4}, {"pp": 2, "dp": 1, "tp": 1}):  # no pipeline; a pipeline inside a node
+        pricer = Pricer(of, mesh)
+        assert not pricer.contended and pricer.host_s(kind, "tp") == pytest.approx(1e-5 if mesh["tp"] > 1 else 0.0)
+    assert Pricer(of, crossing).host_s(None, "tp") == Pricer(of, crossing).host_s(kind, "dp") == 0.0
+    assert Pricer(of, crossing).collective_s(kind, 2**20, "tp") == Pricer(cluster(), crossing).collective_s(kind, 2**20, "tp")
+
+
+# -------------------------------------------------------------------------------------------------------------------- files
+@pytest.mark.parametrize("key", ["contended_step_s", "congestion"])
+def test_optional_constants_of_links(key: str, tmp_path: Path) -> None:
+    known = load_cluster("dgx-a100").inter
+    text = Path(load_link.__globals__["CATALOGUE"], "links", f"{known.name}.toml").read_text(encoding="utf-8")
+    plain = "\n".join(line for line in text.splitlines() if not line.startswith(("contended_step_s", "congestion")))
+    (tmp_path / "plain.toml").write_text(plain + "\n", encoding="utf-8")
+    assert getattr(load_link(tmp_path / "plain.toml"), key) == 0.0
+    (tmp_path / "stated.toml").write_text(plain + f'\n{key} = {{ value = 0.5, source = "assumed: a test" }}\n', encoding="utf-8")
+    stated: Link = load_link(tmp_path / "stated.toml")
+    assert getattr(stated, key) == 0.5 and stated.source(key) == "assumed: a test"
+    (tmp_path / "bad.toml").write_text(plain + f'\n{key} = {{ value = -1, source = "assumed: a test" }}\n', encoding="utf-8")
+    with pytest.raises(HardwareFileError, match=key):
+        load_link(tmp_path / "bad.toml")
+
+
+def test_the_host_is_written_and_read(tmp_path: Path) -> None:
+    known = load_cluster("dgx-h100")
+    sources = dict(known.gpu.sources) | {"issue_s": "assumed: a test"}
+    stated = dataclasses.replace(known.gpu, issue_s=3e-5, sources=tuple(sources.items()))
+    (tmp_path / "a.toml").write_text(cluster_toml(dataclasses.replace(known, gpu=stated)), encoding="utf-8")
+    read = load_cluster(tmp_path / "a.toml").gpu
+    assert read.issue_s == 3e-5 and not read.host
+    text = cluster_toml(load_cluster("cpu"))
+    assert "host = true" in text and "host = " not in cluster_toml(known)
+    (tmp_path / "b.toml").write_text(text.replace("host = true", 'host = "yes"'), encoding="utf-8")
+    with pytest.raises(HardwareFileError, match="host must be a bool"):
+        load_cluster(tmp_path / "b.toml")
