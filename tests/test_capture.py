@@ -424,6 +424,14 @@ def test_transformers(name: str) -> None:
     assert torch.float32 is not torch.float64 and torch.get_default_dtype() is torch.float32
 
 
+def test_a_squeeze_says_which_dims_it_drops() -> None:
+    """Where a rank or a micro-batch has one sample, a bare squeeze would drop the batch too."""
+    x = torch.randn(BATCH, DIM)
+    program = capture(Function(lambda self, x: (x * self.weight).sum(1, keepdim=True).squeeze().sum()), (x,)).program
+    squeezes = [op for op in program.ops if op.target.startswith("aten.squeeze")]
+    assert [(op.target, op.args[1]) for op in squeezes] == [("aten.squeeze.dims", (1,))]
+
+
 def test_batch_norm_keeps_its_running_statistics() -> None:
     model, batch = resnet()
     captured = capture(model, batch)

@@ -71,15 +71,15 @@ def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterat
 
 
 def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]:
-    """Drops operators whose result is their operand, makes default dtypes explicit, and types every value anew; also what
-    dropped values are called now.
+    """Drops operators whose result is their operand, makes default dtypes and squeezed dims explicit, and types every value anew; also
+    what dropped values are called now.
     """
     metas = {value: trace.metas[value] for value in trace.given}
     renamed: dict[str, str] = {}
     kept: list[Traced] = []
     for traced in trace.ops:
         for op in _one_by_one(map_refs(traced.op, lambda n: Ref(renamed.get(n, n))), trace.metas):
-            op, types = _typed(_explicit_dtype(op, trace.metas), infer, metas)
+            op, types = _typed(_explicit_squeeze(_explicit_dtype(op, trace.metas), metas), infer, metas)
             if _does_nothing(op, metas, types[0]):
                 (output,), operand = op.outputs, op.args[0]
                 assert output is not None and isinstance(operand, Ref), op
@@ -127,6 +127,17 @@ def _explicit_dtype(op: Op, traced: Mapping[str, Meta]) -> Op:
         return op
     kwargs = tuple((k, v) for k, v in op.kwargs if k != "dtype")
     return dataclasses.replace(op, kwargs=(*kwargs, ("dtype", traced[output].dtype)))
+
+
+def _explicit_squeeze(op: Op, metas: Mapping[str, Meta]) -> Op:
+    """A squeeze says which dims it drops: those of size 1 here. On a rank, or for a micro-batch, others may have that size too."""
+    if not op.target.startswith("aten.squeeze.") or not isinstance(op.args[0], Ref):
+        return op
+    shape = metas[op.args[0].name].shape
+    given = op.args[1] if len(op.args) > 1 else tuple(range(len(shape)))
+    asked = given if isinstance(given, tuple) else (given,)
+    dims = tuple(d for d in asked if isinstance(d, int) and shape[d] == 1)
+    return op if dims == asked else dataclasses.replace(op, target="aten.squeeze.dims", args=(op.args[0], dims))
 
 
 def _does_nothing(op: Op, metas: Mapping[str, Meta], result: Meta | None) -> bool:
