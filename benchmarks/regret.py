@@ -23,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from autopar.planner.resources import usable_bytes
 from benchmarks._predict import Prediction, predictions
 from benchmarks._runs import Run, Skip
 from benchmarks.published import DATA, load
@@ -60,7 +61,7 @@ def regret_of(p: Prediction, group: Group) -> float:
 
 def chosen(group: Group) -> Prediction:
     """The planner's choice; where it thinks that nothing fits, the leanest."""
-    fitting = [p for p in group.found if p.fullest_bytes <= p.run.cluster.gpu.memory_bytes]
+    fitting = [p for p in group.found if p.fullest_bytes <= usable_bytes(p.run.cluster.gpu)]
     return min(fitting, key=lambda p: p.step_time_s) if fitting else min(group.found, key=lambda p: p.fullest_bytes)
 
 

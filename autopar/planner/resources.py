@@ -10,11 +10,13 @@ from autopar.errors import PlanError
 from autopar.measure import Live
 from autopar.planner.wishes import check_name
 from autopar.run.launch import default_device
-from cost_models.cluster import Cluster, load_cluster
+from cost_models.cluster import Cluster, Gpu, load_cluster
 
-__all__ = ["MEASURES", "check_measure", "choose_cluster", "live_on", "parse_memory"]
+__all__ = ["MEASURES", "check_measure", "choose_cluster", "live_on", "parse_memory", "usable_bytes"]
 
 MEASURES = ("roofline", "live")  # estimated from the cluster's description, or measured on this machine
+
+SPARE_MEMORY = 0.08  # of a GPU: about what the account of memory misses at the median of published runs (python -m benchmarks published)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -42,6 +44,11 @@ def _this_machine() -> str:
         if mark in device:
             return cluster
     raise PlanError(f"this machine's GPU, {device!r}, is not in the catalogue; name a cluster, or describe it in a TOML file")
+
+
+def usable_bytes(gpu: Gpu) -> int:
+    """What a plan may fill of a device's memory where the user states no limit."""
+    return int(gpu.memory_bytes if gpu.host else gpu.memory_bytes * (1 - SPARE_MEMORY))
 
 
 def check_measure(measure: str, cluster: Cluster) -> None:
