@@ -39,7 +39,9 @@ class Recipe:
     attention_speed: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1 or self.optimizer_passes <= 0 or self.allocator_slack < 0 or self.master_itemsize < 0:
+        if min(self.bucket_bytes - 1, self.allocator_slack, self.master_itemsize, self.gradient_copies) < 0:
+            raise ValueError(f"a recipe of negative or empty sizes: {self}")
+        if self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 

@@ -31,7 +31,7 @@ from autopar.planner.moments import Moments, NotSplittable, batched_inputs, spli
 from autopar.planner.partition import Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
-from autopar.planner.resources import check_measure, live_on
+from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import Segment, legal_cuts, segments_of
@@ -181,13 +181,19 @@ class Search:
     def _pricer(self, mesh: Mesh, live: Live | None = None) -> Pricer:
         return Pricer(self.cluster, mesh.sizes(), live, self.recipe)
 
-    def _build_rank(self, mesh: Mesh, made_for: tuple[int, int], moments: Moments, exactly: bool) -> Rank:
+    def _build_rank(self, mesh: Mesh, made_for: tuple[int, int], moments: Moments, exactly: bool) -> Rank | str:
         pricer = self._pricer(mesh)
         data = self.on_data_axis(made_for[0])
         outcomes = data[2]
         tensor: Assignment | None = None
         if mesh.tp > 1:
-            tensor, outcome = self.on_tensor_axis(mesh, moments.body, exactly=exactly)
+            try:
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, exactly=exactly)
+            except Infeasible as e:
+                pin = self.pins.sequence_parallel
+                if pin is None:
+                    raise
+                return f"tp={mesh.tp}: not every matrix can be cut with the activations between as sequence_parallel={pin} wants them ({e})"
             outcomes = (*outcomes, outcome)
         program = self.timed("shard", lambda: on_tensor_axis(moments, tensor))
         ledger = self.timed("price", lambda: Ledger(program, pricer))
@@ -478,7 +484,7 @@ def make_plan(
         program=program,
         gpus=gpus,
         cluster=cluster,
-        memory_limit_bytes=memory_limit_bytes or int(cluster.gpu.memory_bytes),
+        memory_limit_bytes=memory_limit_bytes or usable_bytes(cluster.gpu),
         optimizer=optimizer,
         precision=precision,
         pins=pins or Pins(),
