@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import cli
+from autopar.capture import capture
 from autopar.compiler import emit, plan_of
 from autopar.errors import Infeasible, PlanError
 from autopar.ir import Layout, Lowered, refs
@@ -230,6 +231,28 @@ def test_either_form_beside_pinned_stages_and_ranks_of_data() -> None:
         used = collectives(lower(gpt().captured.program, plan))
         assert bool(used["reduce_scatter"]) == sequence
         assert plan.mesh == {"pp": 2, "dp": 2, "tp": 2}
+
+
+class Inverse(nn.Module):
+    """A matrix that a product and an operator without a rule read: it can be cut for the one and not for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight + x @ torch.linalg.inv(self.weight)).square().mean()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_form_that_a_model_does_not_have_is_refused_and_others_are_found(sequence: bool) -> None:
+    program = capture(Inverse(), {"x": torch.ones(8, 4, 8)}).program
+    cluster = load_cluster("dgx-a100")
+    with pytest.raises(Infeasible, match=f"tp=2: not every matrix can be cut with the activations between as sequence_parallel={sequence}"):
+        make_plan(program, 2, cluster, pins=Pins(tp=2, sequence_parallel=sequence))
+    assert make_plan(program, 2, cluster, pins=Pins(sequence_parallel=sequence)).mesh["tp"] == 1
+    assert make_plan(program, 2, cluster, pins=Pins(tp=2)).mesh["tp"] == 2
 
 
 @pytest.mark.gloo

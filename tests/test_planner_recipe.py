@@ -171,7 +171,11 @@ def test_what_is_gathered_again_is_not_kept_and_takes_its_time_twice() -> None:
     assert saved[0] & made and not saved[1] & made
 
 
-@pytest.mark.parametrize("changes", [{"bucket_bytes": 0}, {"optimizer_passes": 0.0}, {"allocator_slack": -0.1}, {"master_itemsize": -1}])
+@pytest.mark.parametrize(
+    "changes",
+    [{name: -0.1} for name in ("allocator_slack", "master_itemsize", "gradient_copies")]
+    + [{"bucket_bytes": 0}, {"optimizer_passes": 0.0}, {"attention_speed": 0.0}],
+)
 def test_recipes_that_make_no_sense(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="negative or empty"):
         Recipe(**changes)
