@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-
 import torch
 from torch import nn
 
@@ -25,7 +24,6 @@ from autopar.planner import Pins
 from benchmarks import _cnns as cnn
 from benchmarks._decoders import Decoder, decoder
 from cost_models import Cluster, load_cluster
-
 from cost_models.recipe import MIB, Recipe
 
 __all__ = ["COLUMNS", "Run", "Skip", "Software", "read"]
@@ -46,7 +44,8 @@ class Skip(ValueError):
 class Software:
     """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
     overlaps_reduction, bucket_bytes: of gradients. stages: of equal numbers of layers, or filled one after the other until each has its
-    share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward. attention_speed: see Recipe."""
+    share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward.
+    attention_speed: see Recipe."""
 
     fused_attention: bool = True
     dropout: float = 0.0
@@ -135,14 +134,17 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
     )  # fmt: skip
     optimizer = "sgd_momentum" if not isinstance(dims, Decoder) else "adamw"
     memory = _float(row, "peak_mem")
-    unit = 2.0**20 if row["peak_mem_unit"].lower().startswith("mi") else 2.0**30 if row["peak_mem_unit"].lower().startswith("gi") else 1e9
+    unit = next((size for mark, size in _UNITS.items() if row["peak_mem_unit"].lower().startswith(mark)), None)
+    if memory and unit is None:
+        raise Skip(f"the unit of memory {row['peak_mem_unit']!r} is not known")
     step = _float(row, "step_time_s")
     if row["status"] == "ok" and step is None and memory is None:
         raise Skip("neither a step time nor a memory figure is printed")
     return Run(
-        row=row, number=number, key=(dims, dtype, image, micro if image else 0, row["gpu"], row["gpus_per_node"], row["inter_link"]), dims=dims, dtype=dtype,
+        row=row, number=number, dims=dims, dtype=dtype,
+        key=(dims, dtype, image, micro if image else 0, row["gpu"], row["gpus_per_node"], row["inter_link"]),
         image=image, gpus=gpus, global_batch=batch, micro_batch=micro, pins=pins, recipe=_recipe(row, software, dtype),
-        optimizer=optimizer, cluster=_cluster(row), step_time_s=step, memory_bytes=memory * unit if memory else None,
+        optimizer=optimizer, cluster=_cluster(row), step_time_s=step, memory_bytes=memory * unit if memory and unit else None,
         first_stage="rank 0" in row["peak_mem_kind"] or "first" in row["peak_mem_kind"], failed=row["status"] != "ok",
         flagged=_doubts(row["flags"]),
     )  # fmt: skip
@@ -224,7 +226,8 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
     return Recipe(
         gradient_itemsize=summed, accumulates="grad accum" in text, master_itemsize=4 if half and "pure" not in text else 0,
         state_itemsize=4 if half and "pure" not in text else None, optimizer_passes=1.0,
-        attention_speed=software.attention_speed, local_batches=True, gradient_copies=1 if "grad accum" in text else 0, regathers=software.regathers,
+        attention_speed=software.attention_speed, local_batches=True, regathers=software.regathers,
+        gradient_copies=1 if "grad accum" in text else 0,
         bucket_bytes=WHOLE if unbucketed else software.bucket_bytes, overlaps_reduction=software.overlaps_reduction and not unbucketed,
     )  # fmt: skip
 
@@ -242,6 +245,8 @@ def _dims(row: Mapping[str, str], software: Software) -> tuple[Decoder | cnn.Cnn
         raise Skip(f"the family {row['family']!r} is not known")
     llama = family.startswith("llama")
     heads = _need(row, "n_heads")
+    if _need(row, "hidden") % heads or heads % _int(row, "n_kv_heads", heads):
+        raise Skip("the heads do not divide the hidden size, or one another")
     dims = Decoder(
         layers=_need(row, "n_layers"), hidden=_need(row, "hidden"), heads=heads, kv_heads=_int(row, "n_kv_heads", heads),
         ffn=_need(row, "ffn"), vocabulary=_need(row, "vocab"), length=_need(row, "seq_len"), tied=_int(row, "tied_emb", 0) == 1,
@@ -251,6 +256,7 @@ def _dims(row: Mapping[str, str], software: Software) -> tuple[Decoder | cnn.Cnn
     return dims, 0
 
 
+_UNITS = {"mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
 _CLUSTERS = {
     "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200", "A100": "dgx-a100", "V100": "p3.16xlarge", "L40S": "l40s-8x",
     "4090": "rtx4090-8x", "MI300": "mi300x-8x", "MI250": "mi250x-8x",

@@ -131,11 +131,11 @@ def main(argv: list[str]) -> int:
 
 
 def _limited(runs: list[Run], limit: int | None) -> list[Run]:
-    keys = list(dict.fromkeys((r.row["source"], r.row["model"], r.gpus, r.global_batch) for r in runs))
+    keys = list(dict.fromkeys((r.row["source"], r.row["model"], r.row["seq_len"], r.gpus, r.global_batch) for r in runs))
     if limit is None or limit >= len(keys):
         return runs
     kept = {keys[k * len(keys) // limit] for k in range(limit)}
-    return [r for r in runs if (r.row["source"], r.row["model"], r.gpus, r.global_batch) in kept]
+    return [r for r in runs if (r.row["source"], r.row["model"], r.row["seq_len"], r.gpus, r.global_batch) in kept]
 
 
 def summary(groups: Sequence[Group]) -> dict[str, object]:
