@@ -24,7 +24,7 @@ from autopar.planner import Pins
 from benchmarks import _cnns as cnn
 from benchmarks._decoders import Decoder, decoder
 from cost_models import Cluster, load_cluster
-from cost_models.recipe import MIB, Recipe
+from cost_models.recipe import HELD_GATHERS, MIB, Recipe
 
 __all__ = ["COLUMNS", "Run", "Skip", "Software", "read"]
 
@@ -45,6 +45,7 @@ class Software:
     """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
     overlaps_reduction, bucket_bytes: of gradients. stages: of equal numbers of layers, or filled one after the other until each has its
     share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward.
+    held_gathers: see Recipe.
     attention_speed: see Recipe."""
 
     fused_attention: bool = True
@@ -53,6 +54,7 @@ class Software:
     bucket_bytes: int = 25 * MIB
     stages: Literal["layers", "parameters"] = "layers"
     regathers: bool = False
+    held_gathers: float = 0.0
     attention_speed: float = 1.0
 
 
@@ -60,7 +62,7 @@ WHOLE = 2**50  # a bucket that holds everything
 
 SOFTWARE: dict[str, Software] = {
     "llm-foundry": Software(attention_speed=0.5),  # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
-    "ultrascale": Software(stages="parameters", regathers=True),  # nanotron places pipeline blocks by their cost
+    "ultrascale": Software(stages="parameters", regathers=True, held_gathers=HELD_GATHERS),  # nanotron places pipeline blocks by their cost
     # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
     "vtrain": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
     "megatron-2020": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
@@ -227,6 +229,7 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
         gradient_itemsize=summed, accumulates="grad accum" in text, master_itemsize=4 if half and "pure" not in text else 0,
         state_itemsize=4 if half and "pure" not in text else None, optimizer_passes=1.0,
         attention_speed=software.attention_speed, local_batches=True, regathers=software.regathers,
+        held_gathers=software.held_gathers,
         gradient_copies=1 if "grad accum" in text else 0,
         bucket_bytes=WHOLE if unbucketed else software.bucket_bytes, overlaps_reduction=software.overlaps_reduction and not unbucketed,
     )  # fmt: skip

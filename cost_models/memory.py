@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-__all__ = ["OPTIMIZERS", "MemoryTerms", "stage_memory"]
+__all__ = ["OPTIMIZERS", "MemoryTerms", "held_gathers", "stage_memory"]
 
 OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
 """Optimizer -> numbers that it keeps per trainable parameter (torch.optim; amsgrad off)."""
@@ -73,6 +73,7 @@ def stage_memory(
     gathered_param_bytes: float = 0.0,
     framework_context_bytes: float = 0.0,
     allocator_slack_fraction: float = 0.0,
+    held_bytes: float = 0.0,
 ) -> MemoryTerms:
     """Memory of one rank of one stage; every argument is what this rank would hold without ZeRO, after tensor-parallel splitting.
 
@@ -84,7 +85,8 @@ def stage_memory(
     buffer_bytes: the module's buffers, whole on each rank. activation_bytes_per_micro_batch: what autograd saves, recomputation
     already applied; micro_batches_in_flight: pipeline.in_flight. boundary_bytes_per_micro_batch: received and sent stage values
     that are held beside what autograd saves. bucket_bytes: gradient buckets under reduction. gathered_param_bytes: parameters
-    that ZeRO-3 has gathered at the peak (with prefetch, two blocks). allocator_slack_fraction: of everything allocated.
+    that ZeRO-3 has gathered at the peak (with prefetch, two blocks). allocator_slack_fraction: of everything allocated. held_bytes: what
+    the allocator holds besides (see held_gathers).
     Raises ValueError on an unknown optimizer or ZeRO stage and on negative numbers.
     """
     if optimizer not in OPTIMIZERS:
@@ -118,5 +120,16 @@ def stage_memory(
         largest_temporary=temporary,
         communication_buffers=communication,
         framework_context=math.ceil(framework_context_bytes),
-        allocator_slack=math.ceil(allocated * allocator_slack_fraction),
+        allocator_slack=math.ceil(allocated * allocator_slack_fraction + held_bytes),
     )
+
+
+def held_gathers(share: float, gathered_bytes: float, in_flight: int, micro_batches: int) -> float:
+    """Bytes that a caching allocator holds of activations gathered by asynchronous collectives, after the program let go of them.
+
+    A block that another stream has used is given out again only once that stream is known to be done with it
+    (torch.Tensor.record_stream), so that the host, which runs ahead, is given new blocks meanwhile. gathered_bytes: of one micro-batch's
+    forward pass. They are held for a whole pass; where forwards and backwards of a pipeline alternate (more micro-batches than are
+    in flight), the holes that they leave add half as much for each further one in flight. share: of all this, fitted.
+    """
+    return share * gathered_bytes * (1 + (in_flight - 1) / 2 if micro_batches > in_flight else 1)

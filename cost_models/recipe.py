@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AUTOPAR", "MIB", "Recipe"]
+__all__ = ["AUTOPAR", "HELD_GATHERS", "MIB", "Recipe"]
 
 MIB = 2**20
 
@@ -22,7 +22,8 @@ class Recipe:
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. overlaps_reduction: while the last backward pass
     runs, else after it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
-    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). attention_speed:
+    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:
+    see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
     of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4)."""
 
     gradient_itemsize: int | None = None
@@ -33,13 +34,14 @@ class Recipe:
     optimizer_passes: float = 3.0
     bucket_bytes: int = 25 * MIB
     overlaps_reduction: bool = True
-    allocator_slack: float = 0.06
+    allocator_slack: float = 0.04
     local_batches: bool = False
     regathers: bool = False
+    held_gathers: float = 0.0
     attention_speed: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(self.bucket_bytes - 1, self.allocator_slack, self.master_itemsize, self.gradient_copies) < 0:
+        if min(self.bucket_bytes - 1, self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
         if self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
@@ -47,4 +49,7 @@ class Recipe:
 
 AUTOPAR = Recipe()
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
-foreach optimizers. The allocator's slack is fitted: what 760 runs of nanotron on H100 hold beyond the model's account, at the median."""
+foreach optimizers. The allocator's slack is fitted: what 760 runs of nanotron on H100 hold beyond the model's account, at the median;
+HELD_GATHERS is fitted beside it."""
+
+HELD_GATHERS = 0.9

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import MemoryTerms, stage_memory
-from cost_models.memory import OPTIMIZERS
+from cost_models.memory import OPTIMIZERS, held_gathers
 
 pytestmark = pytest.mark.pure
 N = 1_000_000
@@ -94,3 +94,13 @@ def test_more_sharding_never_takes_more(params: int, dp: int, zero: int, flight:
 def test_wrong_arguments(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stage_memory(**{"param_bytes": 4, "trainable_params": 1, "activation_bytes_per_micro_batch": 0} | change)
+
+
+def test_gathers_are_held_for_a_pass_and_more_where_passes_alternate() -> None:
+    assert held_gathers(0.5, 100, 1, 8) == 50
+    assert held_gathers(0.5, 100, 4, 4) == 50
+    assert held_gathers(0.5, 100, 4, 5) == 50 * 2.5
+    terms = stage_memory(param_bytes=0, trainable_params=0, activation_bytes_per_micro_batch=100, allocator_slack_fraction=0.1, held_bytes=7)
+    assert terms.allocator_slack == 17
+    with pytest.raises(ValueError, match="negative"):
+        stage_memory(param_bytes=0, trainable_params=0, activation_bytes_per_micro_batch=100, held_bytes=-1)

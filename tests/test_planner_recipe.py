@@ -171,9 +171,26 @@ def test_what_is_gathered_again_is_not_kept_and_takes_its_time_twice() -> None:
     assert saved[0] & made and not saved[1] & made
 
 
+@pytest.mark.parametrize("pp,micro_batches", [(1, 1), (1, 4), (2, 2), (2, 4)])
+def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int) -> None:
+    program, pins = program_of("deep"), {"tp": 2, "pp": pp, "micro_batches": micro_batches, "sequence_parallel": True}
+    free, held = (priced(Recipe(held_gathers=share), program, **pins) for share in (0.0, 0.5))
+    types, params = held.rank.program.types, {p.value for p in held.rank.program.params}
+    gathers = [op for op in held.rank.program.ops if op.target == GATHER and refs(op)[0] not in params]
+    assert gathers
+    rounds = {(2, 4): 1.5}.get((pp, micro_batches), 1.0)  # of the first stage, which alternates forwards and backwards
+    second = held.stages[1].first_op if pp > 1 else ""
+    ops = [op.name for op in held.rank.program.ops]
+    first = set(ops[: ops.index(second)] if second else ops)
+    bytes_ = sum(types[op.outputs[0]].nbytes for op in gathers if op.name in first)
+    more = [a.memory.allocator_slack_bytes - b.memory.allocator_slack_bytes for a, b in zip(held.stages, free.stages, strict=True)]
+    assert more[0] == pytest.approx(0.5 * rounds * bytes_, abs=1)
+    assert all(a.memory.saved_activations_bytes == b.memory.saved_activations_bytes for a, b in zip(held.stages, free.stages, strict=True))
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{name: -0.1} for name in ("allocator_slack", "master_itemsize", "gradient_copies")]
+    [{name: -0.1} for name in ("allocator_slack", "master_itemsize", "gradient_copies", "held_gathers")]
     + [{"bucket_bytes": 0}, {"optimizer_passes": 0.0}, {"attention_speed": 0.0}],
 )
 def test_recipes_that_make_no_sense(changes: dict[str, Any]) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
-from autopar.planner.liveness import Activity, Moment
+from autopar.planner.liveness import Activity, Moment, gathered_from
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
 from autopar.planner.stages import Segment
 from cost_models.cluster import Cluster
-from cost_models.memory import OPTIMIZERS, MemoryTerms, stage_memory
+from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
 from cost_models.pipeline import step_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
@@ -173,8 +173,17 @@ class Estimator:
             bucket_bytes=moment.communication,
             framework_context_bytes=self.cluster.gpu.context_bytes,
             allocator_slack_fraction=self.recipe.allocator_slack,
+            held_bytes=self._held_bytes(span, self.in_flight[s]),
         )
         return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
+
+    def _held_bytes(self, span: Span, in_flight: int) -> float:
+        share, program = self.recipe.held_gathers, self.rank.program
+        if not share:
+            return 0.0
+        gathered = gathered_from(program)
+        total = sum(program.types[o].nbytes for op in program.ops[span.start : span.stop] for o in op.outputs if o in gathered)
+        return held_gathers(share, total, in_flight, self.rank.micro_batches)
 
     # ----------------------------------------------------------------------------------------------------------- time
     def candidate(self, part: Partition, pieces: tuple[Piece, ...]) -> Candidate:
