@@ -87,7 +87,6 @@ TERMS: dict[str, Term] = {
             )
         )
     ),
-    "congestion between nodes": Term(cluster=_links(lambda link: dataclasses.replace(link, congestion=0.0))),
     "contention of a pipeline's transfers": Term(cluster=_links(lambda link: dataclasses.replace(link, contended_step_s=0.0))),
     "overlap of gradient reduction": Term(recipe=lambda recipe: dataclasses.replace(recipe, overlaps_reduction=False)),
     "buckets": Term(recipe=lambda recipe: dataclasses.replace(recipe, bucket_bytes=MIB)),

@@ -119,9 +119,8 @@ class Link:
     needs no synchronisation but reaches only low_latency_fraction of the rate. start_*: once per collective; hop_*: per step.
     peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
     rate at which it does; 0 where it cannot. contended_step_s: what each step of a collective inside stages takes longer while the
-    transfers between stages of a pipeline are under way on this link. congestion: share by which the time for the bytes grows with
-    each further node that they pass. switched: any pair gets the full rate; otherwise the wires
-    are point to point.
+    transfers between stages of a pipeline are under way on this link. switched: any pair gets the
+    full rate; otherwise the wires are point to point.
     """
 
     name: str
@@ -136,7 +135,6 @@ class Link:
     in_switch_fraction: float
     switched: bool
     contended_step_s: float = 0.0
-    congestion: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def source(self, key: str) -> str:
@@ -281,7 +279,6 @@ def _link(table: _Table, name: str) -> Link:
         **{f: table.number(f, least=1e-3, most=1) for f in ("achievable_fraction", "low_latency_fraction")},
         **{f: table.number(f) for f in ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s", "peer_s")},
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
-        "congestion": table.number("congestion") if "congestion" in table.data else 0.0,
         "contended_step_s": table.number("contended_step_s") if "contended_step_s" in table.data else 0.0,
     }
     table.done()

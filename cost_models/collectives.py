@@ -5,8 +5,6 @@ returns the steps and the bytes of one collective, or None where it does not exi
 
     start + sum over levels of steps * hop + bytes through the narrowest level / (bandwidth * achievable fraction)
 
-(between nodes the last term grows by the link's congestion with every step beyond the first that the bytes take)
-
 for each of the two protocols (see Link), so that small messages switch to the one with the low latency. Counts follow Thakur,
 Rabenseifner, Gropp (2005), "Optimization of collective communication operations in MPICH", section 2-3, and for the double tree
 Sanders, Speck, Traeff (2009), "Two-tree algorithms for full bandwidth broadcast, reduction and scan". Bandwidth between nodes
@@ -227,7 +225,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def _time_s(kind: Kind, traffic: Traffic, protocol: Protocol, group: Group) -> float:
+def _time_s(traffic: Traffic, protocol: Protocol, group: Group) -> float:
     intra, inter = group.cluster.intra, group.cluster.inter
     simple = protocol == "simple"
     outer = inter if group.nodes > 1 else intra
@@ -239,7 +237,6 @@ def _time_s(kind: Kind, traffic: Traffic, protocol: Protocol, group: Group) -> f
     intra_s = traffic.intra_bytes / (group.intra_bytes_per_s * intra_fraction * (1 if simple else intra.low_latency_fraction))
     inter_fraction = inter.achievable_fraction * (1 if simple else inter.low_latency_fraction)
     inter_s = traffic.inter_bytes / (group.inter_bytes_per_s * inter_fraction)
-    inter_s *= 1.0 + inter.congestion * max(0.0, traffic.inter_steps / (2 if kind == "all_reduce" else 1) - 1.0)
     return start_s + latency_s + (max(intra_s, inter_s) if traffic.pipelined else intra_s + inter_s)
 
 
@@ -270,7 +267,7 @@ def price_collective(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *,
         if (traffic := algorithm(kind, float(nbytes), group)) is None:
             continue
         for protocol in PROTOCOLS if not traffic.in_switch else ("simple",):  # the switch adds whole packets, without flags
-            time_s = _time_s(kind, traffic, protocol, group)
+            time_s = _time_s(traffic, protocol, group)
             if best is None or time_s < best.time_s:
                 best = Priced(algorithm=name, protocol=protocol, time_s=time_s)
     assert best is not None, f"no algorithm for {kind}"

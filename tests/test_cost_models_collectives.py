@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import collectives as benchmark
 from benchmarks import fit_links
 from cost_models import Cluster, collective_time_s, list_clusters, load_cluster, price_collective
-from cost_models.collectives import ALGORITHMS, KINDS, Group, Traffic, _time_s
+from cost_models.collectives import ALGORITHMS, KINDS, Group, Traffic
 
 pytestmark = pytest.mark.pure
 CLUSTERS = [load_cluster(name) for name in list_clusters()]
@@ -166,43 +166,3 @@ def test_rows_that_cannot_be_predicted_are_counted_with_the_reason(tmp_path, cap
         "no cluster described for tpu v4": 1,
         "16 ranks on a node of dgx-a100, which has 8": 1,
     }
-
-
-# -------------------------------------------------------------------------------------------------------------- congestion
-def congested(cluster: Cluster, congestion: float) -> Cluster:
-    return dataclasses.replace(cluster, inter=dataclasses.replace(cluster.inter, congestion=congestion))
-
-
-@given(st.sampled_from(MULTI_NODE), st.sampled_from(KINDS), sizes, st.integers(1, 20), st.floats(0, 2))
-def test_congestion_only_slows_what_passes_several_nodes(cluster: Cluster, kind: str, nbytes: float, nodes: int, congestion: float) -> None:
-    per_node = cluster.gpus_per_node
-    ranks = 2 if kind == "p2p" else per_node * nodes
-    per_node = 1 if kind == "p2p" and nodes > 1 else per_node
-    free, slow = (collective_time_s(kind, nbytes, ranks, congested(cluster, c), ranks_per_node=per_node) for c in (0.0, congestion))
-    assert free <= slow * (1 + 1e-12)
-    if nodes <= 2:  # one step between nodes, whichever algorithm
-        assert slow == free
-    assert collective_time_s(kind, 0, ranks, congested(cluster, congestion), ranks_per_node=per_node) == collective_time_s(
-        kind, 0, ranks, congested(cluster, 0.0), ranks_per_node=per_node
-    )
-
-
-def test_congestion_grows_the_time_of_the_bytes_with_every_further_node() -> None:
-    """A ring over m nodes passes each byte on m - 1 times; an all-reduce does so twice, and is slowed as much as each half of it."""
-    known = load_cluster("p5")
-    nbytes = 2**34
-    for kind, passes in (("all_gather", 1), ("all_reduce", 2)):
-        for nodes in (2, 3, 9):
-            group = Group(ranks=8 * nodes, per_node=8, nodes=nodes, cluster=congested(known, 0.0))
-            traffic = ALGORITHMS["double_ring"](kind, nbytes, group)
-            assert traffic is not None and traffic.inter_steps == passes * (nodes - 1)
-            of_bytes = traffic.inter_bytes / (group.inter_bytes_per_s * known.inter.achievable_fraction)
-            slow = dataclasses.replace(group, cluster=congested(known, 0.5))
-            more = _time_s(kind, traffic, "simple", slow) - _time_s(kind, traffic, "simple", group)
-            assert more == pytest.approx(0.5 * (nodes - 2) * of_bytes, rel=1e-9)
-
-
-def test_congestion_may_change_the_algorithm_but_not_for_the_worse() -> None:
-    known = load_cluster("p5")
-    times = [price_collective("all_reduce", 2**30, 256, congested(known, c), ranks_per_node=8).time_s for c in (0.0, 0.1, 0.5, 5.0)]
-    assert times == sorted(times) and times[0] < times[-1]

@@ -81,11 +81,11 @@ def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, step
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
-@pytest.mark.parametrize("key", ["contended_step_s", "congestion"])
-def test_optional_constants_of_links(key: str, tmp_path: Path) -> None:
+def test_optional_constants_of_links(tmp_path: Path) -> None:
+    key = "contended_step_s"
     known = load_cluster("dgx-a100").inter
     text = Path(load_link.__globals__["CATALOGUE"], "links", f"{known.name}.toml").read_text(encoding="utf-8")
-    plain = "\n".join(line for line in text.splitlines() if not line.startswith(("contended_step_s", "congestion")))
+    plain = "\n".join(line for line in text.splitlines() if not line.startswith(key))
     (tmp_path / "plain.toml").write_text(plain + "\n", encoding="utf-8")
     assert getattr(load_link(tmp_path / "plain.toml"), key) == 0.0
     (tmp_path / "stated.toml").write_text(plain + f'\n{key} = {{ value = 0.5, source = "assumed: a test" }}\n', encoding="utf-8")

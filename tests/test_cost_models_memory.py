@@ -100,7 +100,8 @@ def test_gathers_are_held_for_a_pass_and_more_where_passes_alternate() -> None:
     assert held_gathers(0.5, 100, 1, 8) == 50
     assert held_gathers(0.5, 100, 4, 4) == 50
     assert held_gathers(0.5, 100, 4, 5) == 50 * 2.5
-    terms = stage_memory(param_bytes=0, trainable_params=0, activation_bytes_per_micro_batch=100, allocator_slack_fraction=0.1, held_bytes=7)
+    nothing = {"param_bytes": 0, "trainable_params": 0, "activation_bytes_per_micro_batch": 100}
+    terms = stage_memory(**nothing, allocator_slack_fraction=0.1, held_bytes=7)
     assert terms.allocator_slack == 17
     with pytest.raises(ValueError, match="negative"):
-        stage_memory(param_bytes=0, trainable_params=0, activation_bytes_per_micro_batch=100, held_bytes=-1)
+        stage_memory(**nothing, held_bytes=-1)
