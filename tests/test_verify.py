@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.compiler import plan_of
 from autopar.errors import Infeasible
@@ -49,6 +51,26 @@ def test_equals_the_original(name: str, plan: str, workers: WorkerPool) -> None:
     assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
     assert report.unequal == ()
     assert {k: v for k, v in decided.mesh.items() if k in pins} == {k: v for k, v in pins.items() if k in decided.mesh}
+
+
+class Table(nn.Module):
+    """A model with a tensor of its own that is neither parameter nor buffer, and of a lower precision than what it is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = torch.linspace(-1, 1, 8 * 4).view(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.second(torch.tanh(self.first(x)) + self.table.type_as(x)) * self.table).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "tp=4", "pp=2 dp=2"])
+def test_tensors_that_are_no_buffers_reach_every_rank(plan: str, workers: WorkerPool) -> None:
+    torch.manual_seed(0)
+    ref = reference(Table(), (torch.randn(8, 4, 8),))
+    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
+    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
 
 
 def test_split_into_micro_batches_is_refused_where_the_result_would_change(workers: WorkerPool) -> None:

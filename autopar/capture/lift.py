@@ -41,13 +41,14 @@ class _LiftMode(TorchFunctionMode):
 
 
 def _called_by_torch() -> bool:
-    """Whether torch or capture makes the call that is being handled: to describe a tensor or run a program, not as the model's code."""
+    """Whether torch, capture, or what makes room for messages makes the call that is being handled: to describe a tensor or run a
+    program, not as the model's code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
     computes = module.startswith(("torch.nn.", "torch.distributions.", "torch.functional"))
-    return module.startswith(("torch.", "autopar.capture.")) and not computes
+    return module.startswith(("torch.", "autopar.capture.", "autopar.run.dtypes")) and not computes
 
 
 def _lift(arg: Any) -> Any:

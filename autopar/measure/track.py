@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import BufferSpec, ParallelModule, ParamSpec
+from autopar.run.dtypes import empty
 from autopar.run.module import Emitted
 
 __all__ = ["StepMemory", "step_memory"]
@@ -48,7 +49,7 @@ def step_memory(
     manifest = emitted.MANIFEST
     with FakeTensorMode(allow_non_fake_inputs=True):
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *manifest.buffers]
-        given = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs}
+        given = {s.name: empty(s.shape, s.dtype, "cpu") for s in specs}
         tracker = MemoryTracker(explain=explain)
         with tracker:
             model = ParallelModule(emitted, given, device="cpu")

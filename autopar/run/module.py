@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from autopar.ir import Layout
 from autopar.run import comm, state
 from autopar.run.buckets import Bucket, Held, hold, make_buckets, rest
+from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders
 from autopar.run.inputs import Batch, micro_batch
 from autopar.run.launch import default_device, join_process_group
@@ -57,7 +58,7 @@ class Form:
         self.manifest, self.constants = manifest, constants
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
-        self.loss_dtype: torch.dtype = getattr(torch, emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
+        self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
         self.stage = emitted.STAGES[mesh.pp.rank]()
         self.stage.mesh = mesh
         self.wanted = _keywords(self.stage.forward)
@@ -222,7 +223,7 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it.
         The figures are those of torch.nn.utils.clip_grad_norm_ on the original model."""
-        dtype = functools.reduce(torch.promote_types, (getattr(torch, spec.dtype) for spec in self.manifest.params))
+        dtype = functools.reduce(torch.promote_types, (dtype_named(spec.dtype) for spec in self.manifest.params))
         return state.clip_grad_norm_(
             self._held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
         )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.run import comm
+from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
 from cost_models.pipeline import SCHEDULES, Action
@@ -136,7 +137,7 @@ class _Run:
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in tensors)
+        return tuple(empty(shape, dtype, self._device) for shape, dtype in tensors)
 
 
 def _check(stage: Stage, outputs: Sequence[Tensor]) -> None:

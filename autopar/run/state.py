@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.run import comm
 from autopar.run.buckets import Held, layouts_of
+from autopar.run.dtypes import empty
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined
@@ -30,11 +31,10 @@ def distribute(specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh,
     if problem := mesh.agree("; ".join(filter(None, problems)), device):
         raise ValueError(f"the tensors do not fit the plan: {problem}")
     for spec in specs:
-        dtype = getattr(torch, spec.dtype)
         if mesh.rank == 0:
             full = tensors[spec.name].detach().to(device).contiguous()
         else:
-            full = torch.empty(spec.shape, dtype=dtype, device=device)
+            full = empty(spec.shape, spec.dtype, device)
         if mesh.world > 1:
             comm.broadcast_(full, 0, None)
         yield spec, full
@@ -63,7 +63,7 @@ def assemble(specs: Iterable[Spec], local: Callable[[str], Tensor], mesh: Mesh, 
                     full = joined(comm.all_gather(full, mesh.axis(name)), layout.dim, layout.groups)
             full = full.contiguous()
         else:
-            full = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            full = empty(spec.shape, spec.dtype, device)
         if mesh.pp.size > 1:
             comm.broadcast_(full, mesh.rank_at(pp=owner), mesh.pp.group)
         yield spec, full
