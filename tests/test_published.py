@@ -208,7 +208,7 @@ class Plan:
 
 def plan(predicted: float, measured: float | None, *, fits: bool = True, flags: str = "", **changes: object) -> Prediction:
     failed = {"status": "oom", "step_time_s": "", "peak_mem": ""} if measured is None else {"step_time_s": measured}
-    run = rebuilt(row(n_gpus=8, global_batch=64, flags=flags, **{"dp": 8, **changes, **failed}), 2)
+    run = rebuilt(row(n_gpus="8.0", global_batch=64, flags=flags, **{"dp": 8, **changes, **failed}), 2)
     return cast(Prediction, Plan(run, predicted, 2.0**30 if fits else 2.0**40))
 
 
