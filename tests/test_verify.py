@@ -60,9 +60,11 @@ class Table(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         self.table = torch.linspace(-1, 1, 8 * 4).view(4, 8)
+        self.others = {"scale": [torch.tensor(2.0)], "shift": (torch.ones(8), "of the last dim")}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.second(torch.tanh(self.first(x)) + self.table.type_as(x)) * self.table).square().mean()
+        x = torch.tanh(self.first(x)) * self.others["scale"][0] + self.table
+        return (self.second(x) * self.table.type_as(x) + self.others["shift"][0]).square().mean()
 
 
 @pytest.mark.parametrize("plan", ["dp=4", "tp=4", "pp=2 dp=2"])
@@ -70,6 +72,27 @@ def test_tensors_that_are_no_buffers_reach_every_rank(plan: str, workers: Worker
     torch.manual_seed(0)
     ref = reference(Table(), (torch.randn(8, 4, 8),))
     report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
+    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+
+
+class Filter(nn.Module):
+    """Multiplies spectra by a complex weight, which is a real parameter seen as another dtype, and by its conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(self.weight).transpose(0, 1)
+        spectrum = torch.fft.rfft(self.first(x), dim=1)
+        return self.last(torch.fft.irfft(spectrum * weight + spectrum * weight.conj(), n=4, dim=1)).square().mean()
+
+
+def test_what_is_gathered_where_it_is_used_may_be_seen_as_another_dtype(workers: WorkerPool) -> None:
+    torch.manual_seed(0)
+    ref = reference(Filter(), (torch.randn(8, 4, 8),))
+    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins={"dp": 4, "zero": 3}), workers, timeout_s=120)
     assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
 
 

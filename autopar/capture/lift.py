@@ -88,5 +88,25 @@ def lift_to_float64() -> Iterator[None]:
 
 
 def to_float64(model: nn.Module) -> nn.Module:
-    """The model itself, its floating parameters and buffers made float64 in place; run it inside lift_to_float64()."""
+    """The model itself, its floating parameters, buffers, and the tensors that its modules merely hold, made float64 in place; run it
+    inside lift_to_float64(), where torch cannot tell what float32 and float64 together give."""
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        vars(module).update({name: _held_in_float64(value) for name, value in own.items()})
     return model.to(torch.float64)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _held_in_float64(value: Any) -> Any:
+    """An attribute of a module with its tensors in float64, those in lists, tuples and dicts too; itself if there are none."""
+    if isinstance(value, torch.Tensor):
+        return value if value.requires_grad else value.to(_LIFTED.get(value.dtype, value.dtype))
+    if type(value) not in (list, tuple, dict):
+        return value
+    items = list(value.values()) if type(value) is dict else list(value)
+    found = [_held_in_float64(item) for item in items]
+    if all(a is b for a, b in zip(items, found, strict=True)):
+        return value
+    return dict(zip(value, found, strict=True)) if type(value) is dict else type(value)(found)

@@ -108,10 +108,15 @@ class GatheredWhereUsed:
     def _pack(self, tensor: Tensor) -> Tensor | Dropped:
         # the weak reference keeps the address of a freed storage from being given to another
         found = self._gathered.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        if found is None or not self._as_made(tensor, found[1]):
             return tensor
         name = found[1]
         return Dropped(name, self._version(name), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def _as_made(self, tensor: Tensor, name: str) -> bool:
+        """Whether strides say all there is to say of this view of a parameter: not so where it reads the storage as another dtype
+        (view_as_complex), or is to be conjugated or negated when it is read."""
+        return tensor.dtype == self._buckets[name].held[0].param.dtype and not (tensor.is_conj() or tensor.is_neg())
 
     def _unpack(self, saved: Tensor | Dropped) -> Tensor:
         if isinstance(saved, Tensor):
