@@ -303,6 +303,26 @@ class Nested(nn.Module):
         return F.mse_loss(F.dropout(x, 0.0) * scale, y)
 
 
+class Graph(nn.Module):
+    """Nodes and edges: two inputs of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+
+    def forward(self, nodes: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(nodes))
+        x = x + torch.zeros_like(x).index_add(0, ends, x[begins])
+        return F.cross_entropy(self.last(x), labels)
+
+
+def test_of_equally_frequent_first_dims_the_first_input_has_the_batch_and_it_is_said() -> None:
+    edges, nodes = torch.randint(0, 6, (2, 20)), torch.randn(6, DIM)
+    program = capture(Graph(), (nodes, *edges, torch.randint(0, 4, (6,)))).program
+    assert program.batch_size == 6
+    assert program.notes == ("inputs: their first dims have the sizes 6, 20; 6 is taken to be the global batch",)
+
+
 def test_inputs_are_found_by_path_and_parameters_by_name() -> None:
     batch = {"x": torch.randn(BATCH, DIM), "more": [torch.randn(BATCH, DIM)]}
     captured = capture(Nested(), {"batch": batch, "mask": None, "scale": 2.0})

@@ -100,19 +100,23 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
             f"the loss of {trace.name} does not depend on any parameter that requires a gradient\n  what to do: check requires_grad, "
             f"and that no torch.no_grad or .detach() stands between parameters and loss"
         )
+    batch, doubt = _batch_size([types[i.value].shape for i in trace.inputs])
     return Program(
         name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
         types={name: t for name, t in types.items() if name in used}, mutations=mutations, blocks=blocks,
-        constant_inputs=trace.constant_inputs, batch_size=_batch_size([types[i.value].shape for i in trace.inputs]), notes=trace.notes,
+        constant_inputs=trace.constant_inputs, batch_size=batch, notes=(*trace.notes, *doubt),
     )  # fmt: skip
 
 
-def _batch_size(shapes: list[tuple[int, ...]]) -> int | None:
-    """The size of dim 0 that most tensor inputs share (those with dims); None if there is none or two are equally frequent."""
-    ranked = Counter(shape[0] for shape in shapes if shape).most_common(2)
-    if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
-        return None
-    return ranked[0][0]
+def _batch_size(shapes: list[tuple[int, ...]]) -> tuple[int | None, tuple[str, ...]]:
+    """The size of dim 0 that most tensor inputs with dims share, of equally frequent ones the first input's, and what the user should
+    know of the choice. None if no input has dims."""
+    counts = Counter(shape[0] for shape in shapes if shape)
+    if not counts:
+        return None, ()
+    most = [size for size, count in counts.items() if count == max(counts.values())]
+    doubt = f"inputs: their first dims have the sizes {', '.join(map(str, counts))}; {most[0]} is taken to be the global batch"
+    return most[0], (doubt,) if len(most) > 1 else ()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -261,7 +261,8 @@ class Search:
             counts = self.micro_batch_counts(mesh)
             if not counts:
                 batch = self.batch_size
-                self.refused[f"dp={mesh.dp}: a global batch of {batch} does not divide into {mesh.dp} ranks" + self._counts_pin()] = None
+                divides = f"a global batch of {batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
+                self.refused[f"dp={mesh.dp}: {divides if batch is not None else 'no input has a dim that could be the batch'}"] = None
             for count in sorted(counts, key=lambda c: (abs(c - 2 * mesh.pp), c)):
                 if time.perf_counter() - start > self.time_limit_s and self.best_s < math.inf:
                     note = "the search was stopped at its time limit; meshes with more tensor and pipeline parallelism are unexplored"
