@@ -75,6 +75,25 @@ def test_tensors_that_are_no_buffers_reach_every_rank(plan: str, workers: Worker
     assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
 
 
+class Positions(nn.Module):
+    """Takes a table of as many rows as a rank has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.last(torch.tanh(self.first(x) + table)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("plan", ["dp=2 pp=2 micro_batches=2", "dp=2 tp=2 micro_batches=2"])
+def test_an_input_that_only_looks_like_a_batch_is_given_to_every_micro_batch(plan: str, workers: WorkerPool) -> None:
+    torch.manual_seed(0)
+    ref = reference(Positions(), (torch.randn(8, 4, 16), torch.randn(4, 32), torch.randint(0, 8, (8, 4))))
+    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
+    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+
+
 class Filter(nn.Module):
     """Multiplies spectra by a complex weight, which is a real parameter seen as another dtype, and by its conjugate."""
 

@@ -176,7 +176,7 @@ def _without_axis(s: Strategy) -> Strategy:
 
 
 def _split(program: Program, count: int, typing: Assignment, made: dict[str, Layout]) -> Moments:
-    whole = set(made)
+    whole = set(made) - {x.value for x in program.inputs}  # an input is there, and may be given to every moment as it is
     needed = set(whole)
     prologue: list[Op] = []
     for op in reversed(program.ops):
