@@ -22,6 +22,7 @@ from autopar.capture import Captured, capture, lift_to_float64, program_hash, ru
 from autopar.capture.interpret import resolve
 from autopar.errors import CaptureError
 from autopar.ir import Program, Ref, refs
+from autopar.planner.moments import split_into_moments
 
 pytestmark = pytest.mark.pure
 
@@ -301,6 +302,27 @@ class Nested(nn.Module):
         x, (y,) = batch["x"], batch["more"]
         x = self.second(self.first(x[:]).contiguous().to(torch.float32)) * self.frozen
         return F.mse_loss(F.dropout(x, 0.0) * scale, y)
+
+
+class DeeplySupervised(nn.Module):
+    """A loss after every layer, summed as Python does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.heads = (nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = torch.relu(layer(x) - 0)
+            losses.append(F.mse_loss(head(x), y) * 0.5)
+        return sum(losses)  # type: ignore[return-value]
+
+
+def test_a_sum_that_begins_with_nothing_can_be_split_over_samples() -> None:
+    program = capture(DeeplySupervised(), (torch.randn(BATCH, DIM), torch.randn(BATCH, DIM))).program
+    assert not [op for op in program.ops if op.target in ("aten.add.Tensor", "aten.sub.Tensor") and 0 in op.args]
+    assert split_into_moments(program, 2).body.types[program.loss].shape == ()
 
 
 class Graph(nn.Module):

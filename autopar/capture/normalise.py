@@ -159,7 +159,9 @@ def _does_nothing(op: Op, metas: Mapping[str, Meta], result: Meta | None) -> boo
     if op.target.startswith(_DROPOUT):
         return op.args[1] == 0 or op.args[2] is False
     if op.target in ("aten.add.Tensor", "aten.sub.Tensor"):
-        return op.args[1] == 0 and not isinstance(op.args[1], Ref) and not x.dtype.is_floating_point
+        # -0.0 + 0 is 0.0: told apart by a division alone, and not worth keeping where it is a loss: sum([...]) begins with 0
+        same = op.target == "aten.sub.Tensor" or not x.dtype.is_floating_point or not x.shape
+        return op.args[1] == 0 and not isinstance(op.args[1], Ref) and same
     if op.target in ("aten.mul.Tensor", "aten.div.Tensor"):
         return op.args[1] == 1 and not isinstance(op.args[1], Ref)
     return False
