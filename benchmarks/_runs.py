@@ -45,12 +45,13 @@ class Software:
     """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
     overlaps_reduction, bucket_bytes: of gradients. stages: of equal numbers of layers, or filled one after the other until each has its
     share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward.
-    held_gathers: see Recipe.
+    held_gathers, overlaps_gathers: see Recipe.
     attention_speed: see Recipe."""
 
     fused_attention: bool = True
     dropout: float = 0.0
     overlaps_reduction: bool = True
+    overlaps_gathers: bool = True
     bucket_bytes: int = 25 * MIB
     stages: Literal["layers", "parameters"] = "layers"
     regathers: bool = False
@@ -62,7 +63,8 @@ WHOLE = 2**50  # a bucket that holds everything
 
 SOFTWARE: dict[str, Software] = {
     "llm-foundry": Software(attention_speed=0.5),  # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
-    "ultrascale": Software(stages="parameters", regathers=True, held_gathers=HELD_GATHERS),  # nanotron places pipeline blocks by their cost
+    # nanotron places pipeline blocks by their cost, and gathers ZeRO-1's parameters when the optimizer is done
+    "ultrascale": Software(stages="parameters", regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False),
     # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
     "vtrain": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
     "megatron-2020": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
@@ -229,7 +231,7 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
         gradient_itemsize=summed, accumulates="grad accum" in text, master_itemsize=4 if half and "pure" not in text else 0,
         state_itemsize=4 if half and "pure" not in text else None, optimizer_passes=1.0,
         attention_speed=software.attention_speed, local_batches=True, regathers=software.regathers,
-        held_gathers=software.held_gathers,
+        held_gathers=software.held_gathers, overlaps_gathers=software.overlaps_gathers,
         gradient_copies=1 if "grad accum" in text else 0,
         bucket_bytes=WHOLE if unbucketed else software.bucket_bytes, overlaps_reduction=software.overlaps_reduction and not unbucketed,
     )  # fmt: skip

@@ -20,7 +20,8 @@ class Recipe:
     gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. overlaps_reduction: while the last backward pass
-    runs, else after it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
+    runs, else after it. overlaps_gathers: ZeRO-1 gathers parameters while the next forward pass runs,
+    else before it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
     backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
@@ -34,6 +35,7 @@ class Recipe:
     optimizer_passes: float = 3.0
     bucket_bytes: int = 25 * MIB
     overlaps_reduction: bool = True
+    overlaps_gathers: bool = True
     allocator_slack: float = 0.04
     local_batches: bool = False
     regathers: bool = False

@@ -171,6 +171,16 @@ def test_what_is_gathered_again_is_not_kept_and_takes_its_time_twice() -> None:
     assert saved[0] & made and not saved[1] & made
 
 
+def test_gathering_parameters_before_the_step_is_exposed() -> None:
+    hidden, exposed = (priced(Recipe(overlaps_gathers=overlaps, bucket_bytes=64), dp=4, zero=1) for overlaps in (True, False))
+    assert exposed.gradient_sync_s > hidden.gradient_sync_s
+    assert exposed.compute_s == hidden.compute_s and exposed.stages[0].memory == hidden.stages[0].memory
+    whole = priced(Recipe(overlaps_gathers=False, bucket_bytes=MIB), dp=4, zero=1)
+    parts = [p for p in whole.estimator.params.values() if p.trainable and p.resting_bytes < p.local_bytes]
+    pricer = Pricer(cluster(), {"pp": 1, "dp": 4, "tp": 1})
+    assert parts and whole.gradient_sync_s >= pricer.collective_s("all_gather", sum(p.local_bytes for p in parts), "dp")
+
+
 @pytest.mark.parametrize("pp,micro_batches", [(1, 1), (1, 4), (2, 2), (2, 4)])
 def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int) -> None:
     program, pins = program_of("deep"), {"tp": 2, "pp": pp, "micro_batches": micro_batches, "sequence_parallel": True}

@@ -8,8 +8,12 @@ import math
 import re
 
 import pytest
+import torch
+from torch import nn
 
+from autopar.capture import capture
 from autopar.errors import Infeasible, PlanError
+from autopar.ir import refs
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.search import Search
 from cost_models.cluster import Cluster, load_cluster
@@ -195,3 +199,29 @@ def test_renaming_modules_does_not_change_the_plan() -> None:
     plans = [make_plan(p, 4, _cluster(), pins=Pins(tp=2)) for p in (program, renamed)]
     assert plans[0].axes == plans[1].axes and plans[0].cuts == plans[1].cuts and plans[0].mesh == plans[1].mesh
     assert plans[0].step_time_s == plans[1].step_time_s
+
+
+class Encoder(nn.Module):
+    """torch's own encoder: its attention works on [length, batch, ...] and flattens the two, so that the batch lies within a dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(32, 512), nn.Linear(512, 32)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.layers(self.embed(x))).flatten(0, 1), y.flatten())
+
+
+def test_a_batch_within_a_dim_stays_split_through_repeated_blocks() -> None:
+    with torch.device("meta"):
+        model, tokens = Encoder(), torch.zeros(16, 256, dtype=torch.long)
+    search = Search(
+        program=capture(model, {"x": tokens, "y": tokens}).program, gpus=4, cluster=_cluster(), memory_limit_bytes=2**36,
+        optimizer="adamw", precision="fp32", pins=Pins(),
+    )  # fmt: skip
+    program = search.on_data_axis(2)[0]
+    moved = [op for op in program.ops if op.target.startswith("autopar.C.") and program.types[refs(op)[0]].shape]
+    assert moved == [], "nothing but the loss and the number of labels is brought together"
+    assert not isinstance(search.moments(2, 2), str)

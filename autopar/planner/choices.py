@@ -247,13 +247,18 @@ Place = tuple[Source, Layout]
 def _made(
     found: Mapping[str, tuple[Strategy, ...]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op], types: Mapping[Source, TensorType]
 ) -> set[Place]:
-    """The shards that operators make from leaves and from one another without a transition."""
+    """The shards that operators make from leaves and from one another without a transition. What enters a repeated block is made if it
+    is made before the block: the block's own results, which enter it again, follow from that."""
     made: set[Place] = set()
     for _ in range(2):  # twice, for a repeated block that feeds itself
         for name in ops:
+            sources: dict[int, list[Source]] = defaultdict(list)
+            for e in incoming[name]:
+                if e.source.group in ops:
+                    sources[e.operand].append(e.source)
             for s in found[name]:
-                shards = [(e.source, s.inputs[e.operand]) for e in incoming[name] if s.inputs[e.operand].is_shard and e.source.group in ops]
-                if all(place in made or not types[place[0]].grad for place in shards):
+                shards = [(of, x) for k, x in enumerate(s.inputs) if x.is_shard and (of := sources.get(k))]
+                if all(any((source, x) in made or not types[source].grad for source in of) for of, x in shards):
                     made |= {(Source(name, k), x) for k, x in enumerate(s.outputs) if x.is_shard}
     return made
 

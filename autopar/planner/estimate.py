@@ -270,7 +270,9 @@ class Estimator:
             reduced += self._buckets_s("reduce_scatter", sharded)
             gathers = self._buckets_s("all_gather", float(sum(p.local_bytes for p in parts)))
         exposed = exposed_reduction_s(reduced, backward_s) if reduced and self.recipe.overlaps_reduction else sum(reduced)
-        if gathers:  # all are issued at the start of the step
+        if not self.recipe.overlaps_gathers:
+            exposed += sum(gathers)
+        elif gathers:  # all are issued at the start of the step
             exposed += exposed_gather_s(gathers, [forward_s / len(gathers)] * len(gathers), prefetch=len(gathers))
         return exposed
 
