@@ -100,6 +100,11 @@ class Run:
     flagged: str
 
     @property
+    def group(self) -> tuple[str, str, str, int, int]:
+        """(source, model, sequence length, GPUs, global batch): runs that differ in nothing but the plan."""
+        return self.row["source"], self.row["model"], self.row["seq_len"], self.gpus, self.global_batch
+
+    @property
     def parallelism(self) -> str:
         zero = f" zero{self.pins.zero}" if self.pins.zero else ""
         return f"dp{self.pins.dp} tp{self.pins.tp} pp{self.pins.pp}{zero} mb{self.micro_batch}"

@@ -141,9 +141,8 @@ def _memories(found: Iterable[Prediction]) -> list[float]:
 def _groups(found: Iterable[Prediction]) -> dict[tuple[object, ...], list[Prediction]]:
     groups: dict[tuple[object, ...], list[Prediction]] = {}
     for p in found:
-        row = p.run.row
         if p.run.step_time_s:
-            groups.setdefault((row["source"], row["model"], row["seq_len"], p.run.gpus, p.run.global_batch), []).append(p)
+            groups.setdefault(p.run.group, []).append(p)
     return groups
 
 

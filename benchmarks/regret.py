@@ -88,19 +88,12 @@ ADVICE: dict[str, Callable[[Run], tuple[float, ...]]] = {
 }
 
 
-Key = tuple[str, str, str, int, int]
-
-
-def _key(run: Run) -> Key:
-    return run.row["source"], run.row["model"], run.row["seq_len"], run.gpus, run.global_batch
-
-
 def groups_of(found: Sequence[Prediction]) -> list[Group]:
     """The choices that there are, without plans whose measurement is doubted."""
-    by_key: dict[Key, list[Prediction]] = {}
+    by_key: dict[tuple[str, str, str, int, int], list[Prediction]] = {}
     for p in found:
         if p.run.failed or (not p.run.flagged and p.run.step_time_s):
-            by_key.setdefault(_key(p.run), []).append(p)
+            by_key.setdefault(p.run.group, []).append(p)
     groups = [
         Group(name=f"{source} {model}, batch {batch}", gpus=gpus, found=tuple(plans))
         for (source, model, _, gpus, batch), plans in sorted(by_key.items())
@@ -137,11 +130,11 @@ def main(argv: list[str]) -> int:
 
 
 def _limited(runs: list[Run], limit: int | None) -> list[Run]:
-    keys = list(dict.fromkeys(_key(r) for r in runs))
+    keys = list(dict.fromkeys(r.group for r in runs))
     if limit is None or limit >= len(keys):
         return runs
     kept = {keys[k * len(keys) // limit] for k in range(limit)}
-    return [r for r in runs if _key(r) in kept]
+    return [r for r in runs if r.group in kept]
 
 
 def summary(groups: Sequence[Group]) -> dict[str, object]:

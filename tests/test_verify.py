@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -53,6 +53,13 @@ def test_equals_the_original(name: str, plan: str, workers: WorkerPool) -> None:
     assert {k: v for k, v in decided.mesh.items() if k in pins} == {k: v for k, v in pins.items() if k in decided.mesh}
 
 
+def check(model: type[nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]], plan: str, workers: WorkerPool) -> None:
+    torch.manual_seed(0)
+    ref = reference(model(), inputs())
+    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
+    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+
+
 class Table(nn.Module):
     """A model with a tensor of its own that is neither parameter nor buffer, and of a lower precision than what it is added to."""
 
@@ -69,10 +76,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("plan", ["dp=4", "tp=4", "pp=2 dp=2"])
 def test_tensors_that_are_no_buffers_reach_every_rank(plan: str, workers: WorkerPool) -> None:
-    torch.manual_seed(0)
-    ref = reference(Table(), (torch.randn(8, 4, 8),))
-    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
-    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+    check(Table, lambda: (torch.randn(8, 4, 8),), plan, workers)
 
 
 class Positions(nn.Module):
@@ -88,10 +92,7 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("plan", ["dp=2 pp=2 micro_batches=2", "dp=2 tp=2 micro_batches=2"])
 def test_an_input_that_only_looks_like_a_batch_is_given_to_every_micro_batch(plan: str, workers: WorkerPool) -> None:
-    torch.manual_seed(0)
-    ref = reference(Positions(), (torch.randn(8, 4, 16), torch.randn(4, 32), torch.randint(0, 8, (8, 4))))
-    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
-    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+    check(Positions, lambda: (torch.randn(8, 4, 16), torch.randn(4, 32), torch.randint(0, 8, (8, 4))), plan, workers)
 
 
 class Filter(nn.Module):
@@ -109,10 +110,7 @@ class Filter(nn.Module):
 
 
 def test_what_is_gathered_where_it_is_used_may_be_seen_as_another_dtype(workers: WorkerPool) -> None:
-    torch.manual_seed(0)
-    ref = reference(Filter(), (torch.randn(8, 4, 8),))
-    report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins={"dp": 4, "zero": 3}), workers, timeout_s=120)
-    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+    check(Filter, lambda: (torch.randn(8, 4, 8),), "dp=4 zero=3", workers)
 
 
 def test_split_into_micro_batches_is_refused_where_the_result_would_change(workers: WorkerPool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
-from autopar.planner.liveness import Activity, Moment, gathered_from
+from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
@@ -181,8 +181,8 @@ class Estimator:
         share, program = self.recipe.held_gathers, self.rank.program
         if not share:
             return 0.0
-        gathered = gathered_from(program)
-        total = sum(program.types[o].nbytes for op in program.ops[span.start : span.stop] for o in op.outputs if o in gathered)
+        made = {o for op in program.ops[span.start : span.stop] for o in op.outputs}
+        total = sum(program.types[v].nbytes for v in self.rank.ledger.gathered if v in made)
         return held_gathers(share, total, in_flight, self.rank.micro_batches)
 
     # ----------------------------------------------------------------------------------------------------------- time

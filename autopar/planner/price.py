@@ -28,7 +28,7 @@ class Ledger:
         self.provenance = priced.provenance
         self.gpu = not pricer.cluster.gpu.host
         self.regathers = pricer.recipe.regathers
-        self.gathered = gathered_from(program) if self.regathers else {}
+        self.gathered = gathered_from(program)
         self.root = _roots(program.ops, self.costs)
         self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
@@ -65,7 +65,8 @@ class Ledger:
         if op.no_grad or not any(types[o].grad for o in op.outputs if o is not None):
             return ()
         operands, results = refs(op), [o for o in op.outputs if o is not None]
-        found = [self.gathered.get(operands[k], operands[k]) for k in cost.counts.saved_inputs]
+        kept_as = self.gathered if self.regathers else {}
+        found = [kept_as.get(operands[k], operands[k]) for k in cost.counts.saved_inputs]
         found += [results[k] for k in cost.counts.saved_outputs]
         kept = {self.root[v]: types[self.root[v]].nbytes for v in found if self.root[v] not in self.leaves}
         if cost.counts.saved_other_bytes:
