@@ -24,7 +24,7 @@ from autopar.planner import Pins
 from benchmarks import _cnns as cnn
 from benchmarks._decoders import Decoder, decoder
 from cost_models import Cluster, load_cluster
-from cost_models.recipe import HELD_GATHERS, MIB, Recipe
+from cost_models.recipe import HELD_GATHERS, Recipe
 
 __all__ = ["COLUMNS", "Run", "Skip", "Software", "read"]
 
@@ -43,35 +43,37 @@ class Skip(ValueError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
     """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
-    overlaps_reduction, bucket_bytes: of gradients. stages: of equal numbers of layers, or filled one after the other until each has its
-    share of the parameters of layers and head. regathers: what sequence parallelism gathers is gathered again in backward.
-    held_gathers, overlaps_gathers: see Recipe.
-    attention_speed: see Recipe."""
+    stages: of equal numbers of layers, or filled one after the other until each has its share of the parameters of layers and head.
+    recipe: how it carries a plan out, as far as its rows do not state it."""
 
     fused_attention: bool = True
     dropout: float = 0.0
-    overlaps_reduction: bool = True
-    overlaps_gathers: bool = True
-    bucket_bytes: int = 25 * MIB
     stages: Literal["layers", "parameters"] = "layers"
-    regathers: bool = False
-    held_gathers: float = 0.0
-    attention_speed: float = 1.0
+    recipe: Recipe = Recipe(optimizer_passes=1.0, local_batches=True)
 
 
 WHOLE = 2**50  # a bucket that holds everything
 
+CURRENT = Software()
+# Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
+MEGATRON = Software(
+    fused_attention=False, dropout=0.1, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, bucket_bytes=WHOLE)
+)
+
 SOFTWARE: dict[str, Software] = {
-    "llm-foundry": Software(attention_speed=0.5),  # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
+    # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
+    "llm-foundry": Software(recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5)),
     # nanotron places pipeline blocks by their cost, and gathers ZeRO-1's parameters when the optimizer is done
-    "ultrascale": Software(stages="parameters", regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False),
-    # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
-    "vtrain": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
-    "megatron-2020": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
-    "megatron-gpt3": Software(fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
-    "megatron-seqpar": Software(regathers=True, fused_attention=False, dropout=0.1, overlaps_reduction=False, bucket_bytes=WHOLE),
+    "ultrascale": Software(
+        stages="parameters",
+        recipe=dataclasses.replace(CURRENT.recipe, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False),
+    ),
+    "vtrain": MEGATRON,
+    "megatron-2020": MEGATRON,
+    "megatron-gpt3": MEGATRON,
+    "megatron-seqpar": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, regathers=True)),
     # XLA of 2021: scores in memory; gradients are reduced tensor by tensor where they are made, without overlap
-    "alpa": Software(fused_attention=False, overlaps_reduction=False),
+    "alpa": Software(fused_attention=False, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False)),
 }
 
 
@@ -122,7 +124,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def rebuilt(row: Mapping[str, str], number: int) -> Run:
     """A row as a Run. Skip where it does not say enough, or asks for what plans cannot express."""
-    software = SOFTWARE.get(row["source"], Software())
+    software = SOFTWARE.get(row["source"], CURRENT)
     for column, what in (("vpp", "interleaved stages"), ("cp", "context parallelism"), ("ep", "expert parallelism")):
         if _int(row, column, 1) != 1:
             raise Skip(f"{what} cannot be planned yet")
@@ -231,14 +233,12 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
     text = row["precision"].lower()
     half = dtype != torch.float32
     summed = 4 if half and ("fp32 grad" in text or "amp" in text) else None
-    unbucketed = "no gradient bucketing" in row["extra"]
-    return Recipe(
-        gradient_itemsize=summed, accumulates="grad accum" in text, master_itemsize=4 if half and "pure" not in text else 0,
-        state_itemsize=4 if half and "pure" not in text else None, optimizer_passes=1.0,
-        attention_speed=software.attention_speed, local_batches=True, regathers=software.regathers,
-        held_gathers=software.held_gathers, overlaps_gathers=software.overlaps_gathers,
-        gradient_copies=1 if "grad accum" in text else 0,
-        bucket_bytes=WHOLE if unbucketed else software.bucket_bytes, overlaps_reduction=software.overlaps_reduction and not unbucketed,
+    recipe = software.recipe
+    if "no gradient bucketing" in row["extra"]:
+        recipe = dataclasses.replace(recipe, bucket_bytes=WHOLE, overlaps_reduction=False)
+    return dataclasses.replace(
+        recipe, gradient_itemsize=summed, accumulates="grad accum" in text, gradient_copies=1 if "grad accum" in text else 0,
+        master_itemsize=4 if half and "pure" not in text else 0, state_itemsize=4 if half and "pure" not in text else None,
     )  # fmt: skip
 
 
