@@ -23,6 +23,7 @@ import autopar
 from autopar.capture import capture
 from autopar.compiler import plan_of
 from autopar.errors import AutoparError
+from autopar.measure.resident import forget_peak, now_bytes, peak_bytes
 from autopar.report.text import plan_text
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 
@@ -159,14 +160,16 @@ def _inputs(batch: Tensor) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------------------- training
 def train_single(batches: Tensor) -> Measured:
     """The model as it is, on this process."""
-    before = _memory_before()
+    _gpt2()  # its code is not to be counted
+    before = now_bytes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return _train(build_model().to(device), batches, before, "one process", device)
 
 
 def train_worker(batches: Tensor, plan_file: str, folder: str) -> Measured:
     """The compiled model, on one worker of several; the loop is the same."""
-    before = _memory_before()
+    _gpt2()  # its code is not to be counted
+    before = now_bytes()
     model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=plan_file)
     rank = torch.distributed.get_rank()
     if rank == 0:
@@ -185,7 +188,7 @@ def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: 
         task = progress.add_task(words, total=len(batches), loss="")
         for i, batch in enumerate(batches):
             if i == WARM_UP:
-                _forget_peak()
+                forget_peak()
             start = time.perf_counter()
             loss = model(**{name: value.to(device) for name, value in _inputs(batch).items()})
             loss = loss if isinstance(loss, Tensor) else loss.loss
@@ -195,37 +198,9 @@ def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: 
             losses.append(loss.item())
             times.append(time.perf_counter() - start)
             progress.update(task, advance=1, loss=f"{losses[-1]:.4f}")
-    peak = _memory_peak()
+    peak = peak_bytes()
     memory = None if peak is None or memory_before is None else peak - memory_before
     return Measured(losses=tuple(losses), step_times_s=tuple(times), memory_bytes=memory)
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def _memory_before() -> int | None:
-    _gpt2()  # its code is not to be counted
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident("VmRSS")
-
-
-def _memory_peak() -> int | None:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident("VmHWM")
-
-
-def _forget_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    elif CLEAR.exists():
-        CLEAR.write_text("5")  # resets the peak of the resident set (proc(5))
-
-
-def _resident(key: str) -> int | None:
-    """VmRSS or VmHWM of this process in bytes; None where the system has no /proc."""
-    if not (STATUS.exists() and CLEAR.exists()):
-        return None
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
 
 
 # ------------------------------------------------------------------------------------------------------------ report

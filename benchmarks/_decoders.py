@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Decoder", "decoder"]
+__all__ = ["Decoder", "build", "decoder"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +134,11 @@ class _Model(nn.Module):
         rates = 10_000 ** (-torch.arange(0, width, 2, device=like.device) / width)
         angles = torch.outer(torch.arange(length, device=like.device), rates).repeat(1, 2)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def build(d: Decoder) -> nn.Module:
+    """The module with weights, in training mode."""
+    return _Model(d).train()
 
 
 def decoder(d: Decoder, dtype: torch.dtype) -> nn.Module:

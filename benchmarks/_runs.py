@@ -55,9 +55,13 @@ class Software:
 WHOLE = 2**50  # a bucket that holds everything
 
 CURRENT = Software()
-# Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward
+# Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward; kernels of its
+# own for scale, mask and softmax, bias and GELU, dropout and sum (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
+# on GPU Clusters", section 4.2)
 MEGATRON = Software(
-    fused_attention=False, dropout=0.1, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, bucket_bytes=WHOLE)
+    fused_attention=False,
+    dropout=0.1,
+    recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, bucket_bytes=WHOLE, fuses=True),
 )
 
 SOFTWARE: dict[str, Software] = {
@@ -73,7 +77,7 @@ SOFTWARE: dict[str, Software] = {
     "megatron-gpt3": MEGATRON,
     "megatron-seqpar": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, regathers=True)),
     # XLA of 2021: scores in memory; gradients are reduced tensor by tensor where they are made, without overlap
-    "alpa": Software(fused_attention=False, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False)),
+    "alpa": Software(fused_attention=False, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True)),
 }
 
 
@@ -233,7 +237,9 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
     text = row["precision"].lower()
     half = dtype != torch.float32
     summed = 4 if half and ("fp32 grad" in text or "amp" in text) else None
-    recipe = software.recipe
+    compiled = row.get("compile", "").lower() not in ("", "0", "no", "none", "false", "eager")
+    # MXNet's networks of these tables add and rectify within the kernels of its batch norm
+    recipe = dataclasses.replace(software.recipe, fuses=software.recipe.fuses or compiled or "MXNet" in row["extra"])
     if "no gradient bucketing" in row["extra"]:
         recipe = dataclasses.replace(recipe, bucket_bytes=WHOLE, overlaps_reduction=False)
     return dataclasses.replace(

@@ -76,9 +76,7 @@ def _flat(cluster: Cluster) -> Cluster:
 
 TERMS: dict[str, Term] = {
     "nothing": Term(),
-    "host time of an operator": Term(cluster=_gpu(issue_s=0.0)),
-    "launch floor of a kernel": Term(cluster=_gpu(launch_s=0.0)),
-    "ramp of a kernel": Term(cluster=_gpu(ramp_s=0.0)),
+    "launch floor": Term(cluster=_gpu(launch_s=0.0)),
     "efficiency by class": Term(cluster=_flat),
     "latency of collectives": Term(
         cluster=_links(
@@ -87,7 +85,9 @@ TERMS: dict[str, Term] = {
             )
         )
     ),
-    "contention of a pipeline's transfers": Term(cluster=_links(lambda link: dataclasses.replace(link, contended_step_s=0.0))),
+    "contention of a pipeline's transfers": Term(
+        cluster=_links(lambda link: dataclasses.replace(link, contended_step_s=0.0, contended_hop_s=0.0))
+    ),
     "overlap of gradient reduction": Term(recipe=lambda recipe: dataclasses.replace(recipe, overlaps_reduction=False)),
     "buckets": Term(recipe=lambda recipe: dataclasses.replace(recipe, bucket_bytes=MIB)),
     "gathering again in backward": Term(recipe=lambda recipe: dataclasses.replace(recipe, regathers=False)),

@@ -23,8 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cost_models import Cluster, UnknownHardware, load_cluster, op_time_s, price_collective
+from cost_models import Cluster, UnknownHardware, load_cluster, price_collective
 from cost_models.collectives import Kind
+from cost_models.compute import kernel_time_s
 
 DATA = Path(__file__).parent / "data"
 DEFAULT = (DATA / "collectives.csv", DATA / "nccl_allreduce_a100_v100.csv")
@@ -80,6 +81,7 @@ MACHINES: tuple[tuple[tuple[str, ...], str], ...] = (
 # issued for each rank. nnscaler benchmark_comm: nnscaler/runtime/adapter/collectives.py clones before an all-reduce, and gathers
 # and scatters lists that torch flattens and that are cut or joined along the last dim. Its sizes are those of the full tensor
 # for all four collectives (nnscaler/profiler/benchmark_comm.py, profile_primitive).
+COPY_LAUNCH_S = 6e-6  # assumed: a copy that the host launches by itself, without autograd: 5-7 us
 TIMED_COPIES: dict[str, dict[Kind, tuple[str, float, int]]] = {
     "nnscaler benchmark_comm": {
         "all_reduce": ("pointwise", 1, 0),
@@ -214,7 +216,7 @@ def predict(
     if copied:
         op_class, copies, calls = copied
         local_bytes = nbytes / ranks if kind == "all_to_all" else nbytes
-        copies_s = op_time_s(op_class, 0.0, 2 * copies * local_bytes, "float32", cluster.gpu) + calls * ranks * cluster.gpu.launch_s
+        copies_s = kernel_time_s(op_class, 0.0, 2 * copies * local_bytes, "float32", cluster.gpu) + (1 + calls * ranks) * COPY_LAUNCH_S
     return Row(
         table=table,
         hardware=cluster.name,

@@ -2,7 +2,7 @@
 
     python -m benchmarks fit_gpus GPU [--data FILE.csv ...] [--constants A,B] [--limit N] [--json]
 
-The runs are those of `published` on that GPU, none that their source doubts. A constant is a field of the GPU (issue_s, ramp_s), a class
+The runs are those of `published` on that GPU, none that their source doubts. A constant is a field of the GPU (launch_s), a class
 of operators (matmul, attention, pointwise: reduction follows it, gather at 0.7 of it), or inter.FIELD of the link between nodes. The
 loss is the mean absolute logarithm of predicted over measured step time, at most 0.4 of one run: some runs of any sweep were slow for
 reasons of their own, and must not decide. Plans are priced once; then only times are evaluated.
@@ -31,7 +31,7 @@ from cost_models.fit import search
 
 __all__ = ["CONSTANTS", "changed", "loss_of", "main"]
 
-CONSTANTS = ("matmul", "attention", "pointwise", "issue_s", "ramp_s")
+CONSTANTS = ("matmul", "attention", "pointwise", "launch_s")
 CLIP = 0.4
 ROWS = 150
 GATHER_OF_POINTWISE = 0.7

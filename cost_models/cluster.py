@@ -69,9 +69,8 @@ class Gpu:
     """One accelerator as one process sees it (a GCD of an MI250X, a worker's core of a CPU).
 
     rates: peak FLOP/s by dtype, dense. fractions: what share of the binding peak (FLOP/s or bytes/s) an operator class
-    reaches when it is large. launch_s: the least time between two kernels in eager mode. issue_s: what the host needs for one
-    operator of a model that is trained in eager mode (Python, autograd's bookkeeping, dispatch; 0: no more than launch_s). ramp_s:
-    filling and draining of one kernel, which is what makes small kernels inefficient. context_bytes: device memory that the
+    reaches when it is large. launch_s: what the host needs to launch one operator of a model that is trained in
+    eager mode (Python, autograd's bookkeeping, dispatch). context_bytes: device memory that the
     framework takes before the first tensor (context, library handles, code). host: a CPU, so that kernels run where they are issued.
     """
 
@@ -79,8 +78,6 @@ class Gpu:
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     launch_s: float
-    issue_s: float
-    ramp_s: float
     context_bytes: int
     rates: tuple[tuple[str, float], ...]
     fractions: tuple[tuple[str, float], ...]
@@ -119,7 +116,8 @@ class Link:
     needs no synchronisation but reaches only low_latency_fraction of the rate. start_*: once per collective; hop_*: per step.
     peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
     rate at which it does; 0 where it cannot. contended_step_s: what each step of a collective inside stages takes longer while the
-    transfers between stages of a pipeline are under way on this link. switched: any pair gets the
+    transfers between stages of a pipeline are under way on this link, where it stays in a node; contended_hop_s: where it leaves
+    the node. switched: any pair gets the
     full rate; otherwise the wires are point to point.
     """
 
@@ -135,6 +133,7 @@ class Link:
     in_switch_fraction: float
     switched: bool
     contended_step_s: float = 0.0
+    contended_hop_s: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def source(self, key: str) -> str:
@@ -255,8 +254,6 @@ def _gpu(table: _Table, name: str) -> Gpu:
         memory_bytes=int(table.number("memory_bytes", least=1)),
         memory_bandwidth_bytes_per_s=table.number("memory_bandwidth_bytes_per_s", least=1),
         launch_s=table.number("launch_s"),
-        issue_s=table.number("issue_s") if "issue_s" in table.data else 0.0,
-        ramp_s=table.number("ramp_s"),
         context_bytes=int(table.number("context_bytes")),
         rates=tuple((dtype, rates.number(dtype, least=1)) for dtype in _RATES if dtype in rates.data),
         fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in OP_CLASSES),
@@ -279,7 +276,7 @@ def _link(table: _Table, name: str) -> Link:
         **{f: table.number(f, least=1e-3, most=1) for f in ("achievable_fraction", "low_latency_fraction")},
         **{f: table.number(f) for f in ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s", "peer_s")},
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
-        "contended_step_s": table.number("contended_step_s") if "contended_step_s" in table.data else 0.0,
+        **{f: table.number(f) if f in table.data else 0.0 for f in ("contended_step_s", "contended_hop_s")},
     }
     table.done()
     return Link(name=name, switched=switched, sources=(("title", title), *table.sources), **numbers)

@@ -1,12 +1,12 @@
-"""Time of one operator on one device: a roofline with a ramp and a launch floor.
+"""Time of one operator on one device: a roofline, and a launch floor.
 
-    kernel = ramp_s + max(flops / (fraction * peak), bytes / (fraction * bandwidth))
-    operator = max(launch_s, kernel)
+    kernel = max(flops / (fraction * peak), bytes / (fraction * bandwidth))
+    operator = max(launch_s, kernel) on a GPU; launch_s + kernel where the host is the device
 
-The ramp (filling and draining the device, tail waves) is what makes small kernels inefficient: a product whose ideal time
-equals the ramp runs at half its achievable rate. The launch floor is what the host needs to issue one kernel in eager mode. One
-operator by itself, or among its like, is as slow as the slower of both; in a mixed sequence the host runs ahead during long
-kernels and is caught up with during short ones: `step.launched_s` prices that from kernel times.
+The launch floor is what the host needs for one operator in eager mode. Small kernels are inefficient because of it: an operator by
+itself, or among its like, takes no less. In a mixed sequence on a GPU the host runs ahead during long kernels and is caught up with
+during short ones, so that a stretch of operators takes the longer of its kernels' time and its launches' time; a CPU
+launches and computes by turns.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ def kernel_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, g
         wide = dtype_name(dtype) == "float64"
         compute_s = flops / gpu.peak_flops_per_s("float64" if wide else "float32")
         memory_s = bytes_moved / (fraction * bandwidth_bytes_per_s)
-    return gpu.ramp_s + max(compute_s, memory_s)
+    return max(compute_s, memory_s)
 
 
 def op_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> float:
-    """Seconds of one operator in eager mode: its kernel or its launch, whichever takes longer; 'view' costs nothing.
+    """Seconds of one operator by itself in eager mode: its kernel or its launch, whichever takes longer, on a CPU one after the other;
+    'view' costs nothing.
 
     Arguments and errors as kernel_time_s's.
     """
     kernel_s = kernel_time_s(op_class, flops, bytes_moved, dtype, gpu)
-    return 0.0 if op_class == "view" else max(gpu.launch_s, kernel_s)
+    if op_class == "view":
+        return 0.0
+    return gpu.launch_s + kernel_s if gpu.host else max(gpu.launch_s, kernel_s)

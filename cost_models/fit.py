@@ -33,7 +33,6 @@ LINK_CONSTANTS = (
 )
 LINK_FRACTIONS = (0.02, 0.95)  # bounds
 GPU_FRACTIONS = (1e-3, 1.0)  # what a file may state
-LEAST_RAMP_S = 1e-9  # below it, a ramp is none
 STEPS = (1.6, 1.25, 1.1, 1.04, 1.015)  # factors by which a constant is moved, coarse to fine
 LEAST_GAIN = 1e-5  # in the loss, for a move to be kept
 
@@ -147,17 +146,13 @@ def gpu_loss(times: Sequence[OperatorTime]) -> Callable[[Gpu], float]:
 
 
 def fit_gpu(gpu: Gpu, times: Sequence[OperatorTime]) -> tuple[Gpu, float]:
-    """The GPU with its ramp and the achievable fractions of the classes that were measured fitted, under its peak rates and launch
-    time as they are, and the loss."""
-    start = gpu if gpu.ramp_s else dataclasses.replace(gpu, ramp_s=max(gpu.launch_s, LEAST_RAMP_S))
-    return search(start, ("ramp_s", *dict.fromkeys(t.op_class for t in times)), _moved_gpu, gpu_loss(times))
+    """The GPU with the achievable fractions of the classes that were measured fitted, under its peak rates and launch time as they
+    are, and the loss."""
+    return search(gpu, tuple(dict.fromkeys(t.op_class for t in times)), _moved_gpu, gpu_loss(times))
 
 
 def _moved_gpu(gpu: Gpu, name: str, factor: float) -> Gpu | None:
-    """name: 'ramp_s', or an operator class. A fraction stops at its bounds."""
-    if name == "ramp_s":
-        value = gpu.ramp_s * factor
-        return dataclasses.replace(gpu, ramp_s=value) if value >= LEAST_RAMP_S else None
+    """name: an operator class. A fraction stops at its bounds."""
     least, most = GPU_FRACTIONS
     fractions = tuple((c, min(most, max(least, value * factor)) if c == name else value) for c, value in gpu.fractions)
     return dataclasses.replace(gpu, fractions=fractions) if fractions != gpu.fractions else None

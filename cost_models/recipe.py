@@ -25,7 +25,8 @@ class Recipe:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
     backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
-    of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4)."""
+    of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4). fuses:
+    pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand)."""
 
     gradient_itemsize: int | None = None
     state_itemsize: int | None = None
@@ -41,6 +42,7 @@ class Recipe:
     regathers: bool = False
     held_gathers: float = 0.0
     attention_speed: float = 1.0
+    fuses: bool = False
 
     def __post_init__(self) -> None:
         if min(self.bucket_bytes - 1, self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:

@@ -13,7 +13,7 @@ _RATE, _FRACTION, _RINGS = "peak_flops_per_s.", "achievable_fraction.", "rings_b
 
 
 def figures(item: Cluster | Gpu | Link) -> dict[str, dict[str, Any]]:
-    """Every number of a device and its source: {'ramp_s': {'value': 2e-6, 'source': 'fitted: ...'}}; those of a table within it
+    """Every number of a device and its source: {'launch_s': {'value': 5e-5, 'source': 'fitted: ...'}}; those of a table within it
     as 'peak_flops_per_s.float32'. A cluster's GPU and links are not among them."""
     return {key: {"value": _value(item, key), "source": source} for key, source in item.sources if key != "title"}
 

@@ -19,16 +19,16 @@ pytestmark = pytest.mark.pure
 ONE = {"pp": 1, "dp": 1, "tp": 1}
 
 
-def cluster(issue_s: float = 0.0, contended_step_s: float = 0.0) -> Cluster:
+def cluster(launch_s: float = 0.0, contended_step_s: float = 0.0, contended_hop_s: float = 0.0) -> Cluster:
     """Of two GPUs a node."""
     known = load_cluster("p5")
-    gpu, inter = dataclasses.replace(known.gpu, issue_s=issue_s), dataclasses.replace(known.inter, contended_step_s=contended_step_s)
-    return dataclasses.replace(known, gpu=gpu, inter=inter, gpus_per_node=2)
+    inter = dataclasses.replace(known.inter, contended_step_s=contended_step_s, contended_hop_s=contended_hop_s)
+    return dataclasses.replace(known, gpu=dataclasses.replace(known.gpu, launch_s=launch_s), inter=inter, gpus_per_node=2)
 
 
 @functools.cache
-def ledger(issue_s: float) -> Ledger:
-    return Ledger(program_of("stack"), Pricer(cluster(issue_s), ONE))
+def ledger(launch_s: float) -> Ledger:
+    return Ledger(program_of("stack"), Pricer(cluster(launch_s), ONE))
 
 
 # -------------------------------------------------------------------------------------------------------- issuing operators
@@ -52,8 +52,8 @@ def test_operators_take_as_long_as_the_slower_of_device_and_host() -> None:
     device = ledger(0.0).seconds(everything)
     assert device[0] == pytest.approx(sum(c.forward_s for c in ledger(0.0).costs))
     assert device[1] == pytest.approx(sum(c.backward_s for c in ledger(0.0).costs))
-    for issue_s in (1e-9, 1e-3):
-        found = ledger(issue_s)
+    for launch_s in (1e-9, 1e-3):
+        found = ledger(launch_s)
         host = [sum(c.host_s[way] for c in found.costs) for way in (0, 1)]
         assert found.seconds(everything)[:2] == pytest.approx((max(device[0], host[0]), max(device[1], host[1])))
         assert [c.forward_s for c in found.costs] == [c.forward_s for c in ledger(0.0).costs]
@@ -68,11 +68,12 @@ def test_a_slower_host_is_never_faster() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- contended steps
-@pytest.mark.parametrize("kind,steps", [("all_gather", 3), ("reduce_scatter", 3), ("all_reduce", 6)])
-def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, steps: int) -> None:
-    of = cluster(issue_s=1e-5, contended_step_s=2e-4)
+@pytest.mark.parametrize("kind,passes", [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, passes: int) -> None:
+    """Four ranks on two nodes: two steps of a ring stay in a node, one leaves it."""
+    of = cluster(1e-5, contended_step_s=2e-4, contended_hop_s=7e-4)
     crossing = {"pp": 2, "dp": 1, "tp": 4}
-    assert Pricer(of, crossing).contended and Pricer(of, crossing).host_s(kind, "tp") == pytest.approx(1e-5 + steps * 2e-4)
+    assert Pricer(of, crossing).contended and Pricer(of, crossing).host_s(kind, "tp") == pytest.approx(1e-5 + passes * (2 * 2e-4 + 7e-4))
     for mesh in ({"pp": 1, "dp": 2, "tp": 4}, {"pp": 2, "dp": 1, "tp": 1}):  # no pipeline; a pipeline inside a node
         pricer = Pricer(of, mesh)
         assert not pricer.contended and pricer.host_s(kind, "tp") == pytest.approx(1e-5 if mesh["tp"] > 1 else 0.0)
@@ -81,8 +82,8 @@ def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, step
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
-def test_optional_constants_of_links(tmp_path: Path) -> None:
-    key = "contended_step_s"
+@pytest.mark.parametrize("key", ["contended_step_s", "contended_hop_s"])
+def test_optional_constants_of_links(tmp_path: Path, key: str) -> None:
     known = load_cluster("dgx-a100").inter
     text = Path(load_link.__globals__["CATALOGUE"], "links", f"{known.name}.toml").read_text(encoding="utf-8")
     plain = "\n".join(line for line in text.splitlines() if not line.startswith(key))
@@ -98,11 +99,11 @@ def test_optional_constants_of_links(tmp_path: Path) -> None:
 
 def test_the_host_is_written_and_read(tmp_path: Path) -> None:
     known = load_cluster("dgx-h100")
-    sources = dict(known.gpu.sources) | {"issue_s": "assumed: a test"}
-    stated = dataclasses.replace(known.gpu, issue_s=3e-5, sources=tuple(sources.items()))
+    sources = dict(known.gpu.sources) | {"launch_s": "assumed: a test"}
+    stated = dataclasses.replace(known.gpu, launch_s=3e-5, sources=tuple(sources.items()))
     (tmp_path / "a.toml").write_text(cluster_toml(dataclasses.replace(known, gpu=stated)), encoding="utf-8")
     read = load_cluster(tmp_path / "a.toml").gpu
-    assert read.issue_s == 3e-5 and not read.host
+    assert read.launch_s == 3e-5 and not read.host
     text = cluster_toml(load_cluster("cpu"))
     assert "host = true" in text and "host = " not in cluster_toml(known)
     (tmp_path / "b.toml").write_text(text.replace("host = true", 'host = "yes"'), encoding="utf-8")

@@ -289,7 +289,7 @@ def test_a_micro_batch_that_the_program_does_not_hold_is_refused(batch: int, dp:
 def test_ledgers_at_other_prices() -> None:
     program = program_of("stack")
     mesh = Mesh(pp=1, dp=1, tp=1).sizes()
-    slow = cluster(memory_bandwidth_bytes_per_s=1e11, issue_s=3e-5)
+    slow = cluster(memory_bandwidth_bytes_per_s=1e11, launch_s=7e-5)
     ledger, direct = Ledger(program, Pricer(cluster(), mesh)), Ledger(program, Pricer(slow, mesh))
     again = ledger.repriced(Pricer(slow, mesh))
     assert again.costs == direct.costs != ledger.costs

@@ -15,7 +15,7 @@ from autopar.measure.count import Counts, count
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s
-from cost_models.compute import op_time_s
+from cost_models.compute import kernel_time_s, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer"]
@@ -86,6 +86,11 @@ class Pricer:
         return self._collective[key]
 
     @property
+    def _launch_s(self) -> float:
+        """Of one operator, beside the device's work; 0 where the host is the device."""
+        return 0.0 if self.cluster.gpu.host else self.cluster.gpu.launch_s
+
+    @property
     def contended(self) -> bool:
         """Whether neighbouring stages exchange values over the links between nodes."""
         return self.mesh.get("pp", 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
@@ -95,8 +100,9 @@ class Pricer:
         ranks = self.mesh.get(axis, 1)
         if kind is None or ranks == 1:
             return 0.0
-        steps = (2 if kind == "all_reduce" else 1) * (ranks - 1) if self.contended else 0
-        return self.shared * (self.cluster.gpu.issue_s + steps * self.cluster.inter.contended_step_s)
+        link, nodes = self.cluster.inter, math.ceil(ranks / self.per_node(axis))
+        contended_s = (ranks - nodes) * link.contended_step_s + (nodes - 1) * link.contended_hop_s if self.contended else 0.0
+        return self.shared * (self._launch_s + (2 if kind == "all_reduce" else 1) * contended_s)
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
@@ -109,17 +115,19 @@ class Pricer:
             return 0.0, 0.0
         gpu = self.cluster.gpu
         parts = parts * self.recipe.attention_speed if c.op_class == "attention" else parts
-        forward = op_time_s(c.op_class, c.flops / parts, moved, dtype, gpu)
+        time_s = op_time_s if gpu.host else kernel_time_s  # launches run beside the kernels of a GPU: see `host_s`
+        forward = time_s(c.op_class, c.flops / parts, moved, dtype, gpu)
         if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
             return forward, 0.0
-        backward = op_time_s(c.op_class, c.backward_flops / parts, 2.0 * moved, dtype, gpu)
+        backward = time_s(c.op_class, c.backward_flops / parts, 2.0 * moved, dtype, gpu)
         return forward, backward
 
-    def op(self, op: Op, program: Program) -> OpCost:
-        """The cost of an operator of a sharded program on one rank (local types, transitions included)."""
+    def op(self, op: Op, program: Program, counts: Counts | None = None, *, joined: bool = False) -> OpCost:
+        """The cost of an operator of a sharded program on one rank (local types, transitions included). counts: what it moves and
+        computes, by default by itself; joined: it runs in the kernel of an earlier one, so that nothing is issued for it."""
         ins = tuple(program.types[r] for r in refs(op))
         outs = tuple(program.types[o] for o in op.outputs if o is not None)
-        counts = count(op, ins, outs, not self.cluster.gpu.host)
+        counts = counts or count(op, ins, outs, not self.cluster.gpu.host)
         if op.target.startswith("autopar.C."):
             return self._transition(op, counts, ins[0], outs[0])
         dtype = _dtype(outs, ins)
@@ -127,8 +135,8 @@ class Pricer:
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
         exchange = self._exchanges(op, ins)
-        issues = (1, _gradients(ins) if grad else 0) if counts.op_class != "view" else (0, 0)
-        host = self.cluster.gpu.issue_s * self.shared
+        issues = (1, _gradients(ins) if grad else 0) if counts.op_class != "view" and not joined else (0, 0)
+        host = self._launch_s * self.shared
         backward, exchanged = (backward + exchange[1], sum(exchange)) if grad else (0.0, exchange[0])
         return OpCost(
             counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchanged,

@@ -80,6 +80,7 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     op = Op(target=target, args=args, kwargs=kwargs, outputs=tuple(f"y{k}" for k in range(len(outs))), no_grad=no_grad)
     cls = op_class(target)
     read, written = sum(t.nbytes for t in ins), sum(t.nbytes for t in outs)
+    read += ins[0].nbytes if target in _TWO_PASSES else 0
     differentiable = any(t.grad for t in ins) and any(t.grad for t in outs)
     same = _SAME_WORK.get(target)
     if same is not None:
@@ -124,6 +125,9 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
     )  # fmt: skip
 
+
+# Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
+_TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})
 
 # Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
 _SAME_WORK = {"autopar.L.attention": "aten.scaled_dot_product_attention.default", "autopar.L.dropout": "aten.dropout.default"}

@@ -1,6 +1,6 @@
 """`autopar profile`: the live machine as a cluster, each value measured or fitted to what was measured.
 
-Peak rates and the memory's bandwidth are the best that was seen, times of launch medians; the ramp and the fractions of the peaks
+Peak rates and the memory's bandwidth are the best that was seen, times of launch medians; the fractions of the peaks
 that operators achieve are then fitted to the medians of all operators, and the constants of the link to those of all collectives
 (`cost_models.fit`). What one machine cannot show, such as the link between nodes, keeps the value of a catalogued cluster,
 with a source that says so.
@@ -134,7 +134,7 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
     shared = "" if found.device == "cuda" else f"main memory, shared by {workers} workers; "
     values: dict[str, tuple[float, str]] = {
         "memory_bytes": (found.memory_bytes // (1 if found.device == "cuda" else workers), f"measured: {shared}{here}"),
-        "launch_s": (launch_s, f"measured: an operator on 4 numbers among others, {here}"),
+        "launch_s": (launch_s, f"measured: an operator on 4 numbers, forward or backward, among others, {here}"),
     }
     if found.context_bytes:
         what = "used beside the allocator's, by whomever" if found.device == "cuda" else "resident set of a worker that has imported torch"
@@ -153,7 +153,6 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
     gpu, error = fit_gpu(_stated(base, values), close)
     fractions = dict(gpu.fractions)
     by_class = Counter(t.op_class for t in close)
-    values["ramp_s"] = (gpu.ramp_s, f"fitted: to {len(close)} operators of all classes, {here}")
     for op_class, count in by_class.items():
         values[f"achievable_fraction.{op_class}"] = (fractions[op_class], f"fitted: to {count} operators, {here}")
     return dataclasses.replace(_titled(_stated(base, values), found.name), host=found.device == "cpu"), error

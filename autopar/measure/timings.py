@@ -33,6 +33,7 @@ REPEATS, FIRSTS = 11, 3
 SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
 SLOWEST_S = 0.15  # of two sizes of an operator, the larger is not measured if it would take longer
 CASE_S = 0.2  # for the repeats of one case, which need not be many where one takes longer
+LAUNCHES = 32  # operators of a chain, forward and again backward
 COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES = 3e-3, 50
 # Of one operand: more than caches hold, but on a CPU less than what malloc asks the system for anew each time (32 MiB, mallopt(3)).
 STREAMED_BYTES = {"cpu": 24 * 2**20, "cuda": 2**28}
@@ -256,13 +257,20 @@ _CASES: dict[str, Callable[[torch.device, str, float], Iterator[_Case]]] = {
 
 
 def launch_time() -> float:
-    """Seconds between operators too small to take any: on a GPU what the host needs to issue one. 0 on other ranks than 0."""
+    """Seconds between operators too small to take any, half of them of a backward pass: on a GPU what the host needs to launch one.
+    0 on other ranks than 0."""
     if dist.get_rank() != 0:
         return 0.0
     device = default_device()
-    x = torch.ones(4, device=device)
-    with torch.no_grad():
-        return _timed(lambda: x + x, device)[1]
+    x, start = torch.ones(4, device=device), torch.ones(4, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = start
+        for _ in range(LAUNCHES):
+            y = y * x
+        y.backward(x, inputs=[start])
+
+    return _timed(chain, device)[1] / (2 * LAUNCHES)
 
 
 def _timed(run: Run, device: torch.device) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
+from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness, gathered_from
 
 __all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
@@ -32,6 +33,12 @@ class Ledger:
         self.root = _roots(program.ops, self.costs)
         self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
+        self.joined: frozenset[int] = frozenset()
+        if pricer.recipe.fuses:
+            saved = {name for kept in self.saved_by for name, _ in kept}
+            counts, self.joined = fused(program, [c.counts for c in self.costs], self.root, saved)
+            fresh = enumerate(zip(program.ops, counts, strict=True))
+            self.costs = [pricer.op(op, program, c, joined=k in self.joined) for k, (op, c) in fresh]
 
     def repriced(self, pricer: Pricer) -> Ledger:
         """The same program at other prices."""
@@ -40,7 +47,7 @@ class Ledger:
         other.costs = []
         for op, first in zip(self.program.ops, self._alike, strict=True):
             if first not in known:
-                known[first] = pricer.op(op, self.program)
+                known[first] = pricer.op(op, self.program, self.costs[first].counts, joined=first in self.joined)
             other.costs.append(known[first])
         return other
 
@@ -51,7 +58,8 @@ class Ledger:
         types = self.program.types
         found = []
         for k, op in enumerate(self.program.ops):
-            key = (op.target, tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o), self.costs[k].counts, op.kwargs)
+            types_of = (tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o))
+            key = (op.target, *types_of, self.costs[k].counts, k in self.joined, op.kwargs)
             found.append(first.setdefault(key, k) if op.target.startswith("aten.") else k)
         return found
 

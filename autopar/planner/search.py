@@ -155,7 +155,7 @@ class Search:
         batch = self.batch_size or 1
         size = batch // mesh.dp // count
         contended = self._pricer(mesh).contended
-        priced_by = (contended, self.recipe.regathers, self.recipe.attention_speed)
+        priced_by = (contended, self.recipe.regathers, self.recipe.fuses, self.recipe.attention_speed)
         alike = (size, mesh.dp > 1, count > 1, mesh.tp, self.pins.sequence_parallel, *priced_by)
         own = (mesh.dp, count) if batch == (self.program.batch_size or 1) else self._stand_in(mesh, count, size)
         if isinstance(own, str):

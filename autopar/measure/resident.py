@@ -1,0 +1,35 @@
+"""The memory of this process as its device counts it: what CUDA has allocated, or the resident set of a process on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+__all__ = ["forget_peak", "now_bytes", "peak_bytes"]
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def now_bytes() -> int | None:
+    """Bytes in use; None where the system has no /proc."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident("VmRSS")
+
+
+def peak_bytes() -> int | None:
+    """The most bytes in use since `forget_peak`, or since the process began; None where the system has no /proc."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident("VmHWM")
+
+
+def forget_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif _CLEAR.exists():
+        _CLEAR.write_text("5")  # resets the peak of the resident set (proc(5))
+
+
+def _resident(key: str) -> int | None:
+    if not (_STATUS.exists() and _CLEAR.exists()):
+        return None
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,47 @@
+"""Which operators of a rank's program a compiler, or a software's hand-written kernels, run as one kernel.
+
+A pointwise operator or a reduction joins the one of its kind before it where nothing else, backward included, reads what passes between
+them. That value is then neither written to memory nor read from there, and the host issues one kernel fewer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+
+from autopar.ir import Program, refs
+from autopar.measure import Counts
+
+__all__ = ["fused"]
+
+_FUSES = ("pointwise", "reduction")
+
+
+def fused(
+    program: Program, counts: Sequence[Counts], root: Mapping[str, str], saved: Set[str]
+) -> tuple[list[Counts], frozenset[int]]:
+    """What each operator of the program moves when chains of them are one kernel, and the indices of those that join an earlier one.
+
+    counts: of each operator by itself. root: value -> the value whose storage it shares. saved: roots that backward needs.
+    """
+    found = list(counts)
+    joined = set()
+    made = {o: k for k, op in enumerate(program.ops) for o in op.outputs if o is not None}
+    readers: dict[str, set[int]] = {}
+    for k, op in enumerate(program.ops):
+        if counts[k].op_class != "view":
+            for r in refs(op):
+                readers.setdefault(root[r], set()).add(k)
+    kept = saved | {root.get(program.loss, program.loss)}
+    for k, op in enumerate(program.ops):
+        if counts[k].op_class not in _FUSES:
+            continue
+        for v in {root[r] for r in refs(op)}:
+            before = made.get(v)
+            if before is None or counts[before].op_class not in _FUSES or readers[v] != {k} or v in kept:
+                continue
+            nbytes = program.types[v].nbytes
+            found[k] = dataclasses.replace(found[k], bytes_read=max(0, found[k].bytes_read - nbytes))
+            found[before] = dataclasses.replace(found[before], bytes_written=max(0, found[before].bytes_written - nbytes))
+            joined.add(k)
+    return found, frozenset(joined)
