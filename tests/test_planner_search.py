@@ -15,6 +15,7 @@ from autopar.capture import capture
 from autopar.errors import Infeasible, PlanError
 from autopar.ir import refs
 from autopar.planner import Pins, Plan, lower, make_plan
+from autopar.planner.candidate import Candidate
 from autopar.planner.search import Search
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR
@@ -225,3 +226,23 @@ def test_a_batch_within_a_dim_stays_split_through_repeated_blocks() -> None:
     moved = [op for op in program.ops if op.target.startswith("autopar.C.") and program.types[refs(op)[0]].shape]
     assert moved == [], "nothing but the loss and the number of labels is brought together"
     assert not isinstance(search.moments(2, 2), str)
+
+
+@pytest.mark.parametrize("cluster", ["dgx-a100", "cpu"])
+def test_a_pinned_axis_splits_the_products_and_little_else(cluster: str) -> None:
+    """On a model so small that idling would be faster: every product is split, and no more is communicated than between column and row."""
+    found = _search(cluster, tp=4)
+    restricted = _search(cluster, tp=4, sequence_parallel=False)
+    alone = _search(cluster, tp=1)
+    work = [sum(c.counts.flops for c in x.rank.ledger.costs if c.counts.op_class == "matmul") for x in (found, alone)]
+    assert work[0] * 4 == work[1] > 0
+    assert found.step_time_s <= restricted.step_time_s * 1.01
+
+
+def _search(cluster: str, **pins: object) -> Candidate:
+    search = Search(
+        program=program_of("deep"), gpus=int(str(pins["tp"])), cluster=_cluster(cluster), memory_limit_bytes=2**40, optimizer="adamw", precision="fp32",
+        pins=Pins(dp=1, pp=1, micro_batches=1, **pins),  # type: ignore[arg-type]
+    )  # fmt: skip
+    (found,) = search.candidates()
+    return found

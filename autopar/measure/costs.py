@@ -104,6 +104,11 @@ class Pricer:
         contended_s = (ranks - nodes) * link.contended_step_s + (nodes - 1) * link.contended_hop_s if self.contended else 0.0
         return self.shared * (self._launch_s + (2 if kind == "all_reduce" else 1) * contended_s)
 
+    def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> float:
+        """Seconds that the host needs to launch an operator, forward and backward."""
+        grad = any(t.grad for t in outs) and not op.no_grad
+        return self.shared * self._launch_s * (1 + (_gradients(ins) if grad else 0))
+
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES

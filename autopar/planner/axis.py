@@ -1,15 +1,17 @@
 """The integer program of one mesh axis: a strategy for every operator, a layout for every leaf, transitions between.
 
-    minimise   sum_{g,s} cost(g,s) x[g,s]  +  sum_{v,a,b} change(v,a,b) z[v,a,b]
+    minimise   sum_{g,s} cost(g,s) x[g,s]  +  sum_{v,a,b} change(v,a,b) z[v,a,b]  +  late
     one        sum_s x[g,s] = 1                              for every group g                                   add_groups
     made       sum_b w[v,r,a,b] = sum_{s makes v as a} x     for every value v, reader r, layout a               _add_edge
     read       sum_a w[v,r,a,b] = sum_{s reads v as b} x     for every value v, reader r, layout b               _add_edge
     once       z[v,a,b] >= w[v,r,a,b]                        for every value v, reader r, layouts a, b           _add_edge
+    launched   late >= launches - those two sums of operators and changes                                       _add_host
 
 x is binary; w and z are continuous, in [0, 1], and integral wherever x is: rows and columns of w sum to the operators'
 own variables, the tight linearisation of their product. A value is brought into a layout once, however many operators
 read it so: the readers share z. (With one reader, w is z.) cost is seconds of forward and backward, plus
-`memory_price` (seconds for each byte) times the bytes that the choice keeps.
+`memory_price` (seconds for each byte) times the bytes that the choice keeps. late is by how much the host, which launches every
+operator and every change of layout, outlasts the device: where kernels are short, fewer operators are faster than shorter ones.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from autopar.catalog import needs_transition, transition
 from autopar.ir import Kind, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
 from autopar.measure.costs import _dtype
+from autopar.measure.count import op_class
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome, solve
@@ -34,6 +37,7 @@ __all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
 Var: TypeAlias = pulp.LpVariable | float  # a variable, or the constant 1 where there is no choice
 
+LATE = 0.98  # of a second by which the host outlasts the device, so that of equal launches the faster kernels are taken
 WORK_FIRST = 1000.0  # how many times its time without latencies an operator costs under `work_first`
 
 
@@ -135,6 +139,22 @@ def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
     return times * (seconds + touched + 1e-9)
 
 
+def group_host(problem: AxisProblem, group: Group) -> float:
+    """Seconds that the host needs to launch all members, forward and backward, whatever the strategy."""
+    if group.op is None or problem.work_first or op_class(group.op.target) == "view":
+        return 0.0
+    return len(group.members) * problem.pricer.launches_s(group.op, group.ins, group.outs)
+
+
+def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float:
+    """Seconds that the host needs for a change of layout, forward and backward."""
+    if problem.work_first or not needs_transition(have, want, t):
+        return 0.0
+    change = transition(have, want)
+    seconds = problem.pricer.host_s(change.forward, problem.axis)
+    return times * (seconds + (problem.pricer.host_s(change.backward, problem.axis) if t.grad else 0.0))
+
+
 class _Model:
     def __init__(self, problem: AxisProblem) -> None:
         self.given = problem
@@ -142,20 +162,25 @@ class _Model:
         self.x: dict[str, list[Var]] = {}
         self.terms: list[tuple[pulp.LpVariable, float]] = []
         self.constant = 0.0
+        self.ahead: list[tuple[Var, float]] = []  # the device's time less the host's
         self.add_groups()
         self.add_values()
+        self.add_host()
         self.problem.setObjective(pulp.LpAffineExpression(self.terms, constant=self.constant))
 
     def add_groups(self) -> None:
         for index, (key, group) in enumerate(self.given.choices.groups.items()):
             costs = [group_cost(self.given, group, s) * 1e6 for s in group.strategies]  # microseconds
+            host = group_host(self.given, group) * 1e6
             if len(costs) == 1:
                 self.x[key] = [1.0]
                 self.constant += costs[0]
+                self.ahead.append((1.0, costs[0] * (group.op is not None) - host))
                 continue
             xs = [pulp.LpVariable(f"x_{index}_{k}", cat=pulp.LpBinary) for k in range(len(costs))]
             self.x[key] = list(xs)
             self.terms += zip(xs, costs, strict=True)
+            self.ahead += [*zip(xs, costs, strict=True), (1.0, -host)] if group.op is not None else []
             self.problem.addConstraint(pulp.LpConstraint(pulp.lpSum(xs), pulp.LpConstraintEQ, f"one_{index}", 1))
 
     def add_values(self) -> None:
@@ -189,9 +214,22 @@ class _Model:
             for k, (pair, cost) in enumerate(costs.items()):
                 if cost:
                     shared[pair] = pulp.LpVariable(f"z_{index}_{k}", 0, 1)
-                    self.terms.append((shared[pair], cost * 1e6))
+                    self._charge(shared[pair], cost, *pair, t, times)
         for j, wants in enumerate(readers):
-            self._add_edge(f"{index}_{j}", makers, wants, costs, shared)
+            for (have, want), flow in self._add_edge(f"{index}_{j}", makers, wants, costs, shared).items():
+                if (have, want) not in shared and (cost := costs[have, want]):
+                    self._charge(flow, cost, have, want, t, times)
+
+    def _charge(self, flow: pulp.LpVariable, cost: float, have: Layout, want: Layout, t: TensorType, times: int) -> None:
+        self.terms.append((flow, cost * 1e6))
+        self.ahead.append((flow, (cost - change_host(self.given, have, want, t, times)) * 1e6))
+
+    def add_host(self) -> None:
+        if self.given.pricer.cluster.gpu.host or self.given.work_first:
+            return
+        late = pulp.LpVariable("late", 0)
+        self.terms.append((late, LATE))
+        self._row("launched", [(late, 1.0), *self.ahead])
 
     def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
         if source.group in self.given.fixed and needs_transition(have, want, t):
@@ -208,8 +246,8 @@ class _Model:
         wants: Mapping[Layout, list[Var]],
         costs: Mapping[tuple[Layout, Layout], float | None],
         shared: Mapping[tuple[Layout, Layout], pulp.LpVariable],
-    ) -> None:
-        """One reader: what flows from the layouts that are made to those that it wants is one unit."""
+    ) -> dict[tuple[Layout, Layout], pulp.LpVariable]:
+        """One reader: what flows from the layouts that are made to those that it wants is one unit. Returns the flows."""
         flows: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
         for i, have in enumerate(makers):
             for j, want in enumerate(wants):
@@ -218,12 +256,11 @@ class _Model:
                     flows[have, want] = w = pulp.LpVariable(f"w_{name}_{i}_{j}", 0, 1)
                     if (have, want) in shared:
                         self._row(f"once_{name}_{i}_{j}", [(shared[have, want], 1.0), (w, -1.0)])
-                    elif cost:
-                        self.terms.append((w, cost * 1e6))
         for i, (have, xs) in enumerate(makers.items()):
             self._row(f"made_{name}_{i}", [*((w, 1.0) for (h, _), w in flows.items() if h == have), *((x, -1.0) for x in xs)], equal=True)
         for j, (want, xs) in enumerate(wants.items()):
             self._row(f"read_{name}_{j}", [*((w, 1.0) for (_, k), w in flows.items() if k == want), *((x, -1.0) for x in xs)], equal=True)
+        return flows
 
     def _row(self, name: str, terms: list[tuple[Var, float]], *, equal: bool = False) -> None:
         """sum of terms >= 0 (or = 0), where a term's variable may be the constant 1."""
@@ -252,7 +289,10 @@ class _Model:
 def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> float:
     """The objective of given choices, in microseconds, computed without the integer program (for brute force and checks)."""
     groups: Mapping[str, Group] = problem.choices.groups
-    total = sum(group_cost(problem, g, chosen(k)) for k, g in groups.items())
+    costs = {k: group_cost(problem, g, chosen(k)) for k, g in groups.items()}
+    total = sum(costs.values())
+    device = sum(cost for k, cost in costs.items() if groups[k].op is not None)
+    host = sum(group_host(problem, g) for g in groups.values())
     wanted: dict[Source, dict[Layout, None]] = defaultdict(dict)
     times: dict[Source, int] = defaultdict(lambda: 1)
     for e in problem.choices.edges:
@@ -270,8 +310,10 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
                 return float("inf")
             if cost is None or (source.group in problem.fixed and needs_transition(have, want, t)):
                 return float("inf")
-            total += cost
-    return total * 1e6
+            total, device = total + cost, device + cost
+            host += change_host(problem, have, want, t, times[source])
+    late = 0.0 if problem.pricer.cluster.gpu.host or problem.work_first else max(0.0, host - device)
+    return (total + LATE * late) * 1e6
 
 
 def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout, t: TensorType) -> bool:

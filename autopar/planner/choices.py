@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import networkx
 
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
+from autopar.measure.count import op_class
 from autopar.planner.shard import view_of
 
-__all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of", "with_matrices_cut"]
+__all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of", "with_matrices_cut", "with_work_split"]
 
 MAX_GROUPS = 6  # group counts considered for one operator: more are never met in practice and multiply strategies
 
@@ -132,6 +133,15 @@ def with_matrices_cut(found: Choices, params: frozenset[str]) -> Choices:
         cut = tuple(s for s in groups[key].strategies if s.outputs[0].is_shard)
         if cut and len(groups[key].outs[0].shape) > 1:
             groups[key] = dataclasses.replace(groups[key], strategies=cut)
+    return dataclasses.replace(found, groups=groups)
+
+
+def with_work_split(found: Choices, chosen: Callable[[str], Strategy]) -> Choices:
+    """The choices whose products, attentions and convolutions split their work wherever these strategies do."""
+    groups = dict(found.groups)
+    for key, group in found.groups.items():
+        if group.op is not None and op_class(group.op.target) in ("matmul", "attention", "conv") and chosen(key).splits_work:
+            groups[key] = dataclasses.replace(group, strategies=tuple(s for s in group.strategies if s.splits_work))
     return dataclasses.replace(found, groups=groups)
 
 

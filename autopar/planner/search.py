@@ -24,7 +24,7 @@ from autopar.measure import count as count_op
 from autopar.planner.answer import plan_of, why_not
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.candidate import Candidate, Mesh, Rank, gib
-from autopar.planner.choices import choices, with_matrices_cut
+from autopar.planner.choices import choices, with_matrices_cut, with_work_split
 from autopar.planner.estimate import Estimator
 from autopar.planner.lower import on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
@@ -239,8 +239,8 @@ class Search:
         )
 
     def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
-        """The fastest assignment. On a model so small that splitting its work costs more than doing it on every rank, the one
-        that splits the most work, which is what a pinned axis asks for (an axis that is not pinned is skipped then)."""
+        """The fastest assignment. On a model so small that splitting its work costs more than doing it on every rank, the fastest
+        of those that split all heavy operators that can be, which is what a pinned axis asks for (one that is not is skipped then)."""
         if problem.sequence_parallel is not None:
             return solve_axis(problem, gap=5e-3)
         most = solve_axis(dataclasses.replace(problem, work_first=True), gap=0.01)
@@ -249,7 +249,8 @@ class Search:
         if split < idle:
             return solve_axis(problem, gap=5e-3)
         self.notes[f"tp={problem.n}: splitting this model's work costs more in communication than it saves"] = None
-        return most
+        heavy = with_work_split(problem.choices, lambda key: _chosen(most, problem, key))
+        return solve_axis(dataclasses.replace(problem, choices=heavy), gap=5e-3)
 
     # ------------------------------------------------------------------------------------------------- candidates
     def candidates(self) -> Iterator[Candidate]:
