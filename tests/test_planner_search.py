@@ -230,7 +230,7 @@ def test_a_batch_within_a_dim_stays_split_through_repeated_blocks() -> None:
 
 @pytest.mark.parametrize("cluster", ["dgx-a100", "cpu"])
 def test_a_pinned_axis_splits_the_products_and_little_else(cluster: str) -> None:
-    """On a model so small that idling would be faster: every product is split, and no more is communicated than between column and row."""
+    """On a model so small that idling would be faster, all products are split, in the fastest way to do so."""
     found = _search(cluster, tp=4)
     restricted = _search(cluster, tp=4, sequence_parallel=False)
     alone = _search(cluster, tp=1)
