@@ -241,8 +241,8 @@ def test_a_pinned_axis_splits_the_products_and_little_else(cluster: str) -> None
 
 def _search(cluster: str, **pins: object) -> Candidate:
     search = Search(
-        program=program_of("deep"), gpus=int(str(pins["tp"])), cluster=_cluster(cluster), memory_limit_bytes=2**40, optimizer="adamw", precision="fp32",
-        pins=Pins(dp=1, pp=1, micro_batches=1, **pins),  # type: ignore[arg-type]
+        program=program_of("deep"), gpus=int(str(pins["tp"])), cluster=_cluster(cluster), memory_limit_bytes=2**40, optimizer="adamw",
+        precision="fp32", pins=Pins(dp=1, pp=1, micro_batches=1, **pins),  # type: ignore[arg-type]
     )  # fmt: skip
     (found,) = search.candidates()
     return found
