@@ -11,7 +11,7 @@ from typing import cast
 
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, refs
-from autopar.measure.count import Counts, count
+from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s
@@ -104,10 +104,13 @@ class Pricer:
         contended_s = (ranks - nodes) * link.contended_step_s + (nodes - 1) * link.contended_hop_s if self.contended else 0.0
         return self.shared * (self._launch_s + (2 if kind == "all_reduce" else 1) * contended_s)
 
-    def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> float:
-        """Seconds that the host needs to launch an operator, forward and backward."""
-        grad = any(t.grad for t in outs) and not op.no_grad
-        return self.shared * self._launch_s * (1 + (_gradients(ins) if grad else 0))
+    def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[float, float]:
+        """Seconds that the host needs to launch an operator in forward and, a kernel for each gradient, in backward."""
+        if op_class(op.target) == "view":
+            return 0.0, 0.0
+        gradients = max(1, sum(t.grad for t in ins)) if any(t.grad for t in outs) and not op.no_grad else 0
+        launch_s = self.shared * self._launch_s
+        return launch_s, launch_s * gradients
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
@@ -140,12 +143,10 @@ class Pricer:
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
         exchange = self._exchanges(op, ins)
-        issues = (1, _gradients(ins) if grad else 0) if counts.op_class != "view" and not joined else (0, 0)
-        host = self._launch_s * self.shared
         backward, exchanged = (backward + exchange[1], sum(exchange)) if grad else (0.0, exchange[0])
         return OpCost(
             counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchanged,
-            provenance=source, host_s=(host * issues[0], host * issues[1]),
+            provenance=source, host_s=(0.0, 0.0) if joined else self.launches_s(op, ins, outs),
         )  # fmt: skip
 
     def _exchanges(self, op: Op, ins: tuple[TensorType, ...]) -> tuple[float, float]:
@@ -221,11 +222,6 @@ class Pricer:
                     costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True
                 )
         return found
-
-
-def _gradients(ins: tuple[TensorType, ...]) -> int:
-    """Kernels of an operator's backward pass: one for each operand that has a gradient."""
-    return max(1, sum(t.grad for t in ins))
 
 
 def _dtype(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:

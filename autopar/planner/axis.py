@@ -27,7 +27,6 @@ from autopar.catalog import needs_transition, transition
 from autopar.ir import Kind, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
 from autopar.measure.costs import _dtype
-from autopar.measure.count import op_class
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome, solve
@@ -141,9 +140,9 @@ def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
 
 def group_host(problem: AxisProblem, group: Group) -> float:
     """Seconds that the host needs to launch all members, forward and backward, whatever the strategy."""
-    if group.op is None or problem.work_first or op_class(group.op.target) == "view":
+    if group.op is None or problem.work_first:
         return 0.0
-    return len(group.members) * problem.pricer.launches_s(group.op, group.ins, group.outs)
+    return len(group.members) * sum(problem.pricer.launches_s(group.op, group.ins, group.outs))
 
 
 def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float:
