@@ -137,12 +137,17 @@ def with_matrices_cut(found: Choices, params: frozenset[str]) -> Choices:
 
 
 def with_work_split(found: Choices, chosen: Callable[[str], Strategy]) -> Choices:
-    """The choices whose products, attentions and convolutions split their work wherever these strategies do."""
+    """The choices whose products, attentions, convolutions, and operators of others than torch, whose work is not known, split it
+    wherever these strategies do."""
     groups = dict(found.groups)
     for key, group in found.groups.items():
-        if group.op is not None and op_class(group.op.target) in ("matmul", "attention", "conv") and chosen(key).splits_work:
+        if group.op is not None and _is_heavy(group.op.target) and chosen(key).splits_work:
             groups[key] = dataclasses.replace(group, strategies=tuple(s for s in group.strategies if s.splits_work))
     return dataclasses.replace(found, groups=groups)
+
+
+def _is_heavy(target: str) -> bool:
+    return op_class(target) in ("matmul", "attention", "conv") or not target.startswith(("aten.", "autopar."))
 
 
 def members_of(program: Program) -> dict[str, str]:

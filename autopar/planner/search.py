@@ -240,7 +240,7 @@ class Search:
 
     def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
         """The fastest assignment. On a model so small that splitting its work costs more than doing it on every rank, the fastest
-        of those that split all heavy operators that can be, which is what a pinned axis asks for (one that is not is skipped then)."""
+        of those that split every heavy operator that can be, which is what a pinned axis asks for (one that is not is skipped then)."""
         if problem.sequence_parallel is not None:
             return solve_axis(problem, gap=5e-3)
         most = solve_axis(dataclasses.replace(problem, work_first=True), gap=0.01)
