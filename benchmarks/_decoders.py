@@ -144,4 +144,4 @@ def build(d: Decoder) -> nn.Module:
 def decoder(d: Decoder, dtype: torch.dtype) -> nn.Module:
     """The module on the meta device, its parameters of this dtype, in training mode."""
     with torch.device("meta"):
-        return _Model(d).to(dtype).train()
+        return build(d).to(dtype)

@@ -5,7 +5,7 @@
     made       sum_b w[v,r,a,b] = sum_{s makes v as a} x     for every value v, reader r, layout a               _add_edge
     read       sum_a w[v,r,a,b] = sum_{s reads v as b} x     for every value v, reader r, layout b               _add_edge
     once       z[v,a,b] >= w[v,r,a,b]                        for every value v, reader r, layouts a, b           _add_edge
-    launched   late >= launches - those two sums of operators and changes                                       _add_host
+    launched   late >= launches - those two sums of operators and changes                                       add_host
 
 x is binary; w and z are continuous, in [0, 1], and integral wherever x is: rows and columns of w sum to the operators'
 own variables, the tight linearisation of their product. A value is brought into a layout once, however many operators
@@ -61,6 +61,11 @@ class AxisProblem:
     sequence_parallel: bool | None = None
     memory_price_s_per_byte: float = 0.0
     state_price_s_per_byte: float = 0.0
+
+    @property
+    def launched(self) -> bool:
+        """Whether a host launches what a device runs, and its time counts."""
+        return not (self.work_first or self.pricer.cluster.gpu.host)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,14 +145,14 @@ def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
 
 def group_host(problem: AxisProblem, group: Group) -> float:
     """Seconds that the host needs to launch all members, forward and backward, whatever the strategy."""
-    if group.op is None or problem.work_first:
+    if group.op is None or not problem.launched:
         return 0.0
     return len(group.members) * sum(problem.pricer.launches_s(group.op, group.ins, group.outs))
 
 
 def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float:
     """Seconds that the host needs for a change of layout, forward and backward."""
-    if problem.work_first or not needs_transition(have, want, t):
+    if not problem.launched or not needs_transition(have, want, t):
         return 0.0
     change = transition(have, want)
     seconds = problem.pricer.host_s(change.forward, problem.axis)
@@ -224,7 +229,7 @@ class _Model:
         self.ahead.append((flow, (cost - change_host(self.given, have, want, t, times)) * 1e6))
 
     def add_host(self) -> None:
-        if self.given.pricer.cluster.gpu.host or self.given.work_first:
+        if not self.given.launched:
             return
         late = pulp.LpVariable("late", 0)
         self.terms.append((late, LATE))
@@ -311,8 +316,7 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
                 return float("inf")
             total, device = total + cost, device + cost
             host += change_host(problem, have, want, t, times[source])
-    late = 0.0 if problem.pricer.cluster.gpu.host or problem.work_first else max(0.0, host - device)
-    return (total + LATE * late) * 1e6
+    return (total + LATE * max(0.0, host - device)) * 1e6
 
 
 def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout, t: TensorType) -> bool:
