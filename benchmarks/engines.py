@@ -16,7 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers share the
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))  # glibc: what tensors free goes back to the system (mallopt(3))
 
 import argparse
-import gc
 import json
 import math
 import sys
@@ -40,7 +39,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.measure.resident import forget_peak, now_bytes, peak_bytes
+from autopar.measure.resident import forget_peak, give_back, now_bytes, peak_bytes
 from autopar.run import WorkerPool
 from benchmarks._decoders import Decoder, build
 
@@ -196,7 +195,7 @@ def train(who: str, micro_batches: int, size: Size, folder: str, checked: bool) 
         ENGINES[who](SMALL, micro_batches, f"{folder}/small.json").step()  # loads its code
     except ValueError as error:
         return Measured(refused=str(error))
-    gc.collect()
+    give_back()
     before = now_bytes()
     engine = ENGINES[who](size, micro_batches, f"{folder}/plan.json")
     for _ in range(CHECKED):
@@ -205,6 +204,7 @@ def train(who: str, micro_batches: int, size: Size, folder: str, checked: bool) 
         weights = engine.weights()
         expected = _alone(size) if dist.get_rank() == 0 else {}
         return Measured(worst_error=max((_difference(weights[name], want) for name, want in expected.items()), default=0.0))
+    give_back()  # what it took to plan and to build
     forget_peak()
     times = []
     for _ in range(TIMED):

@@ -19,7 +19,8 @@ class Recipe:
     parameter). accumulates: gradients are added into buffers of their own, which are there all the time;
     gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
-    foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. overlaps_reduction: while the last backward pass
+    foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. unit_bytes: parameters of a block that are gathered
+    where they are used (ZeRO-3) are gathered so many bytes at a time. overlaps_reduction: while the last backward pass
     runs, else after it. overlaps_gathers: ZeRO-1 gathers parameters while the next forward pass runs,
     else before it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
@@ -35,6 +36,7 @@ class Recipe:
     master_itemsize: int = 0
     optimizer_passes: float = 3.0
     bucket_bytes: int = 25 * MIB
+    unit_bytes: int = 256 * MIB
     overlaps_reduction: bool = True
     overlaps_gathers: bool = True
     allocator_slack: float = 0.04
@@ -45,9 +47,9 @@ class Recipe:
     fuses: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.bucket_bytes - 1, self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:
+        if min(self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
-        if self.optimizer_passes <= 0 or self.attention_speed <= 0:
+        if min(self.bucket_bytes, self.unit_bytes) < 1 or self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 

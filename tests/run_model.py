@@ -141,14 +141,16 @@ def emitted(
     recomputed: bool = False,
     sequence: bool = False,
     batch_size: int = B,
+    units: bool = True,
 ) -> Any:
-    """The emitted module for a mesh."""
+    """The emitted module for a mesh. units: ZeRO-3 gathers the parameters of a layer together, else each alone."""
     of_layer = LAYERS // pp
     normed = "R" if sequence else "I"
 
     def param(name: str, shape: tuple[int, ...], tp_layout: str = "I", **more: Any) -> ParamSpec:
         part = name.split(".")
-        stage = int(part[1]) // of_layer if part[0] == "layers" else 0 if part[0] in ("wte", "frozen") else pp - 1
+        layer = int(part[1]) if part[0] == "layers" else -1 if part[0] in ("wte", "frozen") else LAYERS
+        stage = min(max(layer, 0) // of_layer, pp - 1)
         more.setdefault("stages", (stage,))
         return ParamSpec(
             name=name,
@@ -157,6 +159,7 @@ def emitted(
             layouts={"dp": "R", "tp": tp_layout},
             zero_dim=(1 if name.endswith("fc.weight") else 0) if zero and name != "unused" else None,
             gather="use" if zero == 3 else "step",
+            unit=layer + 1 if zero == 3 and units else None,
             **more,
         )
 

@@ -35,22 +35,38 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+# on few tokens, where the parameters that ZeRO-3 gathers are most of the memory
+GATHERED: dict[str, dict[str, Any]] = {
+    "dp4 zero3": {"dp": 4, "zero": 3, "micro_batches": 1},
+    "dp4 zero3 recompute": {"dp": 4, "zero": 3, "micro_batches": 1, "recompute": "full"},
+    "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 1},
+    "pp2 dp2 zero3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4},
+}
+
+
 @functools.cache
-def gpt2() -> tuple[Captured, dict[str, torch.Tensor]]:
-    """GPT-2's width, vocabulary and sequence, two of its layers."""
+def gpt2(length: int, **config: int) -> tuple[Captured, dict[str, torch.Tensor]]:
+    """A GPT-2 without dropout, and a batch of 8."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    given = transformers.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **config)
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-    ids = torch.zeros(8, 1024, dtype=torch.long)
+        model = transformers.GPT2LMHeadModel(given)
+    ids = torch.zeros(8, length, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids}
     return capture(model, inputs), inputs
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_predicted_memory_is_what_a_step_allocates(fake_group: Callable[..., None], name: str) -> None:
-    captured, inputs = gpt2()
-    pins = PLANS[name]
+    _compare(*gpt2(1024, n_layer=2), PLANS[name], fake_group)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_predicted_memory_of_gathered_parameters(fake_group: Callable[..., None], name: str) -> None:
+    _compare(*gpt2(64, n_layer=4, n_embd=512, n_head=8, n_positions=64, vocab_size=4000), GATHERED[name], fake_group)
+
+
+def _compare(captured: Captured, inputs: dict[str, torch.Tensor], pins: dict[str, Any], fake_group: Callable[..., None]) -> None:
     gpus = pins.get("pp", 1) * pins.get("dp", 1) * pins.get("tp", 1)
     decided = plan_of(captured, gpus, cluster="dgx-h100", pins={"recompute": "none", **pins})
     emitted = load(emit(captured, decided))

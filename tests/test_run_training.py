@@ -20,6 +20,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "dp4_zero1": {"dp": 4, "zero": 1},
     "dp2_tp2_zero1_sequence_accumulate": {"dp": 2, "tp": 2, "zero": 1, "sequence": True, "micro_batches": 2},
     "dp4_zero3": {"dp": 4, "zero": 3},
+    "dp4_zero3_alone": {"dp": 4, "zero": 3, "units": False},
+    "dp4_zero3_accumulate": {"dp": 4, "zero": 3, "micro_batches": 4},
     "dp2_tp2_zero3_sequence_recompute": {"dp": 2, "tp": 2, "zero": 3, "sequence": True, "recomputed": True},
     "pp2_dp2_gpipe": {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "gpipe"},
     "pp2_dp2_1f1b": {"pp": 2, "dp": 2, "micro_batches": 4},

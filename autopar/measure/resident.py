@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 
 import torch
 
-__all__ = ["forget_peak", "now_bytes", "peak_bytes"]
+__all__ = ["forget_peak", "give_back", "now_bytes", "peak_bytes"]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -26,6 +28,15 @@ def forget_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
     elif _CLEAR.exists():
         _CLEAR.write_text("5")  # resets the peak of the resident set (proc(5))
+
+
+def give_back() -> None:
+    """Return what is not in use to the system, where the process's allocator keeps it: what is counted next is in use."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
+        trim(0)
 
 
 def _resident(key: str) -> int | None:

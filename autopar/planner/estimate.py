@@ -6,16 +6,17 @@ checker and explain use too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir import Span, refs
+from autopar.ir import R, Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
-from autopar.planner.price import ParamBytes
+from autopar.planner.price import ParamBytes, gather_units
 from autopar.planner.stages import Segment
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
@@ -81,13 +82,38 @@ class Estimator:
         return {r for k in range(span.start, span.stop) for r in refs(self.rank.program.ops[k]) if r in self.params}
 
     def _gather_s(self, own: Collection[str], compute_s: float, *, and_scatter: bool = False) -> float:
-        """Exposed seconds of gathering parameters where they are used (ZeRO-3), the next one while the present one is used;
+        """Exposed seconds of gathering parameters where they are used (ZeRO-3), the next unit while the present one is used;
         and_scatter: and of reduce-scattering their gradients in the same way."""
-        sharded = [self.params[v].local_bytes for v in sorted(own) if self._rests_in_parts(v)] if self.zero == 3 else []
-        gathers = [self.pricer.collective_s("all_gather", n, "dp") for n in sharded]
-        if and_scatter:
-            gathers = [g + self.pricer.collective_s("reduce_scatter", n, "dp") for g, n in zip(gathers, sharded, strict=True)]
-        return exposed_gather_s(gathers, [compute_s / len(gathers)] * len(gathers)) if gathers else 0.0
+        return max(0.0, sum(self._unit_s(n, and_scatter=and_scatter) for n in self._gathered(own).values()) - compute_s)
+
+    def _ends_s(self, own: Collection[str]) -> float:
+        """Exposed seconds of the first gather of a step and of its last reduce-scatter, which is of the same unit: nothing runs then."""
+        gathered = self._gathered(own)
+        return self._unit_s(gathered[min(gathered)], and_scatter=True) if gathered else 0.0
+
+    def _unit_s(self, nbytes: float, *, and_scatter: bool) -> float:
+        gather = self.pricer.collective_s("all_gather", nbytes, "dp")
+        return gather + self.pricer.collective_s("reduce_scatter", nbytes, "dp") if and_scatter else gather
+
+    def _gathered(self, own: Collection[str]) -> dict[int, int]:
+        """Unit -> bytes, of these parameters if they are gathered where they are used."""
+        found: dict[int, int] = {}
+        for v in own:
+            if v in self._units:
+                found[self._units[v]] = found.get(self._units[v], 0) + self.params[v].local_bytes
+        return found
+
+    @functools.cached_property
+    def _units(self) -> dict[str, int]:
+        parts = {v: p.local_bytes for v, p in self.params.items() if self._rests_in_parts(v)} if self.zero == 3 else {}
+        return gather_units(self.rank.program, parts, self.recipe.unit_bytes) if parts else {}
+
+    @functools.cached_property
+    def _partial(self) -> frozenset[str]:
+        """The parameters whose gradient, as their use gives it, is a term of a sum over ranks."""
+        mesh = self.rank.mesh
+        axes = [axis for axis, n in (("dp", mesh.dp), ("tp", mesh.tp)) if n > 1]
+        return frozenset(p.value for p in self.rank.program.params if any(dict(p.layouts).get(axis) == R for axis in axes))
 
     def _rests_in_parts(self, value: str) -> bool:
         return self.params[value].resting_bytes < self.params[value].local_bytes
@@ -129,7 +155,7 @@ class Estimator:
         return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._bucket_bytes()
 
     def _bucket_bytes(self) -> int:
-        if self.rank.mesh.dp * self.rank.mesh.tp * self.rank.mesh.pp == 1 or not self.recipe.overlaps_reduction:
+        if self.rank.mesh.dp * self.rank.mesh.tp == 1 or not self.recipe.overlaps_reduction:
             return 0  # what is reduced as a whole is reduced where it lies
         return 2 * self.recipe.bucket_bytes
 
@@ -149,8 +175,10 @@ class Estimator:
                 in_flight=self.in_flight[s],
                 micro_batches=self.rank.micro_batches,
                 gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in trained.items()},
+                reduced=self._partial,
                 scattered=parts if self.zero == 1 else (),
                 where_used={v: params[v].local_bytes for v in parts} if self.zero == 3 else {},
+                units=self._units,
                 bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0, accumulates=self.recipe.accumulates,
             )
         )
@@ -227,7 +255,7 @@ class Estimator:
             backwards.append(sum(seconds[k][1] + (seconds[k][0] if k in part.recomputed else 0.0) for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
-            sync = max(sync, self._sync_s(own, forwards[-1], backwards[-1]))
+            sync = max(sync, self._sync_s(own, forwards[-1], backwards[-1]) + self._ends_s(own))
             optimizer = max(optimizer, self._optimizer_s(own))
         pipeline = step_time_s(self.schedule, forwards, backwards, rank.micro_batches, hop)
         compute = rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))

@@ -8,6 +8,7 @@ where the last one's backward begins. Everything is counted by storage: a view i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,11 +39,11 @@ class Moment:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
     """What runs on a stage. span: its operators; recomputed: the spans in it that run again in backward. in_flight, micro_batches:
-    of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: whether gradients
-    are gathered into buckets for a reduction. scattered: the parameters whose gradients are reduce-scattered with their bucket, which
-    stays until the end of the step. bucket_bytes: 0 if gradients are reduced where they lie.
-    accumulates: gradients are added at once into
-    buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used."""
+    of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: the parameters whose
+    gradients are gathered into buckets for a reduction; scattered: those of them that are reduce-scattered, with a bucket that stays
+    until the end of the step. bucket_bytes: 0 if gradients are reduced where they lie. accumulates: gradients are added at once into
+    buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used; units:
+    value -> what it is gathered with (see price.gather_units)."""
 
     span: Span
     recomputed: tuple[Span, ...]
@@ -51,8 +52,10 @@ class Activity:
     in_flight: int
     micro_batches: int
     gradients: Mapping[str, tuple[int, int]]
+    reduced: Collection[str]
     scattered: Collection[str]
     where_used: Mapping[str, int]
+    units: Mapping[str, int]
     bucket_bytes: int
     accumulates: bool = False
 
@@ -72,6 +75,65 @@ class _Store(dict[str, int]):
 
     def drop(self, name: str) -> None:
         self.total -= self.pop(name, 0)
+
+
+class _Units:
+    """What ZeRO-3 has gathered while an operator runs: the unit in use, and the next one of the step, which is gathered ahead (at the end
+    of forward the first one of backward). A unit of several parameters is copied out of what it is gathered into.
+
+    forward, backward: operator -> bytes. members: unit -> its parameters. uses: (operator, the parameters that it uses), in the order
+    of the pass."""
+
+    def __init__(self, a: Activity, forward: Sequence[tuple[int, list[str]]], backward: Sequence[tuple[int, list[str]]]) -> None:
+        self.members = Counter(a.units[r] for r in a.where_used)
+        size: Counter[int] = Counter()
+        for r, nbytes in a.where_used.items():
+            size[a.units[r]] += nbytes
+        runs: list[int] = []
+        at: list[tuple[int, bool]] = []  # of each operator: the run that it belongs to, and whether it begins it
+        for _, used in (*forward, *backward):
+            before = len(runs)
+            for unit in (a.units[r] for r in used):
+                if not runs or runs[-1] != unit:
+                    runs.append(unit)
+            at.append((len(runs) - 1, len(runs) > before))
+        found = [self._bytes(size, runs, run, begins) for run, begins in at]
+        self.forward = dict(zip((k for k, _ in forward), found, strict=False))
+        self.backward = dict(zip((k for k, _ in backward), found[len(forward) :], strict=True))
+
+    def _bytes(self, size: Mapping[int, int], runs: Sequence[int], run: int, begins: bool) -> int:
+        if run < 0:
+            return 0
+        unit = runs[run]
+        ahead = size[runs[run + 1]] if run + 1 < len(runs) else 0
+        copied = size[unit] if begins and self.members[unit] > 1 else 0
+        return size[unit] + max(ahead, copied)
+
+
+class _Waiting:
+    """The gradients of a unit that are there, while those of its other parameters are not."""
+
+    def __init__(self, a: Activity, units: _Units) -> None:
+        self._units, self._members = a.units, units.members
+        self._there: dict[str, tuple[int, int]] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(made for made, _ in self._there.values())
+
+    def add(self, value: str, made: int, scattered: int) -> Iterator[tuple[int, int, int]]:
+        """(bytes of the gradients, of the buffer that they are copied to, of the part that is scattered here) of each reduction that
+        starts now."""
+        if any(self._units[v] != self._units[value] for v in self._there):
+            yield self._start()
+        self._there[value] = made, scattered
+        if len(self._there) == self._members[self._units[value]]:
+            yield self._start()
+
+    def _start(self) -> tuple[int, int, int]:
+        made, copied, scattered = self.bytes, len(self._there) > 1, sum(x for _, x in self._there.values())
+        self._there = {}
+        return (made if copied else 0), made, scattered
 
 
 class Liveness:
@@ -117,6 +179,7 @@ class Liveness:
     def peak(self, activity: Activity) -> Moment:
         """The moment of a step at which most is alive."""
         held = self._held(activity)
+        units = self._units(activity)
         whole, flights, m = held.total, activity.in_flight, activity.micro_batches
         none = Moment()
         there = {} if activity.accumulates else activity.gradients
@@ -128,8 +191,9 @@ class Liveness:
         for others, before, final in (*first, *later, *last):
             base = replace(before, saved=others * whole)
             if not (final and m > flights):
-                moments += [_plus(base, x) for x in self._forward(activity, activity.span, _Store())]
-            moments += [_plus(base, x) for x in self._backward(activity, _Store(held), accumulated=bool(before.gradients), final=final)]
+                moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, _Store())]
+            again = bool(before.gradients)
+            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), accumulated=again, final=final)]
         return max(moments, key=lambda x: x.total)
 
     def _held(self, a: Activity) -> _Store:
@@ -155,7 +219,7 @@ class Liveness:
     def _indices(span: Span) -> range:
         return range(span.start, span.stop)
 
-    def _forward(self, a: Activity, span: Span, held: _Store) -> Iterator[Moment]:
+    def _forward(self, a: Activity, units: _Units, span: Span, held: _Store) -> Iterator[Moment]:
         """Moments of a forward pass over a span; adds to `held` what it keeps (for a span that is run again: all that it saves)."""
         ops = self.program.ops
         last: dict[str, int] = {}
@@ -173,25 +237,14 @@ class Liveness:
             elif k == inside.start:
                 held.put(self._entering(inside))
             using = sum(n for r, n in live.items() if r not in held)
-            yield Moment(saved=held.total, temporary=using + w.forward, communication=self._gathered(a, k, backward=False))
+            yield Moment(saved=held.total, temporary=using + w.forward, communication=units.forward.get(k, 0))
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def _gathered(self, a: Activity, k: int, *, backward: bool) -> int:
-        """Bytes of the gathered parameters that operator k uses, and of the next one in the order of the step, which is gathered
-        ahead and waits for its use (at the end of forward: the first one of backward)."""
-        if not a.where_used:
-            return 0
-        now = self._used(a, k, backward)
-        following = next((r for r in self._ahead(a, k, backward) if r not in now), None)
-        return sum(a.where_used[r] for r in now) + (a.where_used[following] if following is not None else 0)
-
-    def _ahead(self, a: Activity, k: int, backward: bool) -> Iterator[str]:
-        if not backward:
-            for j in range(k + 1, a.span.stop):
-                yield from self._used(a, j, False)
-        for j in range(k - 1 if backward else a.span.stop - 1, a.span.start - 1, -1):
-            yield from self._used(a, j, True)
+    def _units(self, a: Activity) -> _Units:
+        order = [(k, self._used(a, k, False)) for k in self._indices(a.span)] if a.where_used else []
+        back = [(k, self._used(a, k, True)) for k in reversed(self._indices(a.span))] if a.where_used else []
+        return _Units(a, order, back)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
@@ -199,7 +252,7 @@ class Liveness:
         found = (read[i] for i in self.work[k].saved_inputs) if backward else read
         return [r for r in dict.fromkeys(found) if r in a.where_used]
 
-    def _backward(self, a: Activity, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
+    def _backward(self, a: Activity, units: _Units, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
         """Moments of a backward pass that begins with `held`. accumulated: gradients of parameters are there already."""
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
@@ -219,6 +272,7 @@ class Liveness:
         own = _Store()
         filling = reducing = 0
         bucket: list[str] = []
+        waiting = _Waiting(a, units)
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
             arriving = [o for o in op.outputs if o is not None and o in tokens]
@@ -226,13 +280,13 @@ class Liveness:
             alive = {t: sizes[t] for t in tokens.values()}
             if whole is not None:  # before its last operator's backward all of it runs again
                 again = _Store(held)
-                for moment in self._forward(a, whole, again):
+                for moment in self._forward(a, units, whole, again):
                     yield _plus(moment, Moment(gradients=own.total, temporary=sum(alive.values())))
                 held = again
             if arriving:
                 yield Moment(
                     saved=held.total, gradients=own.total, temporary=sum(alive.values()) + w.backward,
-                    communication=reducing + self._gathered(a, k, backward=True),
+                    communication=reducing + waiting.bytes + units.backward.get(k, 0),
                 )  # fmt: skip
                 origin = tokens[arriving[0]]
                 for o in arriving:
@@ -242,16 +296,18 @@ class Liveness:
                         made, rests = a.gradients[r]
                         if r in a.where_used:
                             own.put({} if accumulated else {r: rests})
-                            reducing = made
+                            for copied, reducing, scattered in waiting.add(r, made, rests if accumulated else 0):
+                                yield Moment(
+                                    saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())),
+                                    communication=copied + reducing + scattered + units.backward.get(k, 0),
+                                )  # fmt: skip
                         elif a.accumulates:
                             reducing = made
-                        elif not accumulated:
-                            filling += made if r not in own else 0
-                            own.put({r: made})
-                            bucket.append(r)
                         else:
-                            filling += made
-                            bucket.append(r)
+                            if r in a.reduced and (accumulated or r not in own):
+                                filling += made
+                                bucket.append(r)
+                            own.put({} if accumulated else {r: made})
                     elif types[r].grad and r not in tokens and r not in self._resting:
                         tokens[r] = len(sizes) if fresh else origin
                         if fresh:

@@ -10,7 +10,9 @@ from autopar.catalog.rule import draws
 from autopar.catalog.schema import bind, registering_module
 from autopar.ir import I, Layout, Lowered, Op, Program, TensorType, refs
 from autopar.planner.plan import Plan
+from autopar.planner.price import gather_units, param_bytes
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+from cost_models.recipe import AUTOPAR
 
 __all__ = ["make_manifest", "positional_names"]
 
@@ -30,6 +32,9 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             used.setdefault(value, []).append(stage.index)
     everywhere = tuple(stage.index for stage in lowered.stages)
     used |= {value: list(everywhere) for op in lowered.prologue for value in refs(op)}
+    dp = plan.mesh["dp"]
+    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, dp).items() if p.resting_bytes < p.local_bytes}
+    units = gather_units(local, parts, AUTOPAR.unit_bytes) if plan.zero == 3 else {}
     params = tuple(
         ParamSpec(
             name=p.fqn,
@@ -41,6 +46,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             stages=tuple(used.get(p.value, (0,))),
             zero_dim=plan.zero_dims.get(p.fqn),
             gather="use" if plan.zero == 3 else "step",
+            unit=units.get(p.value),
         )
         for p in local.params
     )

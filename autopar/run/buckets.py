@@ -1,7 +1,7 @@
 """Parameters on one rank: the part that rests here, and the buckets in which they are gathered and their gradients reduced.
 
 A parameter lies over tp as its layout says, then over dp along `zero_dim` if it has one (the part at rest). At its use it
-is whole over dp again: gathered once a step with its bucket (gather='step'), or where it is read (gather='use').
+is whole over dp again: gathered once a step with its bucket (gather='step'), or where it is read, with its unit (gather='use').
 
 Gradients of what is used become gradients of what rests: over an axis on which the use is R they are partial and summed
 (reduce-scattered over dp where the parameter rests in slices); on which it is I they are the same everywhere; on which it
@@ -24,7 +24,7 @@ from autopar.run.mesh import Axis, Mesh
 from autopar.run.slices import cut, joined, local_slice, parted
 
 __all__ = [
-    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "layouts_of", "make_buckets", "rest",
+    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "layouts_of", "make_buckets", "make_units", "rest",
 ]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a link, small enough to overlap
@@ -85,8 +85,8 @@ class Bucket:
     """Parameters of one dtype that are gathered and reduced the same way, together.
 
     `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction
-    of gradients and `Reduction.finish` gives the gradients of what rests. where_used: the bucket of one parameter that is
-    gathered and reduced over dp at each use; what else its gradient needs is done once a step, by an ordinary bucket.
+    of gradients and `Reduction.finish` gives the gradients of what rests. where_used: a unit of parameters that are
+    gathered and reduced over dp at each use; what else their gradients need is done once a step, by ordinary buckets.
     """
 
     def __init__(self, held: Sequence[Held], mesh: Mesh, *, where_used: bool = False) -> None:
@@ -97,6 +97,11 @@ class Bucket:
         self.partial_over_dp = "dp" in first.partial
         remaining = [name for name in first.partial if not (name == "dp" and first.zero is not None)]
         self.summed_over = mesh.joint(remaining) if remaining and not where_used else None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether its gradients need anything of other ranks."""
+        return self.scattered or self.summed_over is not None
 
     def gather(self) -> Gathering:
         return Gathering(self)
@@ -110,11 +115,12 @@ class Gathering:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        parts = [held.param.detach() for held in bucket.held]
-        flat = _flat(parts)
-        self._out = flat.new_empty(bucket.mesh.dp.size * flat.numel())
-        self._flat = flat  # kept until the work is done
-        self._work: dist.Work | None = comm.gather_flat(self._out, flat, bucket.mesh.dp)
+        parts = [held.param.detach().reshape(-1) for held in bucket.held]
+        dp, numel = bucket.mesh.dp, sum(len(part) for part in parts)
+        self._out = parts[0].new_empty(dp.size * numel)
+        own = self._out.narrow(0, dp.rank * numel, numel)  # gathered in place
+        torch.cat(parts, out=own)
+        self._work: dist.Work | None = comm.gather_flat(self._out, own, dp)
 
     def finish(self) -> dict[str, Tensor]:
         """name -> the parameter as it is used."""
@@ -127,13 +133,14 @@ class Gathering:
             assert held.zero is not None
             size = held.param.numel()
             parts = rows[:, offset : offset + size].view(-1, *held.param.shape)
-            found[held.spec.name] = joined(parts, held.zero)
+            found[held.spec.name] = joined(parts, held.zero).contiguous()
             offset += size
         return found
 
 
 class Reduction:
-    """A reduction of a bucket's gradients, on its way. Parameters without a gradient are left out of it."""
+    """A reduction of a bucket's gradients, on its way. Parameters without a gradient are left out of it. Gradients that are complete
+    already are left as they are."""
 
     def __init__(self, bucket: Bucket, grads: Mapping[str, Tensor]) -> None:
         self.bucket = bucket
@@ -142,14 +149,14 @@ class Reduction:
         self._work: dist.Work | None = None
         self._kept: Tensor | None = None
         found = [grads[held.spec.name] for held in self.held]
-        if not found:
+        self._complete: Mapping[str, Tensor] = {} if bucket.reduces else grads
+        if not (found and bucket.reduces):
             return
         if bucket.scattered:
             self._scatter(found)
-        else:
+        elif bucket.summed_over is not None:
             self._flat = _flat(found)
-            if bucket.summed_over is not None:
-                self._work = comm.all_reduce_(self._flat, bucket.summed_over, wait=False)
+            self._work = comm.all_reduce_(self._flat, bucket.summed_over, wait=False)
 
     def _scatter(self, grads: list[Tensor]) -> None:
         dp = self.bucket.mesh.dp
@@ -166,7 +173,7 @@ class Reduction:
     def finish(self) -> dict[str, Tensor]:
         """name -> gradient of the part at rest."""
         if self._flat is None:
-            return {}
+            return dict(self._complete)
         if self._work is not None:
             self._work.wait()
         self._kept = None
@@ -196,3 +203,13 @@ def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTE
         if sum(h.param.numel() * h.param.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:
             done.append(open_.pop(key))
     return tuple(Bucket(b, mesh) for b in (*done, *open_.values()))
+
+
+def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ...]:
+    """The parameters that are gathered where they are used: units, each of a bucket for every dtype in it."""
+    units: dict[object, dict[object, list[Held]]] = {}
+    for one in held:
+        if one.gathered_when_used:
+            unit = one.spec.name if one.spec.unit is None else one.spec.unit
+            units.setdefault(unit, {}).setdefault((one.param.dtype, one.partial), []).append(one)
+    return tuple(tuple(Bucket(of, mesh, where_used=True) for of in unit.values()) for unit in units.values())

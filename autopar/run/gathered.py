@@ -1,14 +1,15 @@
 """ZeRO-3: parameters that rest in slices over dp and are gathered where they are used.
 
-A gathered parameter lives as long as the operator that uses it. Autograd saves for backward only how to make it again
-(`Dropped`). The order in which a step gathers is the same in every step, so the next parameter is gathered while the
-present one is used. Gradients are reduce-scattered while backward goes on, one at a time.
+They are gathered in *units*: the parameters of one block, which the manifest states. A unit is there from its first use until
+another one is used; autograd saves for backward only how to make a parameter again (`Dropped`). The order in which a step
+gathers units is the same in every step, so the next one is gathered while the present one is used. Gradients are
+reduce-scattered by unit while backward goes on, one unit at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from autopar.run.buckets import Bucket, Gathering, Reduction
 
 __all__ = ["GatheredWhereUsed", "Orders"]
 
-Orders = dict[bool, Sequence[str]]  # with gradients or without -> the parameters that a step gathered, in order
+Orders = dict[bool, list[int]]  # with gradients or without -> the units that a step gathered, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,22 @@ class _Use(torch.autograd.Function):
 class GatheredWhereUsed:
     """The parameters of one step that are gathered where they are used.
 
-    buckets: one for each, by name. orders: of earlier steps; this one's is added by `close`.
+    units: of buckets; orders: of earlier steps; this one's is added by `close`.
     """
 
-    def __init__(self, buckets: Mapping[str, Bucket], orders: Orders) -> None:
-        self._buckets, self._orders = buckets, orders
+    def __init__(self, units: Sequence[Sequence[Bucket]], orders: Orders) -> None:
+        self._units, self._orders = units, orders
+        self._members = [tuple(one for bucket in unit for one in bucket.held) for unit in units]
+        self._unit_of = {one.spec.name: k for k, members in enumerate(self._members) for one in members}
+        self._held = {one.spec.name: one for members in self._members for one in members}
         self._grad = torch.is_grad_enabled()
         self._expected = orders.get(self._grad, ())
-        self._order: list[str] = []
-        self._ahead: tuple[str, Gathering] | None = None
+        self._order: list[int] = []
+        self._present: dict[str, Tensor] = {}  # the unit in use
+        self._ahead: tuple[int, list[Gathering]] | None = None
         self._gathered: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._reducing: tuple[str, Reduction] | None = None
+        self._arrived: tuple[int, dict[str, Tensor]] = (-1, {})  # a unit, and the gradients of it that are there
+        self._reductions: list[Reduction] = []
         self._grads: dict[str, Tensor] = {}
 
     def read(self, name: str, leaf: Tensor) -> Tensor:
@@ -76,33 +82,49 @@ class GatheredWhereUsed:
 
     def saving(self) -> AbstractContextManager[object]:
         """The context in which forward runs, so that autograd does not keep what was gathered."""
-        if not (self._grad and self._buckets):
+        if not (self._grad and self._units):
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def close(self) -> dict[str, Tensor]:
         """At the end of the step: name -> gradient of the part at rest."""
+        self._present = {}
         self._take_ahead(None)
+        self._start_reduction()
         self._finish_reduction()
         self._orders[self._grad] = self._order
         self._gathered.clear()
         return self._grads
 
+    # ------------------------------------------------------------------------------------------------------- parameters
     def _gather(self, name: str) -> Tensor:
-        gathering = self._take_ahead(name) or self._buckets[name].gather()
-        position = len(self._order)
-        self._order.append(name)
-        if self._expected[position : position + 1] == [name] and position + 1 < len(self._expected):
-            following = self._expected[position + 1]
-            self._ahead = (following, self._buckets[following].gather())
-        return gathering.finish()[name]
+        """The whole parameter, as a tensor of its own over memory that its unit shares."""
+        if name not in self._present:
+            self._present = {}  # before there is another
+            self._present = self._next_unit(self._unit_of[name])
+        return self._present[name].detach()
 
-    def _take_ahead(self, name: str | None) -> Gathering | None:
+    def _next_unit(self, unit: int) -> dict[str, Tensor]:
+        gatherings = self._take_ahead(unit) or self._gathering(unit)
+        found = {name: full for gathering in gatherings for name, full in gathering.finish().items()}
+        del gatherings  # and what they were gathered into, if that is not what is used
+        position = len(self._order)
+        self._order.append(unit)
+        if self._expected[position : position + 1] == [unit] and position + 1 < len(self._expected):
+            following = self._expected[position + 1]
+            self._ahead = (following, self._gathering(following))
+        return found
+
+    def _gathering(self, unit: int) -> list[Gathering]:
+        return [bucket.gather() for bucket in self._units[unit]]
+
+    def _take_ahead(self, unit: int | None) -> list[Gathering] | None:
         """What is being gathered ahead, if it is this. Anything else is waited for, since its memory is being written."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[0] == name:
+        if ahead is None or ahead[0] == unit:
             return ahead[1] if ahead is not None else None
-        ahead[1].finish()
+        for gathering in ahead[1]:
+            gathering.finish()
         return None
 
     def _pack(self, tensor: Tensor) -> Tensor | Dropped:
@@ -116,7 +138,7 @@ class GatheredWhereUsed:
     def _as_made(self, tensor: Tensor, name: str) -> bool:
         """Whether strides say all there is to say of this view of a parameter: not so where it reads the storage as another dtype
         (view_as_complex), or is to be conjugated or negated when it is read."""
-        return tensor.dtype == self._buckets[name].held[0].param.dtype and not (tensor.is_conj() or tensor.is_neg())
+        return tensor.dtype == self._held[name].param.dtype and not (tensor.is_conj() or tensor.is_neg())
 
     def _unpack(self, saved: Tensor | Dropped) -> Tensor:
         if isinstance(saved, Tensor):
@@ -126,16 +148,33 @@ class GatheredWhereUsed:
         return self._gather(saved.name).as_strided(saved.size, saved.stride, saved.offset)
 
     def _version(self, name: str) -> int:
-        return self._buckets[name].held[0].param._version
+        return self._held[name].param._version
 
+    # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:
-        self._finish_reduction()  # so that no more than one whole gradient waits to be sent
-        self._reducing = (name, self._buckets[name].reduce({name: grad}))
+        unit = self._unit_of[name]
+        if self._arrived[0] != unit:
+            self._start_reduction()
+            self._arrived = (unit, {})
+        there = self._arrived[1]
+        there[name] = there[name] + grad if name in there else grad
+        if len(there) == len(self._members[unit]):
+            self._start_reduction()
+
+    def _start_reduction(self) -> None:
+        (unit, grads), self._arrived = self._arrived, (-1, {})
+        if not grads:
+            return
+        self._finish_reduction()  # so that no more than one unit waits to be sent
+        self._reductions = [bucket.reduce(grads) for bucket in self._units[unit]]
 
     def _finish_reduction(self) -> None:
-        if self._reducing is None:
-            return
-        name, reduction = self._reducing
-        self._reducing = None
-        part = reduction.finish()[name]
-        self._grads[name] = self._grads[name] + part if name in self._grads else part
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            parts = reduction.finish()
+            known = parts.keys() & self._grads.keys()
+            for name, part in parts.items():
+                if name in known:
+                    self._grads[name] += part  # in place: both are memory of the reductions alone
+                else:
+                    self._grads[name] = part.clone() if known else part  # as a view it would keep what has been added

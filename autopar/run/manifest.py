@@ -16,7 +16,7 @@ class ParamSpec:
     """One parameter. shape: global. layouts: axis -> layout at its use ('S(0)', 'R', 'I'; axes not named: 'I').
     stages: the pipeline stages that use it (more than one: tied across stages). zero_dim: the dim on which it is also
     sharded at rest over the dp axis (of its tp-local shape), or None if it rests whole. gather: 'step' (ZeRO-1: gathered
-    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after)."""
+    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after), then with all parameters of its unit (None: alone)."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,6 +27,7 @@ class ParamSpec:
     stages: tuple[int, ...] = (0,)
     zero_dim: int | None = None
     gather: str = "step"
+    unit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

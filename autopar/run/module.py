@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.ir import Layout
 from autopar.run import comm, state
-from autopar.run.buckets import Bucket, Held, hold, make_buckets, rest
+from autopar.run.buckets import Bucket, Held, hold, make_buckets, make_units, rest
 from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders
 from autopar.run.inputs import Batch, micro_batch
@@ -114,7 +114,7 @@ class ParallelModule(nn.Module):
     _names: dict[str, str]
     _tied: dict[tuple[int, ...], Axis]
     _buckets: tuple[Bucket, ...]
-    _where_used: dict[str, Bucket]
+    _units: tuple[tuple[Bucket, ...], ...]
     _orders: Orders
     _forms: dict[Key, Form]
     _another: Another | None
@@ -144,8 +144,7 @@ class ParallelModule(nn.Module):
         keep["_held"], keep["_names"] = {}, {}
         constants = self._take(tensors)
         keep["_buckets"] = make_buckets(self._held.values(), mesh)
-        used = [one for one in self._held.values() if one.gathered_when_used]
-        keep["_where_used"] = {one.spec.name: Bucket([one], mesh, where_used=True) for one in used}
+        keep["_units"] = make_units(self._held.values(), mesh)
         keep["_orders"] = {}
         form = Form(emitted, constants, mesh, device, local_batch=local_batch)
         keep["_forms"], keep["_another"] = {form.key: form}, None
@@ -173,7 +172,7 @@ class ParallelModule(nn.Module):
             names=self._names,
             buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
-            where_used=GatheredWhereUsed(self._where_used, self._orders),
+            where_used=GatheredWhereUsed(self._units, self._orders),
             passes=n,
         )
         form.stage.train(self.training)
