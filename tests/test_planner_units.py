@@ -6,7 +6,7 @@ import pytest
 
 from autopar.compiler import emit, plan_of
 from autopar.ir import refs
-from autopar.planner.price import gather_units
+from autopar.planner.units import gather_units
 from autopar.render import load
 from tests.planner_programs import captured_of, program_of
 

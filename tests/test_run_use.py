@@ -165,15 +165,16 @@ def _of_two_dtypes() -> None:
         def forward(self, *, x: Tensor) -> tuple[Tensor]:
             w = self.weights
             x = x * w["a"].double() * w["b"]
-            return ((x * w["a"].double() * w["c"].double()).sum(),)
+            return ((x * w["a"].double() * w["c"].double()).sum() + w["alone"].sum(),)
 
     n = dist.get_world_size()
-    dtypes = {"a": "float32", "b": "float64", "c": "float32"}
-    parts = {"layouts": {"dp": "R"}, "zero_dim": 0, "gather": "use", "unit": 0}
+    dtypes = {"a": "float32", "b": "float64", "c": "float32", "alone": "float64"}  # the last one's gradient is one number, expanded
+    parts = {"layouts": {"dp": "R"}, "zero_dim": 0, "gather": "use"}
+    units = {"a": 0, "b": 0, "c": 0, "alone": None}
     form = SimpleNamespace(
         MANIFEST=Manifest(
             model="Scale", mesh={"dp": n}, micro_batches=1, schedule="1f1b", zero=3, buffers=(),
-            params=tuple(ParamSpec(name=name, shape=(2 * n,), dtype=dtype, **parts) for name, dtype in dtypes.items()),
+            params=tuple(ParamSpec(name=name, shape=(2 * n,), dtype=dtype, unit=units[name], **parts) for name, dtype in dtypes.items()),
             inputs=(InputSpec(name="x", path=(0,), shape=(n, 2 * n), dtype="float64", layouts={"dp": "S(0)"}),),
         ),
         STAGES=(Scale,),
@@ -189,12 +190,12 @@ def _of_two_dtypes() -> None:
             gathered.clear()
             model.zero_grad()
             model(x).backward()
-            assert gathered == [2, 1]  # one bucket a dtype, once a step: nothing else was used in between
+            assert gathered == [2, 1, 1, 2, 1]  # a bucket for each dtype, the one alone, and the first unit again in backward
     finally:
         buckets_module.Bucket.gather = gather  # type: ignore[method-assign]
     a, b, c = (full[name].double() for name in "abc")
     over = x.sum(0)
-    expected = {"a": 2 * a * b * c * over, "b": a * a * c * over, "c": a * a * b * over}
+    expected = {"a": 2 * a * b * c * over, "b": a * a * c * over, "c": a * a * b * over, "alone": torch.full_like(a, n)}
     for name, grad in model.full_gradients().items():
         assert grad.dtype == full[name].dtype
         torch.testing.assert_close(grad.double(), expected[name], rtol=1e-6, atol=0)

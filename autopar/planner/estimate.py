@@ -16,8 +16,9 @@ from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
-from autopar.planner.price import ParamBytes, gather_units
+from autopar.planner.price import ParamBytes
 from autopar.planner.stages import Segment
+from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
 from cost_models.pipeline import step_time_s

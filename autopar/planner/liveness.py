@@ -8,7 +8,6 @@ where the last one's backward begins. Everything is counted by storage: a view i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ import torch
 from autopar.ir import Op, Program, Span, refs
 from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
+from autopar.planner.units import Units, Waiting
 
 __all__ = ["Activity", "Liveness", "Moment", "gathered_from"]
 
@@ -43,7 +43,7 @@ class Activity:
     gradients are gathered into buckets for a reduction; scattered: those of them that are reduce-scattered, with a bucket that stays
     until the end of the step. bucket_bytes: 0 if gradients are reduced where they lie. accumulates: gradients are added at once into
     buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used; units:
-    value -> what it is gathered with (see price.gather_units)."""
+    value -> what it is gathered with (see units.gather_units)."""
 
     span: Span
     recomputed: tuple[Span, ...]
@@ -75,65 +75,6 @@ class _Store(dict[str, int]):
 
     def drop(self, name: str) -> None:
         self.total -= self.pop(name, 0)
-
-
-class _Units:
-    """What ZeRO-3 has gathered while an operator runs: the unit in use, and the next one of the step, which is gathered ahead (at the end
-    of forward the first one of backward). A unit of several parameters is copied out of what it is gathered into.
-
-    forward, backward: operator -> bytes. members: unit -> its parameters. uses: (operator, the parameters that it uses), in the order
-    of the pass."""
-
-    def __init__(self, a: Activity, forward: Sequence[tuple[int, list[str]]], backward: Sequence[tuple[int, list[str]]]) -> None:
-        self.members = Counter(a.units[r] for r in a.where_used)
-        size: Counter[int] = Counter()
-        for r, nbytes in a.where_used.items():
-            size[a.units[r]] += nbytes
-        runs: list[int] = []
-        at: list[tuple[int, bool]] = []  # of each operator: the run that it belongs to, and whether it begins it
-        for _, used in (*forward, *backward):
-            before = len(runs)
-            for unit in (a.units[r] for r in used):
-                if not runs or runs[-1] != unit:
-                    runs.append(unit)
-            at.append((len(runs) - 1, len(runs) > before))
-        found = [self._bytes(size, runs, run, begins) for run, begins in at]
-        self.forward = dict(zip((k for k, _ in forward), found, strict=False))
-        self.backward = dict(zip((k for k, _ in backward), found[len(forward) :], strict=True))
-
-    def _bytes(self, size: Mapping[int, int], runs: Sequence[int], run: int, begins: bool) -> int:
-        if run < 0:
-            return 0
-        unit = runs[run]
-        ahead = size[runs[run + 1]] if run + 1 < len(runs) else 0
-        copied = size[unit] if begins and self.members[unit] > 1 else 0
-        return size[unit] + max(ahead, copied)
-
-
-class _Waiting:
-    """The gradients of a unit that are there, while those of its other parameters are not."""
-
-    def __init__(self, a: Activity, units: _Units) -> None:
-        self._units, self._members = a.units, units.members
-        self._there: dict[str, tuple[int, int]] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(made for made, _ in self._there.values())
-
-    def add(self, value: str, made: int, scattered: int) -> Iterator[tuple[int, int, int]]:
-        """(bytes of the gradients, of the buffer that they are copied to, of the part that is scattered here) of each reduction that
-        starts now."""
-        if any(self._units[v] != self._units[value] for v in self._there):
-            yield self._start()
-        self._there[value] = made, scattered
-        if len(self._there) == self._members[self._units[value]]:
-            yield self._start()
-
-    def _start(self) -> tuple[int, int, int]:
-        made, copied, scattered = self.bytes, len(self._there) > 1, sum(x for _, x in self._there.values())
-        self._there = {}
-        return (made if copied else 0), made, scattered
 
 
 class Liveness:
@@ -192,8 +133,8 @@ class Liveness:
             base = replace(before, saved=others * whole)
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, _Store())]
-            again = bool(before.gradients)
-            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), accumulated=again, final=final)]
+            some = bool(before.gradients)
+            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), accumulated=some, final=final)]
         return max(moments, key=lambda x: x.total)
 
     def _held(self, a: Activity) -> _Store:
@@ -219,7 +160,7 @@ class Liveness:
     def _indices(span: Span) -> range:
         return range(span.start, span.stop)
 
-    def _forward(self, a: Activity, units: _Units, span: Span, held: _Store) -> Iterator[Moment]:
+    def _forward(self, a: Activity, units: Units, span: Span, held: _Store) -> Iterator[Moment]:
         """Moments of a forward pass over a span; adds to `held` what it keeps (for a span that is run again: all that it saves)."""
         ops = self.program.ops
         last: dict[str, int] = {}
@@ -241,10 +182,11 @@ class Liveness:
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def _units(self, a: Activity) -> _Units:
-        order = [(k, self._used(a, k, False)) for k in self._indices(a.span)] if a.where_used else []
-        back = [(k, self._used(a, k, True)) for k in reversed(self._indices(a.span))] if a.where_used else []
-        return _Units(a, order, back)
+    def _units(self, a: Activity) -> Units:
+        indices = self._indices(a.span) if a.where_used else range(0)
+        forward = [(k, self._used(a, k, False)) for k in indices]
+        backward = [(k, self._used(a, k, True)) for k in reversed(indices)]
+        return Units(a.where_used, a.units, forward, backward)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
@@ -252,7 +194,7 @@ class Liveness:
         found = (read[i] for i in self.work[k].saved_inputs) if backward else read
         return [r for r in dict.fromkeys(found) if r in a.where_used]
 
-    def _backward(self, a: Activity, units: _Units, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
+    def _backward(self, a: Activity, units: Units, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
         """Moments of a backward pass that begins with `held`. accumulated: gradients of parameters are there already."""
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
@@ -272,7 +214,7 @@ class Liveness:
         own = _Store()
         filling = reducing = 0
         bucket: list[str] = []
-        waiting = _Waiting(a, units)
+        waiting = Waiting(units)
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
             arriving = [o for o in op.outputs if o is not None and o in tokens]

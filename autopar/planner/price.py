@@ -16,7 +16,7 @@ from autopar.measure import OpCost, Pricer
 from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness, gathered_from
 
-__all__ = ["Ledger", "ParamBytes", "gather_units", "param_bytes", "zero_dims"]
+__all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
 
 
 class Ledger:
@@ -159,25 +159,6 @@ def zero_dims(program: Program, dp: int, zero: int) -> dict[str, int]:
         dim = next((d for d, size in enumerate(shape) if size and size % dp == 0), None)
         if dim is not None and p.trainable and dict(p.layouts).get("dp") == R:
             found[p.fqn] = dim
-    return found
-
-
-def gather_units(program: Program, parts: Mapping[str, int], unit_bytes: int) -> dict[str, int]:
-    """Parameter (value) -> its unit: what ZeRO-3 gathers together. A unit is of one block instance, or of what stands between two,
-    by the parameters' first readers, and of unit_bytes at most unless one parameter is larger. program: of one rank; parts: value ->
-    bytes as it is used, of the parameters that rest in parts."""
-    spans = ((b, i, span) for b, block in enumerate(program.blocks) for i, span in enumerate(block.spans))
-    place = {k: (b, i) for b, i, span in spans for k in range(span.start, span.stop)}
-    found: dict[str, int] = {}
-    unit, size, here = -1, 0, None
-    for k, op in enumerate(program.ops):
-        for r in refs(op):
-            if r in found or r not in parts:
-                continue
-            if unit < 0 or place.get(k) != here or size + parts[r] > unit_bytes:
-                unit, size, here = unit + 1, 0, place.get(k)
-            found[r] = unit
-            size += parts[r]
     return found
 
 

@@ -10,7 +10,8 @@ from autopar.catalog.rule import draws
 from autopar.catalog.schema import bind, registering_module
 from autopar.ir import I, Layout, Lowered, Op, Program, TensorType, refs
 from autopar.planner.plan import Plan
-from autopar.planner.price import gather_units, param_bytes
+from autopar.planner.price import param_bytes
+from autopar.planner.units import gather_units
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
 from cost_models.recipe import AUTOPAR
 

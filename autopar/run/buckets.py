@@ -165,7 +165,8 @@ class Reduction:
         if not self.bucket.partial_over_dp:
             self._flat = _flat([r[dp.rank] for r in rows])
             return
-        whole = rows[0].reshape(-1) if len(rows) == 1 else torch.cat([r.reshape(dp.size, -1) for r in rows], dim=1).view(-1)
+        flat = [r.reshape(dp.size, -1) for r in rows]
+        whole = (flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dim=1)).view(-1)
         self._kept = whole
         self._flat = whole.new_empty(whole.numel() // dp.size)
         self._work = comm.scatter_flat(self._flat, whole, dp)
