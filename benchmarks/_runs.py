@@ -52,7 +52,7 @@ class Software:
     recipe: Recipe = Recipe(optimizer_passes=1.0, local_batches=True)
 
 
-WHOLE = 2**50  # a bucket that holds everything
+WHOLE = 2**50  # a bucket, or a unit of ZeRO-3, that holds everything
 
 CURRENT = Software()
 # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward; kernels of its
@@ -66,7 +66,7 @@ MEGATRON = Software(
 
 SOFTWARE: dict[str, Software] = {
     # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
-    "llm-foundry": Software(recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5)),
+    "llm-foundry": Software(recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5, unit_bytes=WHOLE)),  # FSDP: a block at once
     # nanotron places pipeline blocks by their cost, and gathers ZeRO-1's parameters when the optimizer is done
     "ultrascale": Software(
         stages="parameters",

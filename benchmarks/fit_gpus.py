@@ -31,7 +31,7 @@ from cost_models.fit import search
 
 __all__ = ["CONSTANTS", "changed", "loss_of", "main"]
 
-CONSTANTS = ("matmul", "attention", "pointwise", "launch_s")
+CONSTANTS = ("matmul", "attention", "conv", "pointwise", "other", "launch_s")
 CLIP = 0.4
 ROWS = 150
 GATHER_OF_POINTWISE = 0.7
