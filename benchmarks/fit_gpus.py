@@ -1,8 +1,9 @@
-"""Fits the constants of one GPU, and of the links between its nodes, to published training runs; writes nothing.
+"""Fits the constants of a GPU, and of the links between its nodes, to published training runs; writes nothing.
 
-    python -m benchmarks fit_gpus GPU [--data FILE.csv ...] [--constants A,B] [--limit N] [--json]
+    python -m benchmarks fit_gpus GPU [GPU ...] [--data FILE.csv ...] [--constants A,B] [--limit N] [--json]
 
-The runs are those of `published` on that GPU, none that their source doubts. A constant is a field of the GPU (launch_s), a class
+Several GPUs are boards of one chip, which share its constants; the search starts from the first one's. The runs are those of
+`published` on these GPUs, none that their source doubts. A constant is a field of the GPU (launch_s), a class
 of operators (matmul, attention, pointwise: reduction follows it, gather at 0.7 of it), or inter.FIELD of the link between nodes. The
 loss is the mean absolute logarithm of predicted over measured step time, at most 0.4 of one run: some runs of any sweep were slow for
 reasons of their own, and must not decide. Plans are priced once; then only times are evaluated.
@@ -68,7 +69,7 @@ def loss_of(found: Sequence[Prediction]) -> Callable[[Point], float]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fit_gpus", description=__doc__.splitlines()[0])
-    parser.add_argument("gpu", help="a name of the catalogue")
+    parser.add_argument("gpus", metavar="gpu", nargs="+", help="a name of the catalogue")
     parser.add_argument("--data", type=Path, action="append", help="a CSV of runs; may be given more than once")
     parser.add_argument("--constants", default=",".join(CONSTANTS), help="comma-separated")
     parser.add_argument("--limit", type=int, default=ROWS, help="so many rows of each file")
@@ -77,16 +78,17 @@ def main(argv: list[str]) -> int:
     console = Console(stderr=args.json, width=120)
     names = [n for n in args.constants.split(",") if n]
     try:
-        gpu = load_gpu(args.gpu)
+        gpus = [load_gpu(name) for name in args.gpus]
         runs, _, _ = load(args.data or sorted(DATA.glob("*.csv")), args.limit)
     except (OSError, Skip, UnknownHardware, UnicodeDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    runs = [r for r in runs if r.cluster.gpu.name == gpu.name and not r.failed and not r.flagged and r.step_time_s]
+    wanted = {gpu.name for gpu in gpus}
+    runs = [r for r in runs if r.cluster.gpu.name in wanted and not r.failed and not r.flagged and r.step_time_s]
     if not runs:
-        print(f"no row that can be rebuilt is of {gpu.name}", file=sys.stderr)
+        print(f"no row that can be rebuilt is of {', '.join(args.gpus)}", file=sys.stderr)
         return 2
-    start = {name: _value(gpu, runs[0].cluster, name) for name in names}
+    start = {name: _value(gpus[0], runs[0].cluster, name) for name in names}
     if unknown := [name for name, value in start.items() if value is None]:
         print(f"no constant is called {', '.join(unknown)}", file=sys.stderr)
         return 2
@@ -96,11 +98,12 @@ def main(argv: list[str]) -> int:
     before: Point = {name: value for name, value in start.items() if value is not None}
     with console.status("fitting"):
         after, least = search(before, names, _moved, loss)
-    table = Table("constant", "catalogue", "fitted", title=f"{gpu.name}: {len(found)} runs, loss {loss(before):.4f} -> {least:.4f}")
+    title = f"{', '.join(args.gpus)}: {len(found)} runs, loss {loss(before):.4f} -> {least:.4f}"
+    table = Table("constant", "catalogue", "fitted", title=title)
     for name in names:
         table.add_row(name, f"{before[name]:.4g}", f"{after[name]:.4g}")
     console.print(table)
-    print(json.dumps({"gpu": gpu.name, "runs": len(found), "loss_before": loss(before), "loss": least, "constants": dict(after)}))
+    print(json.dumps({"gpus": args.gpus, "runs": len(found), "loss_before": loss(before), "loss": least, "constants": dict(after)}))
     return 0
 
 
