@@ -38,7 +38,7 @@ def test_constants_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["h100"], "h100-sxm"),
+        (["h10"], "h100-sxm"),
         (["h100-sxm", "--constants", "speed"], "no constant is called speed"),
         (["rtx4090"], "no row that can be rebuilt is of rtx4090"),
     ],
