@@ -38,7 +38,7 @@ def test_constants_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["h10"], "h100-sxm"),
+        (["h100-smx"], "there is no gpu 'h100-smx' in the catalogue; did you mean h100-sxm"),
         (["h100-sxm", "--constants", "speed"], "no constant is called speed"),
         (["rtx4090"], "no row that can be rebuilt is of rtx4090"),
     ],
