@@ -68,7 +68,7 @@ def _without_twins(view: OpView, strategies: tuple[Strategy, ...]) -> tuple[Stra
         return strategies
     kept: dict[tuple[Layout, ...], Strategy] = {}
     for s in strategies:
-        kept[tuple(R if x == I else x for x in (*s.inputs, *s.outputs))] = s
+        kept[_layouts(s)] = s
     return tuple(kept.values())
 
 
@@ -144,6 +144,20 @@ def with_work_split(found: Choices, chosen: Callable[[str], Strategy]) -> Choice
         if group.op is not None and _is_heavy(group.op.target) and chosen(key).splits_work:
             groups[key] = dataclasses.replace(group, strategies=tuple(s for s in group.strategies if s.splits_work))
     return dataclasses.replace(found, groups=groups)
+
+
+def with_layouts(found: Choices, wanted: Mapping[str, Strategy]) -> Choices:
+    """The choices whose operators take and give what these strategies do, wherever one of theirs does. wanted: operator -> strategy."""
+    groups = dict(found.groups)
+    for key, group in found.groups.items():
+        lie = {_layouts(wanted[name]) if name in wanted else None for name in group.members}
+        if group.op is not None and len(lie) == 1 and (kept := tuple(s for s in group.strategies if _layouts(s) in lie)):
+            groups[key] = dataclasses.replace(group, strategies=kept)
+    return dataclasses.replace(found, groups=groups)
+
+
+def _layouts(s: Strategy) -> tuple[Layout, ...]:
+    return tuple(R if x == I else x for x in (*s.inputs, *s.outputs))
 
 
 def _is_heavy(target: str) -> bool:

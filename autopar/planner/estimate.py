@@ -156,9 +156,10 @@ class Estimator:
         return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._bucket_bytes()
 
     def _bucket_bytes(self) -> int:
-        if self.rank.mesh.dp * self.rank.mesh.tp == 1 or not self.recipe.overlaps_reduction:
+        if not self.recipe.overlaps_reduction:
             return 0  # what is reduced as a whole is reduced where it lies
-        return 2 * self.recipe.bucket_bytes
+        reduced = sum(self._gradient(p, p.numel) for v, p in self.params.items() if p.trainable and v in self._partial)
+        return min(2 * self.recipe.bucket_bytes, reduced)
 
     def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
         """At the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are not

@@ -17,7 +17,7 @@ from autopar.catalog.rule import draws
 from autopar.ir import I, Input, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.planner.shard import Assignment, alike, shard, view_of
 
-__all__ = ["Moments", "NotSplittable", "batched_inputs", "derived_from_inputs", "split_into_moments"]
+__all__ = ["Moments", "NotSplittable", "batched_inputs", "by_samples", "derived_from_inputs", "split_into_moments"]
 
 LOCAL_CODE_WITHOUT_EXCHANGE = frozenset({"mean_part"})
 RANDOM_LOCAL_CODE = frozenset({"dropout", "attention"})
@@ -58,8 +58,17 @@ def derived_from_inputs(program: Program) -> frozenset[str]:
 
 def split_into_moments(program: Program, count: int) -> Moments:
     """One micro-batch of `count`. Raises NotSplittable."""
-    if count == 1:
-        return Moments(body=program)
+    return Moments(body=program) if count == 1 else _split(program, count, *_typing(program, count))
+
+
+def by_samples(program: Program, count: int) -> dict[str, Strategy]:
+    """Operator -> how it runs on one of `count` parts of the batch without any exchange: of all that depends on a parameter, and of
+    some that depend on inputs alone. Raises NotSplittable."""
+    return dict(_typing(program, count)[0].ops)
+
+
+def _typing(program: Program, count: int) -> tuple[Assignment, dict[str, Layout]]:
+    """A typing over `count` moments, and what the prologue makes for it."""
     written = dict(program.mutations)
     changed = [b.fqn for b in program.buffers if b.mutated or b.value in written]
     if changed:
@@ -76,14 +85,14 @@ def split_into_moments(program: Program, count: int) -> Moments:
             raise first from None
 
 
-def _typed(program: Program, count: int, batched: frozenset[str], *, wide: bool) -> Moments:
+def _typed(program: Program, count: int, batched: frozenset[str], *, wide: bool) -> tuple[Assignment, dict[str, Layout]]:
     """wide: what is the same for all samples and is expanded to the size of the batch is taken to be one for each sample."""
     derived = derived_from_inputs(program)
     made: dict[str, Layout] = {}  # by the prologue
     for _ in range(1 + 2 * len(program.ops)):
         typed = _type(program, count, batched, derived, made, wide)
         if isinstance(typed, Assignment):
-            return _split(program, count, typed, made)
+            return typed, made
         assert any(made.get(v) != x for v, x in typed.items()), "every round moves something into the prologue"
         made |= typed
     raise AssertionError("the prologue cannot grow for ever")
@@ -152,8 +161,10 @@ def _prologue_for(
     program: Program, op: Op, count: int, have: tuple[Layout, ...], derived: frozenset[str], made: dict[str, Layout]
 ) -> dict[str, Layout]:
     """What the prologue must make so that an operator can be typed: the fewest operands, all derived from inputs; else the
-    operator's own results, if they derive from inputs. Raises NotSplittable."""
+    operator's own results, if they derive from inputs. What is split by samples is split otherwise, for all its readers, only if
+    nothing else serves. Raises NotSplittable."""
     operands = refs(op)
+    lies = dict(zip(operands, have, strict=True))
     options: list[dict[str, Layout]] = []
     for s in _strategies(program, op, count, have):
         moved = {r: want for r, want, x in zip(operands, s.inputs, have, strict=True) if want != x}
@@ -161,11 +172,17 @@ def _prologue_for(
         if consistent and all(r in derived and r not in made and want != P for r, want in moved.items()):
             if any(x.is_shard for x in s.outputs) or not any(x.is_shard for x in have):
                 options.append(moved)
-    if options:
-        return min(options, key=lambda m: (len(m), sorted(map(str, m.values()))))
+    def turned(moved: dict[str, Layout]) -> bool:
+        return any(lies[r].is_shard and want.is_shard for r, want in moved.items())
+
+    best = min(options, key=lambda m: (turned(m), len(m), sorted(map(str, m.values()))), default=None)
+    if best is not None and not turned(best):
+        return best
     outputs = [o for o in op.outputs if o is not None]
     if outputs and all(o in derived for o in outputs) and not any(o in made for o in outputs):
         return dict.fromkeys(outputs, R)
+    if best is not None:
+        return best
     lay = ", ".join(map(str, have))
     raise NotSplittable(f"{op.target} (operands {lay} over the micro-batches) mixes samples at {op.source or op.module or 'the top level'}")
 

@@ -24,10 +24,10 @@ from autopar.measure import count as count_op
 from autopar.planner.answer import plan_of, why_not
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.candidate import Candidate, Mesh, Rank, gib
-from autopar.planner.choices import choices, with_matrices_cut, with_work_split
+from autopar.planner.choices import choices, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.estimate import Estimator
 from autopar.planner.lower import on_tensor_axis
-from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
+from autopar.planner.moments import Moments, NotSplittable, batched_inputs, by_samples, split_into_moments
 from autopar.planner.partition import Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
@@ -69,7 +69,8 @@ class Search:
     short_bytes: float = math.inf
     best_s: float = math.inf
     _work_s: float | None = None  # of the program's own batch
-    _data: dict[int, tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
+    _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
+    _by_samples: set[tuple[int, int]] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[tuple[int, int], Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _tensor: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
@@ -111,20 +112,23 @@ class Search:
         return [m for m in _divisors(local) if m <= MAX_MICRO_BATCHES]
 
     # ------------------------------------------------------------------------------------------------- axis by axis
-    def on_data_axis(self, dp: int) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
-        """The program of one data-parallel rank."""
-        if dp not in self._data:
+    def on_data_axis(self, dp: int, *, samples: bool = False) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
+        """The program of one data-parallel rank. samples: every operator runs on the rank's samples as it would on a micro-batch,
+        without exchange (raises NotSplittable if that is not possible); else it may split other dims, and exchange values."""
+        key = (dp, samples)
+        if key not in self._data:
             if dp == 1:
-                self._data[dp] = (self.program, None, ())
+                self._data[key] = (self.program, None, ())
             else:
                 batched = batched_inputs(self.program)
                 leaves: dict[str, tuple[Layout, ...]] = {x.value: (S(0),) if x.value in batched else (R,) for x in self.program.inputs}
                 leaves |= {p.value: (R, I) for p in self.program.params}
                 leaves |= {b.value: (R, I) for b in self.program.buffers}
+                found = choices(self.program, dp, leaves, data=True)
                 problem = AxisProblem(
                     axis="dp",
                     n=dp,
-                    choices=choices(self.program, dp, leaves, data=True),
+                    choices=with_layouts(found, by_samples(self.program, dp)) if samples else found,
                     pricer=Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1}),
                     params=frozenset(p.value for p in self.program.params),
                     fixed=frozenset(b.value for b in self.program.buffers if b.mutated),
@@ -133,18 +137,24 @@ class Search:
                 )
                 solution = self.timed("data axis", lambda: solve_axis(problem))
                 local = shard(self.program, solution.assignment).replace(batch_size=(self.program.batch_size or 0) // dp or None)
-                self._data[dp] = (local, solution.assignment, (solution.outcome,))
-        return self._data[dp]
+                self._data[key] = (local, solution.assignment, (solution.outcome,))
+        return self._data[key]
 
     def moments(self, dp: int, count: int) -> Moments | str:
         key = (dp, count)
         if key not in self._moments:
-            try:
-                local = self.on_data_axis(dp)[0]
-                self._moments[key] = self.timed("micro-batches", lambda: split_into_moments(local, count))
-            except NotSplittable as e:
-                self._moments[key] = f"micro-batches: not split, because {e}"
+            self._moments[key] = found = self._split(dp, count, samples=False)
+            if isinstance(found, str) and dp > 1 and not isinstance(again := self._split(dp, count, samples=True), str):
+                self._by_samples.add(key)
+                self._moments[key] = again
         return self._moments[key]
+
+    def _split(self, dp: int, count: int, *, samples: bool) -> Moments | str:
+        try:
+            local = self.on_data_axis(dp, samples=samples)[0]
+            return self.timed("micro-batches", lambda: split_into_moments(local, count))
+        except NotSplittable as e:
+            return f"micro-batches: not split, because {e}"
 
     def unsplit(self, dp: int) -> list[str]:
         """Why the batch of one of dp ranks was not split into micro-batches, if it was tried and was not."""
@@ -183,7 +193,7 @@ class Search:
 
     def _build_rank(self, mesh: Mesh, made_for: tuple[int, int], moments: Moments, exactly: bool) -> Rank | str:
         pricer = self._pricer(mesh)
-        data = self.on_data_axis(made_for[0])
+        data = self.on_data_axis(made_for[0], samples=made_for in self._by_samples)
         outcomes = data[2]
         tensor: Assignment | None = None
         if mesh.tp > 1:
