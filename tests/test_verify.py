@@ -60,6 +60,38 @@ def check(model: type[nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]]
     assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
 
 
+class Masked(nn.Module):
+    """A loss over masked tokens, which divides by their number: the mask's sum is of the whole batch, its product with losses is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = self.last(torch.tanh(self.first(x)))
+        return nn.functional.cross_entropy(logits.transpose(1, 2), y, reduction="none")
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.losses(x, y) * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Weighed(Masked):
+    """A weight for each place in the batch, which no input gives."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.losses(x, y).sum(1) * torch.linspace(1, 2, x.shape[0], dtype=x.dtype)).sum() + 0.0 * mask.sum()
+
+
+def _masked() -> tuple[torch.Tensor, ...]:
+    return torch.randn(8, 6, 16), torch.randint(0, 8, (8, 6)), (torch.rand(8, 6) > 0.3).float()
+
+
+@pytest.mark.parametrize("model", [Masked, Weighed])
+@pytest.mark.parametrize("plan", ["dp=4 micro_batches=2", "dp=2 pp=2 micro_batches=4", "dp=2 tp=2 micro_batches=2 zero=3"])
+def test_what_derives_from_inputs_alone_keeps_no_batch_from_being_split(model: type[nn.Module], plan: str, workers: WorkerPool) -> None:
+    check(model, _masked, plan, workers)
+
+
 class Table(nn.Module):
     """A model with a tensor of its own that is neither parameter nor buffer, and of a lower precision than what it is added to."""
 
