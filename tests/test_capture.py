@@ -520,6 +520,8 @@ def test_a_large_model_is_captured_on_meta() -> None:
     check_well_formed(captured)
     assert all(t.is_meta for t in captured.tensors.values())
     assert len(captured.program.blocks[0].spans) == 2
+    on_the_cpu = {name: torch.zeros_like(t, device="cpu") for name, t in batch.items()}
+    assert program_hash(capture(model, on_the_cpu).program) == program_hash(captured.program)
 
 
 def test_a_wrong_gradient_is_noticed() -> None:

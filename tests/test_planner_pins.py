@@ -116,7 +116,7 @@ def test_blocks_of_pinned_stages_are_recomputed_where_memory_is_short() -> None:
     cluster = load_cluster("dgx-a100")
     cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, context_bytes=0))
     by_limit: list[Plan] = []
-    for limit_mib in (400, 120, 100, 90, 80, 70, 60):
+    for limit_mib in (400, 30, 24, 20, 16, 12, 8):
         with contextlib.suppress(Infeasible):
             pins = Pins(blocks=(2, 4), micro_batches=2)
             by_limit.append(make_plan(program_of("deep"), 2, cluster, memory_limit_bytes=limit_mib * 2**20, pins=pins))

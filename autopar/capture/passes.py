@@ -44,13 +44,15 @@ def capture(
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
     example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
-    theirs. Model and inputs may lie on the meta device. loss: loss(output) gives the scalar loss where the forward does not
-    return one. check: run model and program on the inputs and compare loss and gradients (not on meta). The model is left as
-    it was. Raises CaptureError with the line of the model's source and what to do.
+    theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
+    the scalar loss where the forward does not return one. check: run model and program on the inputs and compare loss and
+    gradients (not on meta). The model is left as it was. Raises CaptureError with the line of the model's source and what to do.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     step = Step(model, loss)
     infer = Inference()
     with frozen_model(model):
