@@ -23,7 +23,7 @@ import autopar
 from autopar.capture import capture
 from autopar.compiler import plan_of
 from autopar.errors import AutoparError
-from autopar.measure.resident import forget_peak, now_bytes, peak_bytes
+from autopar.measure.resident import forget_peak, give_back, now_bytes, peak_bytes
 from autopar.report.text import plan_text
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 
@@ -161,6 +161,7 @@ def _inputs(batch: Tensor) -> dict[str, Tensor]:
 def train_single(batches: Tensor) -> Measured:
     """The model as it is, on this process."""
     _gpt2()  # its code is not to be counted
+    give_back()
     before = now_bytes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return _train(build_model().to(device), batches, before, "one process", device)
@@ -169,6 +170,7 @@ def train_single(batches: Tensor) -> Measured:
 def train_worker(batches: Tensor, plan_file: str, folder: str) -> Measured:
     """The compiled model, on one worker of several; the loop is the same."""
     _gpt2()  # its code is not to be counted
+    give_back()
     before = now_bytes()
     model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=plan_file)
     rank = torch.distributed.get_rank()
