@@ -106,7 +106,7 @@ class Estimator:
 
     @functools.cached_property
     def _units(self) -> dict[str, int]:
-        parts = {v: p.local_bytes for v, p in self.params.items() if self._rests_in_parts(v)} if self.zero == 3 else {}
+        parts = {v: p.local_bytes for v, p in self.params.items() if p.in_parts} if self.zero == 3 else {}
         return gather_units(self.rank.program, parts, self.recipe.unit_bytes) if parts else {}
 
     @functools.cached_property
@@ -116,15 +116,12 @@ class Estimator:
         axes = [axis for axis, n in (("dp", mesh.dp), ("tp", mesh.tp)) if n > 1]
         return frozenset(p.value for p in self.rank.program.params if any(dict(p.layouts).get(axis) == R for axis in axes))
 
-    def _rests_in_parts(self, value: str) -> bool:
-        return self.params[value].resting_bytes < self.params[value].local_bytes
-
     # --------------------------------------------------------------------------------------------------------- memory
     def _at_rest(self, own: Collection[str], **activations: float) -> MemoryTerms:
         """Memory with these parameters, their gradients and optimizer states. Which of them rest in parts differs from parameter
         to parameter, so the figures are of one rank already."""
         trained = [self.params[v] for v in own if self.params[v].trainable]
-        working = sum(p.local_bytes for p in trained if self.zero == 1 and p.resting_bytes < p.local_bytes)
+        working = sum(p.local_bytes for p in trained if self.zero == 1 and p.in_parts)
         at_rest = sum(p.resting_bytes for p in trained)
         given: dict[str, float] = {"activation_bytes_per_micro_batch": 0.0, **activations}
         return stage_memory(
@@ -167,7 +164,7 @@ class Estimator:
         program, cuts = self.rank.program, self.rank.cuts.crossing
         params = {v: self.params[v] for v in own}
         trained = {v: p for v, p in params.items() if p.trainable}
-        parts = {v for v in own if self._rests_in_parts(v)}
+        parts = {v for v, p in params.items() if p.in_parts}
         moment = self.rank.ledger.liveness.peak(
             Activity(
                 span=span,
@@ -291,7 +288,7 @@ class Estimator:
         """Exposed seconds of bringing gradients together over the data axis while the last micro-batch's backward runs, and, for
         ZeRO-1, of gathering parameters while the first one's forward runs."""
         trained = [self.params[v] for v in own if self.params[v].trainable]
-        parts = [p for p in trained if p.resting_bytes < p.local_bytes]
+        parts = [p for p in trained if p.in_parts]
         sent = self.recipe.gradient_itemsize
         whole, sharded = (float(sum(p.numel * (sent or p.itemsize) for p in of)) for of in (trained, parts))
         reduced = self._buckets_s("all_reduce", whole - sharded)

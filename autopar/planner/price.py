@@ -149,6 +149,11 @@ class ParamBytes:
     def itemsize(self) -> int:
         return self.local_bytes // self.numel if self.numel else 0
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether it rests in parts over the data axis."""
+        return self.resting_bytes < self.local_bytes
+
 
 def zero_dims(program: Program, dp: int, zero: int) -> dict[str, int]:
     """Parameter (fqn) -> the dim on which it rests sharded over dp: the first that divides. Those of which no dim divides,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -69,7 +69,7 @@ class Search:
     short_bytes: float = math.inf
     best_s: float = math.inf
     _work_s: float | None = None  # of the program's own batch
-    _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]]] = field(default_factory=dict)
+    _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]] | NotSplittable] = field(default_factory=dict)
     _by_samples: set[tuple[int, int]] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[tuple[int, int], Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
@@ -117,28 +117,40 @@ class Search:
         without exchange (raises NotSplittable if that is not possible); else it may split other dims, and exchange values."""
         key = (dp, samples)
         if key not in self._data:
-            if dp == 1:
-                self._data[key] = (self.program, None, ())
-            else:
-                batched = batched_inputs(self.program)
-                leaves: dict[str, tuple[Layout, ...]] = {x.value: (S(0),) if x.value in batched else (R,) for x in self.program.inputs}
-                leaves |= {p.value: (R, I) for p in self.program.params}
-                leaves |= {b.value: (R, I) for b in self.program.buffers}
-                found = choices(self.program, dp, leaves, data=True)
-                problem = AxisProblem(
-                    axis="dp",
-                    n=dp,
-                    choices=with_layouts(found, by_samples(self.program, dp)) if samples else found,
-                    pricer=Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1}),
-                    params=frozenset(p.value for p in self.program.params),
-                    fixed=frozenset(b.value for b in self.program.buffers if b.mutated),
-                    sync_params=False,
-                    work_first=True,
-                )
-                solution = self.timed("data axis", lambda: solve_axis(problem))
-                local = shard(self.program, solution.assignment).replace(batch_size=(self.program.batch_size or 0) // dp or None)
-                self._data[key] = (local, solution.assignment, (solution.outcome,))
-        return self._data[key]
+            try:
+                self._data[key] = self._solve_data(dp, by_samples(self.program, dp) if samples else {})
+            except NotSplittable as e:
+                self._data[key] = e
+            except Infeasible as e:
+                if not samples:
+                    raise
+                self._data[key] = NotSplittable(str(e))
+        found = self._data[key]
+        if isinstance(found, NotSplittable):
+            raise found
+        return found
+
+    def _solve_data(self, dp: int, wanted: Mapping[str, Strategy]) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
+        """wanted: operator -> what it takes and gives, if it can."""
+        if dp == 1:
+            return self.program, None, ()
+        batched = batched_inputs(self.program)
+        leaves: dict[str, tuple[Layout, ...]] = {x.value: (S(0),) if x.value in batched else (R,) for x in self.program.inputs}
+        leaves |= {p.value: (R, I) for p in self.program.params}
+        leaves |= {b.value: (R, I) for b in self.program.buffers}
+        problem = AxisProblem(
+            axis="dp",
+            n=dp,
+            choices=with_layouts(choices(self.program, dp, leaves, data=True), wanted),
+            pricer=Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1}),
+            params=frozenset(p.value for p in self.program.params),
+            fixed=frozenset(b.value for b in self.program.buffers if b.mutated),
+            sync_params=False,
+            work_first=True,
+        )
+        solution = self.timed("data axis", lambda: solve_axis(problem))
+        local = shard(self.program, solution.assignment).replace(batch_size=(self.program.batch_size or 0) // dp or None)
+        return local, solution.assignment, (solution.outcome,)
 
     def moments(self, dp: int, count: int) -> Moments | str:
         key = (dp, count)

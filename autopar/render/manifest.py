@@ -33,8 +33,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             used.setdefault(value, []).append(stage.index)
     everywhere = tuple(stage.index for stage in lowered.stages)
     used |= {value: list(everywhere) for op in lowered.prologue for value in refs(op)}
-    dp = plan.mesh["dp"]
-    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, dp).items() if p.resting_bytes < p.local_bytes}
+    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.mesh["dp"]).items() if p.in_parts}
     units = gather_units(local, parts, AUTOPAR.unit_bytes) if plan.zero == 3 else {}
     params = tuple(
         ParamSpec(

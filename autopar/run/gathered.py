@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.run.buckets import Bucket, Gathering, Reduction
 
-__all__ = ["GatheredWhereUsed", "Orders"]
+__all__ = ["GatheredWhereUsed", "Orders", "Units"]
 
 Orders = dict[bool, list[int]]  # with gradients or without -> the units that a step gathered, in order
 
@@ -52,17 +52,24 @@ class _Use(torch.autograd.Function):
         return None, None, None
 
 
+class Units:
+    """The units of a module. buckets: of each; members: how many parameters it has; unit_of, held: by the name of a parameter."""
+
+    def __init__(self, buckets: Sequence[Sequence[Bucket]]) -> None:
+        self.buckets = buckets
+        self.members = [sum(len(bucket.held) for bucket in unit) for unit in buckets]
+        self.unit_of = {one.spec.name: k for k, unit in enumerate(buckets) for bucket in unit for one in bucket.held}
+        self.held = {one.spec.name: one for unit in buckets for bucket in unit for one in bucket.held}
+
+
 class GatheredWhereUsed:
     """The parameters of one step that are gathered where they are used.
 
-    units: of buckets; orders: of earlier steps; this one's is added by `close`.
+    orders: of earlier steps; this one's is added by `close`.
     """
 
-    def __init__(self, units: Sequence[Sequence[Bucket]], orders: Orders) -> None:
+    def __init__(self, units: Units, orders: Orders) -> None:
         self._units, self._orders = units, orders
-        self._members = [tuple(one for bucket in unit for one in bucket.held) for unit in units]
-        self._unit_of = {one.spec.name: k for k, members in enumerate(self._members) for one in members}
-        self._held = {one.spec.name: one for members in self._members for one in members}
         self._grad = torch.is_grad_enabled()
         self._expected = orders.get(self._grad, ())
         self._order: list[int] = []
@@ -82,7 +89,7 @@ class GatheredWhereUsed:
 
     def saving(self) -> AbstractContextManager[object]:
         """The context in which forward runs, so that autograd does not keep what was gathered."""
-        if not (self._grad and self._units):
+        if not (self._grad and self._units.buckets):
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -101,7 +108,7 @@ class GatheredWhereUsed:
         """The whole parameter, as a tensor of its own over memory that its unit shares."""
         if name not in self._present:
             self._present = {}  # before there is another
-            self._present = self._next_unit(self._unit_of[name])
+            self._present = self._next_unit(self._units.unit_of[name])
         return self._present[name].detach()
 
     def _next_unit(self, unit: int) -> dict[str, Tensor]:
@@ -116,7 +123,7 @@ class GatheredWhereUsed:
         return found
 
     def _gathering(self, unit: int) -> list[Gathering]:
-        return [bucket.gather() for bucket in self._units[unit]]
+        return [bucket.gather() for bucket in self._units.buckets[unit]]
 
     def _take_ahead(self, unit: int | None) -> list[Gathering] | None:
         """What is being gathered ahead, if it is this. Anything else is waited for, since its memory is being written."""
@@ -138,7 +145,7 @@ class GatheredWhereUsed:
     def _as_made(self, tensor: Tensor, name: str) -> bool:
         """Whether strides say all there is to say of this view of a parameter: not so where it reads the storage as another dtype
         (view_as_complex), or is to be conjugated or negated when it is read."""
-        return tensor.dtype == self._held[name].param.dtype and not (tensor.is_conj() or tensor.is_neg())
+        return tensor.dtype == self._units.held[name].param.dtype and not (tensor.is_conj() or tensor.is_neg())
 
     def _unpack(self, saved: Tensor | Dropped) -> Tensor:
         if isinstance(saved, Tensor):
@@ -148,17 +155,17 @@ class GatheredWhereUsed:
         return self._gather(saved.name).as_strided(saved.size, saved.stride, saved.offset)
 
     def _version(self, name: str) -> int:
-        return self._held[name].param._version
+        return self._units.held[name].param._version
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:
-        unit = self._unit_of[name]
+        unit = self._units.unit_of[name]
         if self._arrived[0] != unit:
             self._start_reduction()
             self._arrived = (unit, {})
         there = self._arrived[1]
         there[name] = there[name] + grad if name in there else grad
-        if len(there) == len(self._members[unit]):
+        if len(there) == self._units.members[unit]:
             self._start_reduction()
 
     def _start_reduction(self) -> None:
@@ -166,7 +173,7 @@ class GatheredWhereUsed:
         if not grads:
             return
         self._finish_reduction()  # so that no more than one unit waits to be sent
-        self._reductions = [bucket.reduce(grads) for bucket in self._units[unit]]
+        self._reductions = [bucket.reduce(grads) for bucket in self._units.buckets[unit]]
 
     def _finish_reduction(self) -> None:
         reductions, self._reductions = self._reductions, []

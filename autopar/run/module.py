@@ -19,7 +19,7 @@ from autopar.ir import Layout
 from autopar.run import comm, state
 from autopar.run.buckets import Bucket, Held, hold, make_buckets, make_units, rest
 from autopar.run.dtypes import dtype_named
-from autopar.run.gathered import GatheredWhereUsed, Orders
+from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.inputs import Batch, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -114,7 +114,7 @@ class ParallelModule(nn.Module):
     _names: dict[str, str]
     _tied: dict[tuple[int, ...], Axis]
     _buckets: tuple[Bucket, ...]
-    _units: tuple[tuple[Bucket, ...], ...]
+    _units: Units
     _orders: Orders
     _forms: dict[Key, Form]
     _another: Another | None
@@ -144,7 +144,7 @@ class ParallelModule(nn.Module):
         keep["_held"], keep["_names"] = {}, {}
         constants = self._take(tensors)
         keep["_buckets"] = make_buckets(self._held.values(), mesh)
-        keep["_units"] = make_units(self._held.values(), mesh)
+        keep["_units"] = Units(make_units(self._held.values(), mesh))
         keep["_orders"] = {}
         form = Form(emitted, constants, mesh, device, local_batch=local_batch)
         keep["_forms"], keep["_another"] = {form.key: form}, None
