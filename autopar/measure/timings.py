@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from autopar.measure.live import CPU_THREADS, REFUSALS, device_name
 from autopar.run import comm
+from autopar.run.groups import group_of
 from autopar.run.launch import default_device
 from autopar.run.mesh import Axis
 from cost_models.collectives import Kind
@@ -329,7 +330,7 @@ def collective_times(kind: Kind, nbytes: Sequence[int], ranks: int) -> list[list
 def _axis(ranks: int) -> Axis:
     """The first `ranks` workers. Made once: a group is costly, and every worker must make it."""
     members = tuple(range(ranks))
-    return Axis(name="profile", size=ranks, rank=dist.get_rank(), ranks=members, group=dist.new_group(list(members)))
+    return Axis(name="profile", size=ranks, rank=dist.get_rank(), ranks=members, held=group_of(members))
 
 
 def _collective(kind: Kind, nbytes: int, axis: Axis) -> Run:
@@ -346,7 +347,7 @@ def _collective(kind: Kind, nbytes: int, axis: Axis) -> Run:
         blocks = torch.zeros(n, max(1, each // n), device=device)
         return lambda: comm.all_to_all(blocks, axis)
     if kind == "broadcast":
-        return lambda: comm.broadcast_(whole, 0, axis.group)
+        return lambda: comm.broadcast_(whole, 0, axis)
     return lambda: dist.send(whole, 1, group=axis.group) if axis.rank == 0 else dist.recv(whole, 0, group=axis.group)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.run.groups import started
 from autopar.run.mesh import Axis
 
 __all__ = [
@@ -78,7 +79,8 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
     """Reduce x, which is contiguous and of a carried dtype, in place. wait=False: returns the work to wait for."""
     if axis.size == 1:
         return None
-    return dist.all_reduce(x, op=op, group=axis.group, async_op=not wait)
+    work = dist.all_reduce(x, op=op, group=axis.group, async_op=not wait)
+    return None if wait else _started(work)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -103,7 +105,7 @@ def scatter_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
 
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a started collective has work to wait for"
-    return work
+    return started(work)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:
@@ -118,7 +120,8 @@ def all_to_all(x: Tensor, axis: Axis, *, sends: list[int] | None = None, receive
     return _restored(out, x.dtype)
 
 
-def broadcast_(x: Tensor, source: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Overwrite the contiguous x with that of global rank `source`; group None is the default group."""
-    dist.broadcast(_moved(x), source, group=group)
+def broadcast_(x: Tensor, source: int, axis: Axis) -> Tensor:
+    """Overwrite the contiguous x with that of global rank `source` of the axis."""
+    if axis.size > 1:
+        dist.broadcast(_moved(x), source, group=axis.group)
     return x

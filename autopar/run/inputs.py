@@ -80,7 +80,7 @@ class Batch:
         sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
         mine = torch.tensor([self._mesh.dp.rank if self._local else 0, *sums], device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.world)]
-        dist.all_gather(everyone, mine)
+        dist.all_gather(everyone, mine, group=self._mesh.everyone.group)
         first: dict[int, tuple[int, list[int]]] = {}
         for rank, (part, *theirs) in enumerate(torch.stack(everyone).tolist()):
             other, expected = first.setdefault(part, (rank, theirs))

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
+from autopar.run.groups import release, released_at_exit
 
 __all__ = ["WorkerPool", "default_device", "join_process_group", "launch"]
 
@@ -50,6 +51,7 @@ def join_process_group(device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        released_at_exit()
 
 
 def launch(fn: Callable[..., Any], *args: Any, gpus: int, timeout_s: float | None = None) -> list[Any]:
@@ -198,8 +200,7 @@ def _worker(connection: Connection, rank: int, n: int, backend: str, store: str)
         if not task:
             break
         connection.send_bytes(_answer(task))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    release()
 
 
 def _answer(task: bytes) -> bytes:

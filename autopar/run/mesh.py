@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
+from autopar.run.groups import Group, group_of
 
 __all__ = ["AXES", "Axis", "Mesh"]
 
@@ -30,14 +31,18 @@ class Axis:
     """One axis of the mesh as one rank sees it.
 
     rank: the index of this rank on the axis, 0 <= rank < size. ranks: the global ranks along the axis through this one,
-    in order. group: their process group, None if size is 1.
+    in order. group: their process group, None if size is 1 (and after the end of the process group, see `groups`).
     """
 
     name: str
     size: int
     rank: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    held: Group | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.held is None else self.held.process_group
 
 
 class Mesh:
@@ -71,6 +76,7 @@ class Mesh:
         self.coordinates = dict(zip(AXES, self._unflatten(self.rank), strict=True))
         self.pp, self.dp, self.tp = (self._axis((name,)) for name in AXES)
         self.dp_tp = self._axis(("dp", "tp"))
+        self.everyone = self._axis(AXES)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={v}' for k, v in self.sizes.items())}, rank={self.rank})"
@@ -100,7 +106,7 @@ class Mesh:
         """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
         boxed = [value]
         if self._talks:
-            dist.broadcast_object_list(boxed, src=0, device=device)
+            dist.broadcast_object_list(boxed, src=0, group=self.everyone.group, device=device)
         return boxed[0]
 
     def check_equal(self, value: object, what: str) -> None:
@@ -108,7 +114,7 @@ class Mesh:
         if not self._talks:
             return
         found = [""] * self.world
-        dist.all_gather_object(found, repr(value))
+        dist.all_gather_object(found, repr(value), group=self.everyone.group)
         for rank, other in enumerate(found):
             if other != found[0]:
                 ranks = f"rank 0 and rank {rank}, which must be given the same data"
@@ -131,23 +137,8 @@ class Mesh:
         mine: tuple[int, ...] = ()
         group = None
         for line in map(tuple, lines.values()):
-            made = _group(line) if len(line) > 1 else None
+            made = group_of(line) if len(line) > 1 else None
             if self.rank in line:
                 mine, group = line, made
         index = mine.index(self.rank) if mine else -1
-        return Axis(name="_".join(names), size=len(next(iter(lines.values()))), rank=index, ranks=mine, group=group)
-
-
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_groups_world: dist.ProcessGroup | None = None
-
-
-def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these global ranks, made once for each default process group."""
-    global _groups_world
-    if _groups_world is not dist.group.WORLD:
-        _groups.clear()
-        _groups_world = dist.group.WORLD
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks))
-    return _groups[ranks]
+        return Axis(name="_".join(names), size=len(next(iter(lines.values()))), rank=index, ranks=mine, held=group)

@@ -193,7 +193,7 @@ class ParallelModule(nn.Module):
         del form.stage.weights  # so that gathered copies live no longer than the step
         if mesh.pp.size > 1:
             loss = torch.empty((), dtype=form.loss_dtype, device=self.device) if loss is None else loss
-            comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp.group)
+            comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
         trainable = [one for one in self._held.values() if one.param.requires_grad]
         if not (torch.is_grad_enabled() and trainable):
             step.finish()

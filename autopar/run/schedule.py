@@ -65,7 +65,7 @@ class _Run:
     """One step: what has been received and sent for each micro-batch in flight."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving) -> None:
-        self._stage, self._device, self._group = pipeline._stage, pipeline._device, pipeline._pp.group
+        self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
         self._previous, self._next = pipeline._previous, pipeline._next
         self._inputs, self._saving = inputs, saving
         self._train = torch.is_grad_enabled()
@@ -91,7 +91,7 @@ class _Run:
 
     def _exchange(self, results: tuple[Tensor, ...], to: int | None, action: Action | None) -> None:
         """Send the results of the last action, and receive what the next one needs."""
-        sends = [dist.P2POp(dist.isend, t, to, self._group) for t in results] if to is not None else []
+        sends = [dist.P2POp(dist.isend, t, to, self._pp.group) for t in results] if to is not None else []
         arriving: tuple[Tensor, ...] = ()
         if action is not None:
             forward = action.pass_ == "F"
@@ -99,7 +99,7 @@ class _Run:
             if source is not None:
                 arriving = self._empty(self._stage.receives if forward else self._stage.sends)
                 (self._received if forward else self._grads)[action.micro_batch] = arriving
-        receives = [dist.P2POp(dist.irecv, t, source, self._group) for t in arriving]
+        receives = [dist.P2POp(dist.irecv, t, source, self._pp.group) for t in arriving]
         if not sends and not receives:
             return
         self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept

@@ -36,7 +36,7 @@ def distribute(specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh,
         else:
             full = empty(spec.shape, spec.dtype, device)
         if mesh.world > 1:
-            comm.broadcast_(full, 0, None)
+            comm.broadcast_(full, 0, mesh.everyone)
         yield spec, full
 
 
@@ -65,7 +65,7 @@ def assemble(specs: Iterable[Spec], local: Callable[[str], Tensor], mesh: Mesh, 
         else:
             full = empty(spec.shape, spec.dtype, device)
         if mesh.pp.size > 1:
-            comm.broadcast_(full, mesh.rank_at(pp=owner), mesh.pp.group)
+            comm.broadcast_(full, mesh.rank_at(pp=owner), mesh.pp)
         yield spec, full
 
 
@@ -84,10 +84,10 @@ def clip_grad_norm_(
         total += torch.nn.utils.get_total_norm(grads, norm_type)
     if mesh.world > 1:
         if math.isinf(norm_type):
-            dist.all_reduce(total, dist.ReduceOp.MAX)
+            comm.all_reduce_(total, mesh.everyone, dist.ReduceOp.MAX)
         else:
             total = total.pow(norm_type)
-            dist.all_reduce(total)
+            comm.all_reduce_(total, mesh.everyone)
             total = total.pow(1 / norm_type)
     total = total.to(dtype)
     torch.nn.utils.clip_grads_with_norm_([one.param for one in held], max_norm, total)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from autopar import errors
 from autopar.errors import LaunchError
+from autopar.run.groups import group_of
 
 __all__ = ["decided_by_rank_0", "done_by_all", "talking"]
 
@@ -20,6 +21,10 @@ _EXPECTED = (errors.AutoparError, ValueError, TypeError, RuntimeError)
 def talking() -> bool:
     """Whether there are other ranks that can be talked to (a fake process group moves nothing)."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+
+
+def _everyone() -> dist.ProcessGroup | None:
+    return group_of(tuple(range(dist.get_world_size()))).process_group
 
 
 def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -> T:
@@ -37,7 +42,7 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
     except _EXPECTED as e:
         error, mine = e, (type(e).__name__, str(e))
     found: list[tuple[str, str]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, group=_everyone())
     if error is not None:
         raise error
     for rank, (kind, text) in enumerate(found):
@@ -61,7 +66,7 @@ def decided_by_rank_0(make: Callable[[], bytes]) -> bytes:
             answer = [("", "", make())]
         except _EXPECTED as e:
             error, answer = e, [(type(e).__name__, str(e), b"")]
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=_everyone())
     if error is not None:
         raise error
     kind, text, result = answer[0]

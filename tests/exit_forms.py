@@ -1,0 +1,104 @@
+"""A training script as people write them, run in many pairs of processes: `python exit_forms.py FORM PAIRS`.
+
+Each pair is forked from one process that has imported everything, goes on as a script of its own, and ends as an interpreter ends.
+FORM: how the script ends. Prints one line for each pair whose ranks did not end as they must, then 'pairs N'.
+"""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from typing import Any
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+groups_made: "weakref.WeakSet[dist.ProcessGroup]"  # by autopar
+
+
+@atexit.register  # before anything of torch's or autopar's, so that it runs after all of that
+def _check() -> None:
+    if len(groups_made):
+        os.write(2, b"process groups are alive when the interpreter begins to finalize\n")
+        os._exit(9)
+
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  (which the first optimizer imports: once, not in each rank)
+import torch.distributed as dist  # noqa: E402
+from run_model import Model, batch, emitted, tensors  # noqa: E402
+
+import autopar.compiler  # noqa: E402, F401  (what a script has imported)
+from autopar.run import ParallelModule  # noqa: E402
+
+groups_made = weakref.WeakSet()
+_new_group = dist.new_group
+
+
+def _noted(*args: Any, **kwargs: Any) -> Any:
+    made = _new_group(*args, **kwargs)
+    groups_made.add(made)
+    return made
+
+
+dist.new_group = _noted
+
+FORM, PAIRS = sys.argv[1], int(sys.argv[2])
+EXPECTED = {"raises": 1, "exits": 3}.get(FORM, 0)
+
+
+def _become_a_rank(folder: str) -> bool:
+    """Returns False in the process that has seen all pairs end, True in each of their ranks."""
+    for pair in range(PAIRS):
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                if EXPECTED:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traceback
+                dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{pair}", 2), rank=rank, world_size=2)
+                return True
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if codes != [EXPECTED] * 2:
+            print(f"pair {pair} ended with {codes}", flush=True)
+    return False
+
+
+def main() -> tuple[ParallelModule, torch.optim.Optimizer, torch.Tensor]:
+    model = ParallelModule(emitted(dp=2), tensors(Model().double()), device="cpu")
+    assert len(groups_made)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        loss = model(**batch(step))
+        loss.backward()
+        if FORM == "raises" and step == 2:
+            raise RuntimeError("on purpose")
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, loss
+
+
+folder = tempfile.mkdtemp()
+if not _become_a_rank(folder):
+    shutil.rmtree(folder)
+    print(f"pairs {PAIRS}", flush=True)
+    os._exit(0)
+if FORM == "raises":
+    atexit.unregister(_check)  # the groups of a rank that failed are left alone
+
+if FORM == "inside main":
+    main()
+else:
+    model, optimizer, loss = main()
+    if FORM == "saved last":
+        state = model.full_state_dict()
+    elif FORM == "destroyed":
+        dist.destroy_process_group()
+    elif FORM == "deleted":
+        del model, optimizer, loss
+        dist.destroy_process_group()
+    elif FORM == "exits":
+        sys.exit(3)
