@@ -22,6 +22,7 @@ from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.together import decided_by_rank_0, done_by_all
+from autopar.run.tree import whole_again
 from autopar.variants import Variants, tensors_of
 from cost_models.memory import OPTIMIZERS
 
@@ -161,14 +162,18 @@ def compile(  # noqa: A001  (the field's word)
     def finish(inputs: Inputs) -> Compiled:
         if world_size() == count:
             join_process_group(default_device())
+            whole_again(model)
         return build(model, inputs, count, loss=loss, decide=wanted if given is None else lambda _: given)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         expected = first_loss(model, inputs, loss, compiled.captured.program) if verify else None
-        module = ParallelModule(load(compiled.source), tensors_of(compiled.captured))
+        captured = compiled.captured
+        module = ParallelModule(
+            load(compiled.source), tensors_of(captured), original=model, another=Variants(model, compiled.plan, loss, emit),
+            guards=captured.guards, returns=captured.returns,
+        )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
-        keep["_another"] = Variants(model, compiled.plan, loss, emit)
         if expected is not None:
             check_first_loss(module, inputs, expected)
         return module

@@ -28,6 +28,7 @@ from autopar.planner import Pins, Plan
 from autopar.planner.wishes import check_inputs
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule, WorkerPool
+from autopar.run.parts import local
 
 __all__ = ["Reference", "Report", "TOLERANCE", "reference", "verify", "verify_plan"]
 
@@ -193,7 +194,7 @@ def _train(
             if optimizer is not None:
                 optimizer.step()
         full = module.full_state_dict()
-    parts = {module.part_of(name): p.detach().cpu().contiguous() for name, p in module.named_parameters()}
+    parts = {module.part_of(name): local(p).cpu().contiguous() for name, p in module.named_parameters()}
     mine = {part: hashlib.sha256(p.numpy().tobytes()).hexdigest() for part, p in parts.items()}
     if torch.distributed.get_rank() != 0:
         gradients, full = {}, {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.run import ParallelModule, WorkerPool
-from autopar.run.state import assemble
+from autopar.run.parts import local
 from tests.run_model import Model, batch, emitted, tensors
 
 pytestmark = pytest.mark.gloo
@@ -60,9 +60,9 @@ def _train(form: dict[str, Any]) -> dict[str, float]:
         (loss * 3).backward()
         (target * 3).backward()
         note("loss", loss.detach(), target.detach())
-        trained = [s for s in model.manifest.params if s.trainable and s.name != "unused"]
-        for spec, grad in assemble(trained, lambda name: model._held[name].param.grad, model.mesh, model.device):
-            note("gradient", grad, expected[spec.name].grad)
+        for name, grad in model.full_gradients().items():
+            if name != "unused":
+                note("gradient", grad, expected[name].grad)
         assert all(p.grad is None for name, p in model.named_parameters() if name in ("unused", "frozen"))
         note("norm", model.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
         ours.step()
@@ -83,9 +83,9 @@ def _train(form: dict[str, Any]) -> dict[str, float]:
 def _check_copies(model: ParallelModule) -> None:
     """Copies of one parameter are equal to the bit: over dp and tp where it is not cut, over the stages that share it."""
     mesh = model.mesh
-    local = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    here = {name: local(p) for name, p in model.named_parameters(remove_duplicate=False) if name in model._tree.names}
     everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.world)]
-    torch.distributed.all_gather_object(everyone, local)
+    torch.distributed.all_gather_object(everyone, here)
     for spec in model.manifest.params:
         cut_tp = spec.layouts["tp"].startswith("S")
         copies: dict[tuple[int, int], Tensor] = {}
@@ -104,7 +104,7 @@ def test_training_equals_one_process(workers: WorkerPool, name: str) -> None:
 
 def _names(form: dict[str, Any]) -> list[str]:
     model = ParallelModule(emitted(**form), tensors(Model().double()))
-    assert set(model.state_dict()) <= set(Model().state_dict())
+    assert set(model.state_dict()) == set(Model().state_dict())
     return [name for name, _ in model.named_parameters()]
 
 
@@ -112,9 +112,8 @@ def test_names_are_the_original_ones(workers: WorkerPool) -> None:
     original = [name for name, _ in Model().named_parameters()]
     whole = workers.run(_names, {"dp": 2, "tp": 2}, timeout_s=60)
     assert all(sorted(names) == sorted(original) for names in whole)
-    staged = workers.run(_names, {"pp": 2, "dp": 2, "micro_batches": 2}, timeout_s=60)
-    assert set(staged[0]) | set(staged[3]) == set(original)
-    assert set(staged[0]) & set(staged[3]) == {"wte.weight"}
+    staged = workers.run(_names, {"pp": 2, "dp": 2, "micro_batches": 2}, timeout_s=60)  # also of the other stage, as empty parts
+    assert all(sorted(names) == sorted(original) for names in staged)
 
 
 def test_one_process_needs_no_group() -> None:

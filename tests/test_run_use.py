@@ -338,7 +338,7 @@ def _order_of_events() -> list[str]:
     """What happens in backward: 'grad' for the arrival of a leaf's gradient, 'reduce' for the start of a reduction."""
     torch.manual_seed(0)
     model = _model(dp=4)
-    model.__dict__["_buckets"] = buckets_module.make_buckets(model._held.values(), model.mesh, size_bytes=10_000)
+    model.__dict__["_buckets"] = buckets_module.make_buckets(model._tree.held.values(), model.mesh, size_bytes=10_000)
     events: list[str] = []
     reduce, start = buckets_module.Bucket.reduce, weights_module.Step._start_reductions
 

@@ -46,10 +46,13 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self.training = model.training
+        self.returns = ""  # what the model returns, in words; "" for what is the loss
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return loss_of(model(*args, **kwargs), loss)
+            output = model(*args, **kwargs)
+            self.returns = "" if _is_scalar(output) or loss is not None else _describe(output)
+            return loss_of(output, loss)
 
         self.forward = forward
 

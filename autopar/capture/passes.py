@@ -27,11 +27,14 @@ __all__ = ["Captured", "capture"]
 @dataclass(frozen=True)
 class Captured:
     """A program, and the tensor (possibly on meta) of each of its parameters, buffers and constants by value name.
-    training: the model's mode when it was captured."""
+    training: the model's mode when it was captured. guards: say whether what was frozen is still as it was. returns: what the
+    model's forward returns, in words; '' for the loss alone."""
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
     training: bool = True
+    guards: Any = None
+    returns: str = ""
 
 
 def capture(
@@ -75,7 +78,7 @@ def capture(
                 f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(unseen))}), which a graph of "
                 f"operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are compared"
             )
-    return Captured(program, dict(trace.tensors), model.training)
+    return Captured(program, dict(trace.tensors), model.training, returns=step.returns)
 
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:

@@ -17,35 +17,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.ir import Kind, Layout
+from autopar.ir import Kind
 from autopar.run import comm
-from autopar.run.manifest import BufferSpec, ParamSpec
+from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.slices import cut, joined, local_slice, parted
+from autopar.run.parts import layouts_of
+from autopar.run.slices import joined, parted
 
 __all__ = [
-    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "layouts_of", "make_buckets", "make_units", "rest",
+    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "make_buckets", "make_units",
 ]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a link, small enough to overlap
 
 
-def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
-    """The layout of a parameter or buffer over 'tp' and 'dp' at its use, in the order in which it is cut."""
-    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
-
-
 @dataclass(kw_only=True, eq=False)
 class Held:
-    """One parameter on one rank. param: the part at rest (`ParallelModule.adopt` puts another object there). zero: its dim
-    sharded over dp at rest, None if it rests whole. partial: the axes over which the gradient of its use is partial.
-    tied: the pipeline stages that share it, None if it is on one stage."""
+    """One parameter on one rank. param: the user's parameter; local: its memory, the part at rest. zero: its dim sharded over dp at
+    rest, None if it rests whole. partial: the axes over which the gradient of its use is partial. tied: the pipeline stages that
+    share it, None if it is on one stage. trains: whether the present step computes its gradient."""
 
     spec: ParamSpec
     param: nn.Parameter
+    local: Tensor
     zero: int | None
     partial: tuple[str, ...]
     tied: Axis | None
+    trains: bool
 
     @property
     def gathered_when_used(self) -> bool:
@@ -57,26 +55,17 @@ class Held:
         return self.tied is not None or self.gathered_when_used
 
 
-def rest(spec: ParamSpec | BufferSpec, full: Tensor, mesh: Mesh) -> Tensor:
-    """The part of a global tensor that rests on this rank, as memory of its own."""
-    part = full
-    for name, layout in layouts_of(spec).items():
-        axis = mesh.axis(name)
-        part = local_slice(part, layout, axis.rank, axis.size)
-    if isinstance(spec, ParamSpec) and spec.zero_dim is not None:
-        part = cut(part, mesh.dp.size, spec.zero_dim, 1, mesh.dp.rank)
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def hold(spec: ParamSpec, full: Tensor, mesh: Mesh, tied: Axis | None) -> Held:
-    """Keep this rank's part of a global parameter."""
+def hold(spec: ParamSpec, param: nn.Parameter, here: Tensor, mesh: Mesh, tied: Axis | None) -> Held:
+    """Note that `here`, the memory of the parameter, is this rank's part of it."""
     layouts = layouts_of(spec)
     return Held(
         spec=spec,
-        param=nn.Parameter(rest(spec, full, mesh), requires_grad=spec.trainable),
+        param=param,
+        local=here,
         zero=spec.zero_dim if mesh.dp.size > 1 else None,
         partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
         tied=tied,
+        trains=spec.trainable,
     )
 
 
@@ -115,7 +104,7 @@ class Gathering:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        parts = [held.param.detach().reshape(-1) for held in bucket.held]
+        parts = [held.local.reshape(-1) for held in bucket.held]
         dp, numel = bucket.mesh.dp, sum(len(part) for part in parts)
         self._out = parts[0].new_empty(dp.size * numel)
         own = self._out.narrow(0, dp.rank * numel, numel)  # gathered in place
@@ -131,8 +120,8 @@ class Gathering:
         offset = 0
         for held in self.bucket.held:
             assert held.zero is not None
-            size = held.param.numel()
-            parts = rows[:, offset : offset + size].view(-1, *held.param.shape)
+            size = held.local.numel()
+            parts = rows[:, offset : offset + size].view(-1, *held.local.shape)
             found[held.spec.name] = joined(parts, held.zero).contiguous()
             offset += size
         return found
@@ -180,9 +169,9 @@ class Reduction:
         self._kept = None
         if self.bucket.scattered and self.bucket.summed_over is not None:
             comm.all_reduce_(self._flat, self.bucket.summed_over)
-        sizes = [held.param.numel() for held in self.held]
+        sizes = [held.local.numel() for held in self.held]
         return {
-            held.spec.name: part.view(held.param.shape) for held, part in zip(self.held, self._flat.split(sizes), strict=True)
+            held.spec.name: part.view(held.local.shape) for held, part in zip(self.held, self._flat.split(sizes), strict=True)
         }
 
 
@@ -198,10 +187,10 @@ def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTE
     done: list[list[Held]] = []
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
-        key = (one.param.dtype, one.zero is not None, one.spec.gather, one.partial, one.late, one.param.requires_grad)
+        key = (one.local.dtype, one.zero is not None, one.spec.gather, one.partial, one.late, one.spec.trainable)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
-        if sum(h.param.numel() * h.param.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:
+        if sum(h.local.numel() * h.local.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:
             done.append(open_.pop(key))
     return tuple(Bucket(b, mesh) for b in (*done, *open_.values()))
 
@@ -212,5 +201,5 @@ def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ..
     for one in held:
         if one.gathered_when_used:
             unit = one.spec.name if one.spec.unit is None else one.spec.unit
-            units.setdefault(unit, {}).setdefault((one.param.dtype, one.partial), []).append(one)
+            units.setdefault(unit, {}).setdefault((one.local.dtype, one.partial), []).append(one)
     return tuple(tuple(Bucket(of, mesh, where_used=True) for of in unit.values()) for unit in units.values())

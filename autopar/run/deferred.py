@@ -5,15 +5,20 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import LaunchError
 from autopar.run.module import ParallelModule
+from autopar.run.tree import REGISTRIES
 
 __all__ = ["DeferredModule", "world_size"]
+
+_OF_A_STARTED_MODULE = (
+    "train_step", "clip_grad_norm_", "full_state_dict", "full_gradients", "load_full_state_dict", "full_parameters", "manifest", "mesh",
+)  # fmt: skip
 
 
 def world_size() -> int:
@@ -26,7 +31,7 @@ def world_size() -> int:
 class DeferredModule(nn.Module):
     """Stands for the parallel module until the first batch is there.
 
-    Its parameters are the original model's own objects: an optimizer that was made from them before the first call goes on
+    It has the original model's own modules and parameters: an optimizer that was made from them before the first call goes on
     to hold them, when they have become this rank's parts. finish: example inputs -> what to run; start: that and the
     inputs -> module. compiled, inputs: what is there already, where example inputs were given.
     """
@@ -44,7 +49,7 @@ class DeferredModule(nn.Module):
         keep = self.__dict__
         keep["_original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
         keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
-        self.training = model.training
+        keep |= {name: model.__dict__[name] for name in REGISTRIES}
 
     @property
     def plan(self) -> Any:
@@ -72,36 +77,64 @@ class DeferredModule(nn.Module):
             keep["_inputs"] = {**dict(zip(_names(self._original), args, strict=False)), **kwargs} if kwargs else args
             keep["compiled"] = self._finish(self._inputs)
         module = self._start(self.compiled, self._inputs)
-        module.adopt(dict(self._original.named_parameters(remove_duplicate=False)))
-        module.train(self.training)
         keep["module"] = module
         for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
             del keep[name]
 
-    def parameters(self, recurse: bool = True) -> Any:
-        return (self.module or self._original).parameters(recurse)
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        original = self.__dict__.get("_original")
+        return original.training if original is not None else True
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        return (self.module or self._original).named_parameters(prefix, recurse, remove_duplicate)
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if (original := self.__dict__.get("_original")) is not None:
+            original.training = mode
 
     def train(self, mode: bool = True) -> DeferredModule:
-        self.training = mode
-        if self.module is None:
-            self._original.train(mode)
-        else:
-            self.module.train(mode)
+        """As nn.Module.train: of the original and all its modules."""
+        self._original.train(mode)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.module or self._original).state_dict(*args, **kwargs)
+    def apply(self, fn: Callable[[nn.Module], None]) -> DeferredModule:
+        """As nn.Module.apply (after the first call with whole parameters: collective)."""
+        (self.module or self._original).apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredModule:
+        (self.module or self._original)._apply(fn)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
         if module is not None and not name.startswith("_"):
             return getattr(module, name)
-        if name in ("train_step", "clip_grad_norm_", "full_state_dict", "load_full_state_dict", "manifest", "mesh"):
+        if name in _OF_A_STARTED_MODULE:
             raise LaunchError(f"{name} is there after the first call, or at once with example_inputs=... and all {self._gpus} processes")
-        return super().__getattr__(name)
+        original = self.__dict__.get("_original")
+        if original is None or name.startswith("__"):
+            return super().__getattr__(name)
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_original")
+        if original is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(original, name, value)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse_copy("copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse_copy("pickled")
+
+    def _refuse_copy(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"a compiled {type(self._original).__name__} cannot be {what}: it is part of a group of processes. Save full_state_dict(), "
+            f"which loads into the original model, and compile that again"
+        )
 
 
 def _names(model: nn.Module) -> tuple[str, ...]:

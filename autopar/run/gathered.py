@@ -145,7 +145,7 @@ class GatheredWhereUsed:
     def _as_made(self, tensor: Tensor, name: str) -> bool:
         """Whether strides say all there is to say of this view of a parameter: not so where it reads the storage as another dtype
         (view_as_complex), or is to be conjugated or negated when it is read."""
-        return tensor.dtype == self._units.held[name].param.dtype and not (tensor.is_conj() or tensor.is_neg())
+        return tensor.dtype == self._units.held[name].local.dtype and not (tensor.is_conj() or tensor.is_neg())
 
     def _unpack(self, saved: Tensor | Dropped) -> Tensor:
         if isinstance(saved, Tensor):
@@ -155,7 +155,7 @@ class GatheredWhereUsed:
         return self._gather(saved.name).as_strided(saved.size, saved.stride, saved.offset)
 
     def _version(self, name: str) -> int:
-        return self._units.held[name].param._version
+        return self._units.held[name].local._version
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:

@@ -15,10 +15,10 @@ from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.slices import local_slice
 
-__all__ = ["Batch", "micro_batch"]
+__all__ = ["Batch", "Shapes", "micro_batch"]
 
 Path = tuple[str | int, ...]
-Shapes = tuple[tuple[Path, tuple[int, ...]], ...]
+Shapes = tuple[tuple[Path, tuple[int, ...] | str], ...]  # of each leaf of a call: a tensor's shape, or the value of anything else
 
 
 class Batch:
@@ -33,12 +33,16 @@ class Batch:
         self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
         layouts = [Layout.parse(spec.layouts.get("dp", "I")) if local else None for spec in manifest.inputs]
         shapes = [x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape for s, x in zip(manifest.inputs, layouts, strict=True)]
-        self.expected = _sorted(zip((self._by_name(spec.path) for spec in manifest.inputs), shapes, strict=True))
+        paths = [self._by_name(spec.path) for spec in manifest.inputs]
+        values = [(path, _value(v)) for path, v in self._constants.items() if v is not None]
+        self.expected = _sorted([*zip(paths, shapes, strict=True), *values])
 
     def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
-        """The path and shape of each tensor of a call, sorted; `expected` is that of the planned call."""
+        """The path of each leaf of a call, with the shape of a tensor or the value of anything else but None, sorted; `expected` is
+        that of the planned call."""
         leaves = self._leaves(args, kwargs)
-        return _sorted((self._by_name(path), tuple(leaf.shape)) for path, leaf in leaves if isinstance(leaf, Tensor))
+        found = ((path, tuple(leaf.shape) if isinstance(leaf, Tensor) else _value(leaf)) for path, leaf in leaves if leaf is not None)
+        return _sorted((self._by_name(path), what) for path, what in found)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         """name of the input -> the tensor that the call gives for it.
@@ -111,6 +115,11 @@ class Batch:
         name = _text(self._by_name(spec.path))
         if not isinstance(value, Tensor):
             raise TypeError(f"input {name} must be a tensor; got {type(value).__name__}")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"input {name} requires a gradient, which the parallel module does not give to its inputs. Give it detached "
+                f"({name.strip(chr(39))}.detach()), or make what computes it a part of the model that is compiled"
+            )
         if _dtype(value) != spec.dtype:
             raise TypeError(f"input {name} must be {spec.dtype}, as it was when the model was captured; got {_dtype(value)}")
         layout = Layout.parse(spec.layouts.get("dp", "I"))
@@ -145,8 +154,12 @@ def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: 
     return {s.name: local_slice(bound[s.name], Layout.parse(s.layouts.get("time", "I")), index, n) for s in specs}
 
 
-def _sorted(shapes: Iterable[tuple[Path, tuple[int, ...]]]) -> Shapes:
+def _sorted(shapes: Iterable[tuple[Path, tuple[int, ...] | str]]) -> Shapes:
     return tuple(sorted(shapes, key=repr))
+
+
+def _value(leaf: object) -> str:
+    return f"{type(leaf).__name__} {leaf!r}"
 
 
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:

@@ -120,6 +120,14 @@ class Mesh:
                 ranks = f"rank 0 and rank {rank}, which must be given the same data"
                 raise LaunchError(f"{what} differ between {ranks}: {found[0]} and {other}")
 
+    def collected(self, values: list[str]) -> set[str]:
+        """Collective: what any rank has."""
+        if not self._talks:
+            return set(values)
+        found: list[list[str]] = [[]] * self.world
+        dist.all_gather_object(found, values, group=self.everyone.group)
+        return {value for one in found for value in one}
+
     def _unflatten(self, rank: int) -> tuple[int, int, int]:
         outer, tp = divmod(rank, self.sizes["tp"])
         pp, dp = divmod(outer, self.sizes["dp"])

@@ -8,8 +8,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +16,20 @@ from torch.autograd.function import once_differentiable
 
 from autopar.ir import Layout
 from autopar.run import comm, state
-from autopar.run.buckets import Bucket, Held, hold, make_buckets, make_units, rest
+from autopar.run.buckets import Bucket, make_buckets, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
-from autopar.run.inputs import Batch, micro_batch
+from autopar.run.inputs import Batch, Shapes, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
-from autopar.run.mesh import Axis, Mesh
+from autopar.run.mesh import Mesh
+from autopar.run.outputs import as_returned
+from autopar.run.parts import Lies, local
 from autopar.run.schedule import Pipeline, accumulate
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
+from autopar.run.stepping import close_steps, hook_optimizers
+from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
 
 __all__ = ["Emitted", "ParallelModule"]
@@ -42,20 +45,34 @@ class Emitted(Protocol):
     def STAGES(self) -> tuple[type[Stage], ...]: ...  # noqa: N802
 
 
-Key = tuple[bool, tuple[tuple[object, tuple[int, ...]], ...]]  # training mode, and the shape of each input
-Another = Callable[["ParallelModule", bool, Any], tuple[Emitted, Mapping[str, Tensor]]]
+Key = tuple[bytes, Shapes]  # the mode of each module, and the shape of each input or its value
+
+
+class Guards(Protocol):
+    """What capture has frozen of the user's program."""
+
+    def changed(self) -> str | None: ...
+
+
+Another = Callable[["ParallelModule", Any], tuple[Emitted, Mapping[str, Tensor], Guards | None]]
+FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
 
 
 class Form:
-    """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name."""
+    """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name. guards: say whether it is
+    still what the user's model does."""
 
-    def __init__(self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool) -> None:
+    def __init__(
+        self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool,
+        guards: Guards | None = None,
+    ) -> None:  # fmt: skip
         manifest = emitted.MANIFEST
         for library in manifest.libraries:
             importlib.import_module(library)
         if len(emitted.STAGES) != mesh.pp.size:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
-        self.manifest, self.constants = manifest, constants
+        self.manifest, self.constants, self.guards = manifest, constants, guards
+        self.trained: frozenset[str] | None = None  # the parameters that have a gradient, on any rank
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
         self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
@@ -67,7 +84,6 @@ class Form:
             self.pipeline = Pipeline(
                 self.stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
             )
-        self.key: Key = (manifest.training, self.batch.expected)
 
 
 class _Deposit(torch.autograd.Function):
@@ -96,10 +112,15 @@ class ParallelModule(nn.Module):
 
     Under torch.no_grad() a call computes the loss alone.
 
+    It is the original model in another form: its submodules, parameters and buffers are the original's own objects, whose memory is
+    now this rank's part (`parts`), and what is set on it is set on the original.
+
     emitted: the emitted module (MANIFEST, STAGES and perhaps prologue). tensors: global tensors by name, of the parameters,
     buffers and constants in the manifest; rank 0's are given to all ranks, and the other ranks' are not read.
     device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
-    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1).
+    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1). original: the user's model; without
+    it the module has the names of its parameters alone. another: makes the form for other inputs or other modes. guards: of the
+    captured program. returns: what the original's forward returns, in words; '' for the loss alone.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -110,16 +131,19 @@ class ParallelModule(nn.Module):
     device: torch.device
     mesh: Mesh
     debug: bool
-    _held: dict[str, Held]
-    _names: dict[str, str]
-    _tied: dict[tuple[int, ...], Axis]
+    original: nn.Module | None
+    _tree: Tree
+    _modules_of_original: tuple[nn.Module, ...]
     _buckets: tuple[Bucket, ...]
     _units: Units
     _orders: Orders
-    _forms: dict[Key, Form]
+    _first: Form
+    _forms: dict[Key, list[Form]]
     _another: Another | None
+    _returns: str
     _seed: int
     _steps: int
+    _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
     source: str | None = None
 
@@ -131,7 +155,12 @@ class ParallelModule(nn.Module):
         device: torch.device | str | None = None,
         local_batch: bool = False,
         debug: bool | None = None,
+        original: nn.Module | None = None,
+        another: Another | None = None,
+        guards: Guards | None = None,
+        returns: str = "",
     ) -> None:
+        self.__dict__["original"] = None
         super().__init__()
         manifest = emitted.MANIFEST
         keep = self.__dict__
@@ -140,26 +169,35 @@ class ParallelModule(nn.Module):
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
-        keep["_tied"] = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
-        keep["_held"], keep["_names"] = {}, {}
-        constants = self._take(tensors)
-        keep["_buckets"] = make_buckets(self._held.values(), mesh)
-        keep["_units"] = Units(make_units(self._held.values(), mesh))
+        keep["original"], keep["_returns"] = original, returns
+        if original is not None:
+            keep |= {name: original.__dict__[name] for name in REGISTRIES}
+        keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
+        tied = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
+        keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
+        tree.take(state.distribute((*manifest.params, *manifest.buffers), tensors, mesh, device))
+        keep["_buckets"] = make_buckets(tree.held.values(), mesh)
+        keep["_units"] = Units(make_units(tree.held.values(), mesh))
         keep["_orders"] = {}
-        form = Form(emitted, constants, mesh, device, local_batch=local_batch)
-        keep["_forms"], keep["_another"] = {form.key: form}, None
-        self.training = manifest.training
+        keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards)
+        if original is None:
+            self.training = manifest.training
+        keep["_another"], keep["_forms"] = another, {self._key(form.batch.expected): [form]}
         keep["_seed"] = mesh.agree(torch.initial_seed(), device)
         keep["_steps"] = 0
+        hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """The loss of a batch (a scalar, the same on every rank). The arguments are those of the original model.
+        """The loss of a batch (a scalar, the same on every rank). The arguments are those of the original model. Where that returns
+        more than its loss, the loss is also what `.loss`, `["loss"]` and `[0]` give.
 
-        Raises TypeError or ValueError naming the input that is missing, unknown or not as planned; LaunchError in debug
-        mode if ranks were given different batches.
+        Raises TypeError or ValueError naming the input that is missing, unknown or not as planned, or what of the model has changed
+        in a way that was not planned for; LaunchError in debug mode if ranks were given different batches.
         """
-        mesh = self.mesh
+        mesh, tree = self.mesh, self._tree
+        close_steps()
+        tree.begin_step()
         form = self._form_for(args, kwargs)
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
@@ -168,8 +206,8 @@ class ParallelModule(nn.Module):
         inputs = form.batch.own_parts(bound)
         n = manifest.micro_batches
         step = Step(
-            held=self._held,
-            names=self._names,
+            held=tree.held,
+            names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
             where_used=GatheredWhereUsed(self._units, self._orders),
@@ -194,10 +232,10 @@ class ParallelModule(nn.Module):
         if mesh.pp.size > 1:
             loss = torch.empty((), dtype=form.loss_dtype, device=self.device) if loss is None else loss
             comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
-        trainable = [one for one in self._held.values() if one.param.requires_grad]
+        trainable = [(name, param) for name, param in tree.params.items() if param.requires_grad]
         if not (torch.is_grad_enabled() and trainable):
             step.finish()
-            return loss.detach()
+            return as_returned(loss.detach(), self._returns)
 
         def gradients(grad: Tensor) -> list[Tensor | None]:
             whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
@@ -207,9 +245,17 @@ class ParallelModule(nn.Module):
             if not whole:
                 for value in found.values():
                     value.mul_(grad)
-            return [found.get(one.spec.name) for one in trainable]
+            if form.trained is None:
+                form.trained = frozenset(mesh.collected(sorted(found))) if mesh.pp.size > 1 else frozenset(found)
+            return [found[name] if name in found else self._no_gradient(name, form) for name, _ in trainable]
 
-        return _Deposit.apply(loss.detach(), gradients, *(one.param for one in trainable))
+        deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable))
+        return as_returned(deposited, self._returns)
+
+    def _no_gradient(self, name: str, form: Form) -> Tensor | None:
+        """The gradient of a parameter that has none here: empty if another stage has it."""
+        elsewhere = name not in self._tree.held and form.trained is not None and name in form.trained
+        return torch.empty_like(self._tree.at_rest(name)) if elsewhere else None
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:
         """Forward and backward; returns the loss, detached. A single mapping is taken as keyword inputs."""
@@ -224,7 +270,7 @@ class ParallelModule(nn.Module):
         The figures are those of torch.nn.utils.clip_grad_norm_ on the original model."""
         dtype = functools.reduce(torch.promote_types, (dtype_named(spec.dtype) for spec in self.manifest.params))
         return state.clip_grad_norm_(
-            self._held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
+            self._tree.held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
         )
 
     # ------------------------------------------------------------------------------------------------------------ state
@@ -233,7 +279,7 @@ class ParallelModule(nn.Module):
         with strict=True. rank0_only: the other ranks get an empty dict."""
         kept = not rank0_only or self.mesh.rank == 0
         full: dict[str, Tensor] = {}
-        for spec, tensor in state.assemble(self._persistent(), self._at_rest, self.mesh, self.device):
+        for spec, tensor in state.assemble(self._persistent(), self._tree.at_rest, self.mesh, self.device):
             if kept:
                 value = tensor.to("cpu", copy=True)
                 full.update((name, value) for name in (spec.name, *_aliases(spec)))
@@ -242,12 +288,12 @@ class ParallelModule(nn.Module):
     def full_gradients(self) -> dict[str, Tensor]:
         """Collective: the gradient of every trainable parameter, whole, on the CPU; zeros where it has none."""
 
-        def local(name: str) -> Tensor:
-            param = self._held[name].param
-            return torch.zeros_like(param) if param.grad is None else param.grad
+        def here(name: str) -> Tensor:
+            grad = self._tree.params[name].grad
+            return torch.zeros_like(self._tree.at_rest(name)) if grad is None else local(grad)
 
         specs = [spec for spec in self.manifest.params if spec.trainable]
-        return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in state.assemble(specs, local, self.mesh, self.device)}
+        return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in state.assemble(specs, here, self.mesh, self.device)}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
         """Collective: take the state_dict of the original model; rank 0's is given to all, and other ranks may pass None.
@@ -262,48 +308,139 @@ class ParallelModule(nn.Module):
             raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown)}")
         with torch.no_grad():
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
-                if self._holds(spec):
-                    self._at_rest(spec.name).copy_(rest(spec, full, self.mesh))
+                self._tree.at_rest(spec.name).copy_(self._tree.lies[spec.name].cut(full))
 
-    def adopt(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Let these parameters of the original model, by name, be the parts that rest here, so that an optimizer that holds
-        them trains this module. Parameters of other stages become empty."""
-        known = {name: spec.name for spec in self.manifest.params for name in (spec.name, *spec.aliases)}
-        for name, original in params.items():
-            held = self._held.get(known.get(name, ""))
-            if held is None:
-                original.data = original.data.new_empty(0)
-            elif held.param is not original:
-                original.data = held.param.data
-                held.param = original
-                _register(self, name, original)
-            else:
-                _register(self, name, original)
+    @contextlib.contextmanager
+    def full_parameters(self, *, write: bool = True) -> Iterator[None]:
+        """Collective: inside, the parameters and buffers of the model are whole and plain on every rank, so that anything may be done
+        with them (another initialisation, the original's own methods). write: what rank 0 has written is the model's afterwards, on
+        all ranks. Each rank needs the memory of the whole model. The module is not called inside."""
+        with self._tree.as_whole(write=write):
+            yield
+
+    @contextlib.contextmanager
+    def captured_at_home(self) -> Iterator[None]:
+        """Collective: inside, the original may be captured: whole, and on the devices where it was."""
+        with self._tree.as_whole(write=False, home=True):
+            yield
 
     def part_of(self, name: str) -> str:
         """Which part of a parameter rests here, as text; ranks that name the same part must hold the same bits."""
-        held = self._held[self._names[name]]
+        held = self._tree.held.get(self._tree.names.get(name, name))
+        if held is None:
+            return f"{name} nothing"
         cut = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, text in held.spec.layouts.items() if text.startswith("S(")]
         return " ".join([held.spec.name, *cut, *([f"zero:{self.mesh.dp.rank}"] if held.zero is not None else [])])
 
+    # --------------------------------------------------------------------------------------------------- as the original
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        return self.original.training if self.original is not None else self.__dict__.get("_mode", True)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self.original is not None:
+            self.original.training = mode
+        self.__dict__["_mode"] = mode
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As nn.Module.train: of the original and all its modules."""
+        if self.original is not None:
+            self.original.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ParallelModule:
+        """Collective: as nn.Module.apply, with whole parameters; what rank 0 has written is the model's on all ranks."""
+        with self.full_parameters():
+            if self.original is not None:
+                self.original.apply(fn)
+            else:
+                super().apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        """Of to(), cuda(), double() and the like: nothing, or refused."""
+        for like in {(p.dtype, p.device): torch.empty(0, dtype=p.dtype, device=p.device) for p in self._tree.params.values()}.values():
+            moved = fn(like)
+            if (moved.dtype, moved.device.type) != (like.dtype, like.device.type):
+                raise ValueError(
+                    f"{self.manifest.model} was compiled in {like.dtype} for {like.device.type}, and is kept so: its plan counts on it. "
+                    f"Cast or move the model before it is compiled"
+                )
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("original")
+            if original is None or name.startswith("__"):
+                raise
+            return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("original")
+        if original is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        original = self.__dict__.get("original")
+        if original is None or name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(original, name)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse_copy("copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse_copy("pickled")
+
+    def _refuse_copy(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"a parallel {self.manifest.model} cannot be {what}: it is part of a group of processes. Save full_state_dict(), which loads "
+            f"into the original model, and compile that again"
+        )
+
     # ---------------------------------------------------------------------------------------------------------- private
+    def _key(self, shapes: Shapes) -> Key:
+        modes = bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
+        return modes, shapes
+
     def _form_for(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Form:
-        """What runs for a call: in another mode than captured, or for inputs of other shapes, another form of the same
-        decisions, where autopar.compile has left the means to make one. Raises ValueError."""
-        first = next(iter(self._forms.values()))
-        shapes = first.batch.shapes(args, kwargs)
-        if [path for path, _ in shapes] != [path for path, _ in first.batch.expected]:
+        """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
+        changed, another form of the same decisions, where autopar.compile has left the means to make one. Raises ValueError."""
+        first = self._first
+        if not self._takes(args, kwargs):
             return first  # which says what is missing or not known
-        key = (self.training, shapes)
+        shapes = first.batch.shapes(args, kwargs)
+        key = self._key(shapes)
         if self.debug:
             self.mesh.check_equal(key, "the shapes of the inputs, or the training mode,")
-        if key not in self._forms and self._another is not None:
+        forms = self._forms.get(key, [])
+        changed = None
+        for form in forms:
+            changed = form.guards.changed() if form.guards is not None else None
+            if changed is None:
+                return form
+        if self._another is not None:
+            if sum(len(known) for known in self._forms.values()) >= FORMS:
+                raise ValueError(
+                    f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
+                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
+                )
             inputs = {**dict(zip(first.manifest.positional, args, strict=False)), **kwargs} if kwargs else args
-            emitted, tensors = self._another(self, self.training, inputs)
-            constants = {spec.name: rest(spec, full, self.mesh) for spec, full in self._constants_of(emitted.MANIFEST, tensors)}
-            self._forms[key] = Form(emitted, constants, self.mesh, self.device, local_batch=False)
-        if key in self._forms:
-            return self._forms[key]
+            emitted, tensors, guards = self._another(self, inputs)
+            constants = self._constants_of(emitted.MANIFEST, tensors)
+            form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards)
+            self._forms.setdefault(key, []).append(form)
+            return form
+        if changed is not None:
+            raise ValueError(f"{first.manifest.model} is not what was compiled: {changed}. Compile it again")
         if self.training != first.manifest.training and first.manifest.mode_dependent:
             modes = {True: "training", False: "evaluation"}
             raise ValueError(
@@ -313,52 +450,26 @@ class ParallelModule(nn.Module):
             )
         return first
 
-    def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[tuple[BufferSpec, Tensor]]:
-        constants = [spec for spec in manifest.buffers if spec.constant]
-        return ((spec, full) for spec, full in state.distribute(constants, tensors, self.mesh, self.device) if self._holds(spec))  # type: ignore[misc]
+    def _takes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        """Whether the original's forward can be called so."""
+        if self._another is None or self.original is None:
+            return True
+        try:
+            inspect.signature(self.original.forward).bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
 
-    def _take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keep this rank's parts of the global tensors, under their original names; returns those of the constants."""
-        constants: dict[str, Tensor] = {}
-        specs: tuple[ParamSpec | BufferSpec, ...] = (*self.manifest.params, *self.manifest.buffers)
-        aliases: list[tuple[str, nn.Parameter]] = []
-        for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
-            if not self._holds(spec):
-                continue
-            if isinstance(spec, ParamSpec):
-                one = hold(spec, full, self.mesh, self._tied.get(spec.stages))
-                self._held[spec.name] = one
-                self._names.update((name, spec.name) for name in (spec.name, *spec.aliases))
-                _register(self, spec.name, one.param)
-                aliases.extend((alias, one.param) for alias in spec.aliases)
-            elif spec.constant:
-                constants[spec.name] = rest(spec, full, self.mesh)
-            else:
-                _register(self, spec.name, rest(spec, full, self.mesh), persistent=spec.persistent)
-        for name, param in aliases:
-            _register(self, name, param)
-        return constants
-
-    def _holds(self, spec: ParamSpec | BufferSpec) -> bool:
-        return self.mesh.pp.rank in (spec.stages or (0,))
+    def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        specs = [spec for spec in manifest.buffers if spec.constant]
+        found = ((spec, Lies(spec, self.mesh), full) for spec, full in state.distribute(specs, tensors, self.mesh, self.device))
+        return {spec.name: lies.cut(full).clone() for spec, lies, full in found if lies.holds}
 
     def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
         return (*self.manifest.params, *(b for b in self.manifest.buffers if b.persistent and not b.constant))
 
-    def _at_rest(self, name: str) -> Tensor:
-        return self._held[name].param if name in self._held else self._buffer(name)
-
-    def _buffer(self, name: str, constants: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
-        if name in constants:
-            return constants[name]
-        path, _, last = name.rpartition(".")
-        module: nn.Module | None = self
-        for part in path.split(".") if path else ():
-            module = module._modules.get(part) if module is not None else None
-        found = module._buffers.get(last) if module is not None else None
-        if found is None:
-            raise KeyError(f"stage {self.mesh.pp.rank} of {self.manifest.model} holds nothing named {name!r}")
-        return found
+    def _buffer(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
+        return constants[name] if name in constants else self._tree.buffer(name)
 
     @contextlib.contextmanager
     def _random_numbers(self) -> Iterator[None]:
@@ -390,18 +501,3 @@ def _keywords(fn: Callable[..., object]) -> frozenset[str]:
 
 def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:
     return spec.aliases if isinstance(spec, ParamSpec) else ()
-
-
-def _register(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-    """Make a parameter or buffer known to nn.Module under a dotted name, through empty modules that hold it. Straight into
-    the registries: the user's names may be those of attributes here."""
-    *path, last = name.split(".")
-    module = root
-    for part in path:
-        module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[last] = tensor
-    else:
-        module._buffers[last] = tensor
-        if not persistent:
-            module._non_persistent_buffers_set.add(last)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.run import comm
-from autopar.run.buckets import Held, layouts_of
-from autopar.run.dtypes import empty
+from autopar.run.buckets import Held
+from autopar.run.dtypes import dtype_named, empty
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.slices import joined
+from autopar.run.parts import Lies
 
 __all__ = ["assemble", "clip_grad_norm_", "distribute"]
 
@@ -50,35 +50,26 @@ def _problem(spec: Spec, tensors: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def assemble(specs: Iterable[Spec], local: Callable[[str], Tensor], mesh: Mesh, device: torch.device) -> Iterator[tuple[Spec, Tensor]]:
-    """Collective: each global tensor, the same on every rank, from the parts at rest that `local` gives by name."""
+def assemble(
+    specs: Iterable[Spec], local: Callable[[str], Tensor], mesh: Mesh, device: torch.device
+) -> Iterator[tuple[Spec, Tensor]]:
+    """Collective: each global tensor, the same on every rank, from the parts at rest that `local` gives by name (empty ones for what
+    other stages hold)."""
     for spec in specs:
-        owner = min(spec.stages, default=0)
-        if mesh.pp.rank == owner:
-            full = local(spec.name).detach()
-            if isinstance(spec, ParamSpec) and spec.zero_dim is not None:
-                full = joined(comm.all_gather(full, mesh.dp), spec.zero_dim)
-            for name, layout in reversed(layouts_of(spec).items()):
-                if layout.is_shard:
-                    full = joined(comm.all_gather(full, mesh.axis(name)), layout.dim, layout.groups)
-            full = full.contiguous()
-        else:
-            full = empty(spec.shape, spec.dtype, device)
-        if mesh.pp.size > 1:
-            comm.broadcast_(full, mesh.rank_at(pp=owner), mesh.pp)
-        yield spec, full
+        yield spec, Lies(spec, mesh).gather(local(spec.name).to(dtype_named(spec.dtype)).detach())
 
 
 def clip_grad_norm_(
     held: Iterable[Held], mesh: Mesh, *, max_norm: float, norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Collective: as torch.nn.utils.clip_grad_norm_ on the unsplit model. Returns the norm before clipping, in `dtype`,
-    which must be the same on all ranks (copies of a parameter would drift apart).
+    """Collective: as torch.nn.utils.clip_grad_norm_ on the unsplit model, with one reduction. Returns the norm before clipping, in
+    `dtype`, which must be the same on all ranks (copies of a parameter would drift apart).
 
     Each element counts once: of a replica the rank with index 0 on the axis, of copies on several stages the first stage's.
     """
-    held = [one for one in held if one.param.grad is not None]
-    grads = [one.param.grad for one in held if _counts(one, mesh) and one.param.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [(one, one.param.grad.detach()) for one in held if one.param.grad is not None]
+    grads = [grad for one, grad in found if Lies(one.spec, mesh).counts]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if grads:
         total += torch.nn.utils.get_total_norm(grads, norm_type)
@@ -90,13 +81,7 @@ def clip_grad_norm_(
             comm.all_reduce_(total, mesh.everyone)
             total = total.pow(1 / norm_type)
     total = total.to(dtype)
-    torch.nn.utils.clip_grads_with_norm_([one.param for one in held], max_norm, total)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
+    for _, grad in found:
+        grad.mul_(factor.to(grad.dtype))
     return total
-
-
-def _counts(one: Held, mesh: Mesh) -> bool:
-    layouts = layouts_of(one.spec)
-    whole = {"tp": not layouts["tp"].is_shard, "dp": not layouts["dp"].is_shard and one.zero is None}
-    return all(mesh.axis(name).rank == 0 for name, replicated in whole.items() if replicated) and (
-        mesh.pp.rank == min(one.spec.stages, default=0)
-    )

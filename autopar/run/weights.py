@@ -103,14 +103,14 @@ class Step:
     def _leaf(self, name: str) -> Tensor:
         if name not in self._leaves:
             gathering = self._gathering.get(name)
-            found = gathering.finish() if gathering is not None else {name: self._held[name].param.detach()}
+            found = gathering.finish() if gathering is not None else {name: self._held[name].local.detach()}
             for key, value in found.items():
                 self._gathering.pop(key, None)
                 self._leaves[key] = self._prepared(key, value)
         return self._leaves[name]
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        if not (self._grad and self._held[name].param.requires_grad):
+        if not (self._grad and self._held[name].trains):
             return value
         leaf = value.requires_grad_()
         step = weakref.ref(self)  # a strong one would be a cycle through the leaf, which only the collector could free
@@ -154,7 +154,7 @@ class Step:
         for name, grad in of_parts.items():
             self._leaf(name).grad = grad
         for name, held in self._held.items():
-            if held.tied is not None and held.param.requires_grad:
+            if held.tied is not None and held.trains:
                 leaf = self._leaf(name)
                 if leaf.grad is None:
                     leaf.grad = torch.zeros_like(leaf)

@@ -1,0 +1,523 @@
+"""Parameters and gradients of which a rank holds a part, and which behave as the whole.
+
+A `Part` is the nn.Parameter of the user's model, whose memory is this rank's part of it. What people do with parameters is exact:
+
+- its shape, size and number of elements are those of the whole;
+- elementwise operators (also in place) work on the parts, and give parts;
+- sums, means, norms and largest values count every element once over all ranks;
+- anything else works on the whole, which is gathered for it; what it writes in place goes back into the parts.
+
+The last two are collective: all ranks do the same with the same parameters, as they do with FSDP2's. A parameter of another pipeline
+stage is a part without elements, so that this holds there too. What a copy that was gathered cannot be (written to, pickled) raises.
+Elementwise optimizers of torch.optim step on the parts themselves (`stepping`), at the price of plain parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.ir import Layout
+from autopar.run import comm
+from autopar.run.manifest import BufferSpec, ParamSpec
+from autopar.run.mesh import Mesh
+from autopar.run.slices import cut, joined, local_slice
+
+__all__ = ["AnyPart", "Lies", "Part", "PartTensor", "become_part", "become_whole", "is_part", "layouts_of", "lies_of", "local", "part_like"]
+
+_plain = torch._C.DisableTorchFunctionSubclass  # as the documentation of tensor subclasses does it
+
+
+def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
+    """The layout of a parameter or buffer over 'tp' and 'dp' at its use, in the order in which it is cut."""
+    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
+
+
+class Lies:
+    """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
+
+    __slots__ = ("_layouts", "_owner", "_zero", "counts", "holds", "mesh", "name", "shape", "split")
+
+    def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
+        self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
+        self._layouts = layouts_of(spec)
+        self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.dp.size > 1 else None
+        self._owner = min(spec.stages, default=0)
+        self.holds = mesh.pp.rank in (spec.stages or (0,))
+        cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
+        cut_over |= {"dp"} if self._zero is not None else set()
+        self.split = bool(cut_over) or len(spec.stages or (0,)) < mesh.pp.size  # some rank holds less than the whole
+        copies = [mesh.axis(name).rank for name in ("tp", "dp") if name not in cut_over]
+        self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole, a view where it can be one."""
+        if not self.holds:
+            return whole.new_empty(0)
+        part = whole
+        for name, layout in self._layouts.items():
+            axis = self.mesh.axis(name)
+            part = local_slice(part, layout, axis.rank, axis.size)
+        return part if self._zero is None else cut(part, self.mesh.dp.size, self._zero, 1, self.mesh.dp.rank)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Collective: the whole, the same on every rank, as memory of its own."""
+        mesh = self.mesh
+        if mesh.pp.rank == self._owner:
+            whole = part
+            if self._zero is not None:
+                whole = joined(comm.all_gather(whole, mesh.dp), self._zero)
+            for name, layout in reversed(self._layouts.items()):
+                if layout.is_shard:
+                    whole = joined(comm.all_gather(whole, mesh.axis(name)), layout.dim, layout.groups)
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        else:
+            whole = torch.empty(self.shape, dtype=part.dtype, device=part.device)
+        if mesh.pp.size > 1:
+            comm.broadcast_(whole, mesh.rank_at(pp=self._owner), mesh.pp)
+        return whole
+
+    def agreed(self, x: Tensor) -> Tensor:
+        """Collective: rank 0's x on every rank: what the ranks have drawn or computed each for itself may differ."""
+        if self.mesh.world == 1:
+            return x
+        return comm.broadcast_(x.detach().clone(memory_format=torch.contiguous_format), 0, self.mesh.everyone)
+
+
+# ------------------------------------------------------------------------------------------------------- names of functions
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ELEMENTWISE = _names("""
+    abs absolute add addcdiv addcmul bfloat16 ceil clamp clamp_max clamp_min clip clone copysign cos cosh deg2rad detach div divide double
+    empty_like eq erf exp exp2 expm1 float floor floor_divide fmax fmin fmod ge greater gt half hardtanh heaviside hypot isfinite isinf
+    isnan le lerp less log log10 log1p log2 logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne
+    neg negative not_equal ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinh sqrt square sub subtract
+    tan tanh true_divide trunc zeros_like where bitwise_and bitwise_or bitwise_not logit softplus
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__ __neg__ __abs__ __eq__
+    __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __mod__ __floordiv__ __pos__ positive
+""")  # fmt: skip
+_IN_PLACE = _names("""
+    abs_ add_ addcdiv_ addcmul_ ceil_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_ exp_ fill_ floor_ lerp_ log_ mul_ multiply_
+    nan_to_num_ neg_ pow_ reciprocal_ relu_ round_ rsqrt_ sigmoid_ sign_ sqrt_ square_ sub_ subtract_ tanh_ true_divide_ trunc_ zero_
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__
+""")  # fmt: skip
+_SCALES_LIKE = _names("zeros_like ones_like empty_like full_like")
+_VIEWS = _names("""
+    T H mT mH real imag __getitem__ as_strided chunk diagonal expand expand_as flatten movedim moveaxis narrow permute ravel reshape
+    reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view
+    view_as view_as_complex view_as_real
+""")  # fmt: skip
+_OF_THE_OBJECT = _names("""
+    requires_grad_ register_post_accumulate_grad_hook retain_grad is_floating_point is_complex is_signed get_device element_size
+    is_inference is_shared has_names _is_view data_ptr untyped_storage storage_offset backward is_pinned is_neg is_conj dim_order __hash__
+    is_same_size is_tensor is_storage
+""")  # fmt: skip
+_OF_THE_SHAPE = _names("size numel nelement dim ndimension __len__ stride is_contiguous")
+_ATTRIBUTES_OF_THE_SHAPE = _names("shape ndim nbytes")
+_OF_THE_WHOLE_ATTRIBUTES = _names("T H mT mH real imag")
+_NORMS = _names("norm vector_norm linalg_norm linalg_vector_norm")
+_LARGEST = {"max": max, "amax": max, "min": min, "amin": min}
+_NOT_COPIED = _names("__reduce_ex__ __deepcopy__ __reduce__")
+_RANDOM = _names("rand_like randn_like randint_like bernoulli multinomial normal dropout poisson alpha_dropout feature_dropout")
+
+
+class _Parted:
+    """What both kinds of parts share: how torch functions work on them."""
+
+    _lies: Lies
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            return _attribute(func, name, args)
+        if name in _OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
+            with _plain():
+                return func(*args, **kwargs)
+        first: Any = args[0] if args else None
+        if name in _NOT_COPIED:
+            return _copied(func, args)
+        if name in ("__repr__", "__format__", "__str__") and is_part(first):
+            lies = first._lies
+            return f"Part({lies.name}, shape={tuple(lies.shape)}, here={tuple(local(first).shape)})"
+        if name == "register_hook":
+            return _register_hook(*args, **kwargs)
+        if name in _OF_THE_SHAPE and is_part(first):
+            with _plain():
+                return func(torch.empty(first._lies.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+        if name.startswith("_foreach_"):
+            return _foreach(func, name, args, kwargs)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(func, *args)
+        if name in _ELEMENTWISE or name in _SCALES_LIKE or name in _IN_PLACE or name in ("to", "type"):
+            found = _elementwise(func, name, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        if is_part(first):
+            found = _reduced(name, first, args[1:], kwargs)
+            if found is not NotImplemented:
+                return found
+        return _on_the_whole(func, name, args, kwargs)
+
+
+class PartTensor(_Parted, Tensor):
+    """A part that is not a parameter: a gradient, a buffer, or what elementwise operators made of parts."""
+
+
+class Part(_Parted, nn.Parameter):
+    """A parameter of which this rank holds a part."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copied(nn.Parameter.__reduce_ex__, (self, protocol))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copied(nn.Parameter.__deepcopy__, (self, memo))
+
+
+AnyPart = Part | PartTensor
+
+
+def is_part(x: object) -> bool:
+    return isinstance(x, _Parted)
+
+
+def local(x: Tensor) -> Tensor:
+    """What of a tensor is on this rank: a plain tensor that shares its memory and has no gradient."""
+    with _plain():
+        return x.detach()
+
+
+def lies_of(x: AnyPart) -> Lies:
+    """How a part lies over the ranks."""
+    return x._lies
+
+
+def become_part(param: nn.Parameter, here: Tensor, lies: Lies) -> None:
+    """Let the parameter, the same object, be the part `here` of what it was."""
+    become_whole(param, here)
+    param.__class__ = Part
+    param._lies = lies  # type: ignore[attr-defined]
+
+
+def become_whole(param: nn.Parameter, whole: Tensor) -> None:
+    """Let the parameter, the same object, be a plain one with this memory. It has no gradient afterwards."""
+    with _plain():
+        param.__class__ = nn.Parameter
+        param.grad = None
+        param.data = whole
+
+
+def part_like(x: Tensor, lies: Lies) -> PartTensor:
+    """A plain tensor as the part of something that lies so; it shares memory and autograd's graph."""
+    found = x.as_subclass(PartTensor)
+    found._lies = lies
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- attributes
+def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> Any:
+    name = func.__self__.__name__  # type: ignore[attr-defined]
+    x = args[0]
+    if access == "__get__":
+        if name == "grad":
+            with _plain():
+                grad = func(*args)
+            return _as_gradient(grad, x._lies)
+        if name == "data":
+            return part_like(local(x), x._lies)
+        if name in _ATTRIBUTES_OF_THE_SHAPE:
+            return func(torch.empty(x._lies.shape, dtype=x.dtype, device="meta"))
+        if name in _OF_THE_WHOLE_ATTRIBUTES:
+            return _readable(func(_whole(x)))
+    if access == "__set__":
+        value = args[1]
+        if name == "grad" and isinstance(value, Tensor):
+            mine = local(value if is_part(value) else _cut(value, x._lies))
+            with _plain():
+                return func(x, mine)
+        if name == "data":
+            local(x).copy_(local(value if is_part(value) else _cut(x._lies.agreed(value), x._lies)))
+            return None
+    with _plain():
+        return func(*args)
+
+
+def _as_gradient(grad: Tensor | None, lies: Lies) -> Tensor | None:
+    if grad is not None and type(grad) is Tensor:
+        grad.__class__ = PartTensor
+        grad._lies = lies  # type: ignore[attr-defined]
+    return grad
+
+
+def _cut(value: Tensor, lies: Lies) -> Tensor:
+    if value.shape != lies.shape:
+        raise ValueError(f"{lies.name} has shape {tuple(lies.shape)}; it cannot be given a tensor of shape {tuple(value.shape)}")
+    return lies.cut(value)
+
+
+def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return name == "type" and len(args) == 1 and not kwargs
+
+
+def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """copy.deepcopy and pickle: of what is whole on every rank, as a plain tensor."""
+    x = args[0]
+    if x._lies.split:
+        raise TypeError(
+            f"{x._lies.name} is held in parts by several processes, so that it cannot be copied or pickled by itself. Take "
+            f"full_state_dict() of the parallel module, which has whole tensors under the names of the original"
+        )
+    plain = nn.Parameter(local(x), requires_grad=x.requires_grad) if isinstance(x, Part) else local(x)
+    return func(plain, *args[1:])
+
+
+def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Hooks on gradients are given parts, of which norms are those of the whole."""
+    lies = x._lies
+
+    def on_part(grad: Tensor) -> Tensor | None:
+        changed = hook(part_like(grad, lies))
+        if changed is None:
+            return None
+        return local(changed if is_part(changed) else _cut(changed, lies))
+
+    with _plain():
+        return x.register_hook(on_part)
+
+
+# ---------------------------------------------------------------------------------------------------------------- elementwise
+def _here(x: AnyPart) -> Tensor:
+    """The memory of a part as a plain tensor in autograd's graph."""
+    with _plain():
+        return x.as_subclass(Tensor)
+
+
+def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On the parts; NotImplemented where an operand does not lie as the others or is broadcast."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    parts = [x for x in leaves if is_part(x)]
+    lies, in_place = parts[0]._lies, name in _IN_PLACE
+    target = _target(args)
+    if any(x._lies is not lies for x in parts) or (in_place and not is_part(target)) or kwargs.get("out") is not None:
+        return NotImplemented
+    others = [x for x in leaves if isinstance(x, Tensor) and not is_part(x) and x.dim() > 0]
+    if any(x.shape != lies.shape for x in others) or (name in _SCALES_LIKE and others):
+        return NotImplemented
+
+    def operand(x: Any) -> Any:
+        if is_part(x):
+            return _here(x)
+        if isinstance(x, Tensor) and x.dim() > 0:
+            return lies.cut(lies.agreed(x) if in_place and not x.requires_grad else x.as_subclass(Tensor))
+        return x
+
+    new_args, new_kwargs = pytree.tree_unflatten([operand(x) for x in leaves], tree)
+    found = func(*new_args, **new_kwargs)
+    if in_place:
+        return args[0]
+    return pytree.tree_map_only(Tensor, lambda t: part_like(t, lies), found)
+
+
+def _target(args: tuple[Any, ...]) -> Any:
+    first = args[0] if args else None
+    return first[0] if isinstance(first, (list, tuple)) and first else first
+
+
+def _foreach(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of lists, one place after the other."""
+    base = name.removeprefix("_foreach_")
+    tensors = args[0]
+    if base == "norm":
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        return [torch.linalg.vector_norm(t, order) for t in tensors]
+    found = []
+    for i in range(len(tensors)):
+        one = [[a[i]] if isinstance(a, (list, tuple)) and len(a) == len(tensors) else a for a in args]
+        rest = {k: [a[i]] if isinstance(a, (list, tuple)) and len(a) == len(tensors) else a for k, a in kwargs.items()}
+        if not any(is_part(x) for x in pytree.tree_leaves((one, rest))):
+            result = func(*one, **rest)
+        else:
+            result = _elementwise(func, base, tuple(one), rest) if base in _ELEMENTWISE | _IN_PLACE else NotImplemented
+            if result is NotImplemented:
+                result = _on_the_whole(func, base, tuple(one), rest)
+        found.append(result[0] if isinstance(result, (list, tuple)) else result)
+    return None if base.endswith("_") else found
+
+
+def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler's: what one rank finds not finite is found by all."""
+    func([_here(g) if is_part(g) else g for g in grads], found_inf, inv_scale)  # type: ignore[arg-type]
+    meshes = [g._lies.mesh for g in grads if is_part(g)]  # type: ignore[attr-defined]
+    for mesh in {id(mesh): mesh for mesh in meshes}.values():
+        comm.all_reduce_(found_inf, mesh.everyone, torch.distributed.ReduceOp.MAX)
+
+
+# ----------------------------------------------------------------------------------------------------------------- reductions
+class _Power(torch.autograd.Function):
+    """A part -> the sum of |x|^p over the whole (p = 0: of x itself), on every rank; every copy has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies, p: float) -> Tensor:
+        ctx.p = p
+        ctx.save_for_backward(x)
+        total = x.sum() if p == 0 else x.abs().pow(p).sum()
+        if not lies.split:
+            return total
+        return comm.all_reduce(total if lies.counts else torch.zeros_like(total), lies.mesh.everyone)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        if ctx.p == 0:
+            return grad.to(x.dtype).expand_as(x), None, None
+        return grad * ctx.p * x.abs().pow(ctx.p - 1) * x.sgn(), None, None
+
+
+class _Root(torch.autograd.Function):
+    """s -> s^(1/p), with gradient 0 at 0, as norms have."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, p: float) -> Tensor:
+        root = s.pow(1 / p)
+        ctx.p = p
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (root,) = ctx.saved_tensors
+        slope = root.pow(1 - ctx.p) / ctx.p
+        return torch.where(root == 0, torch.zeros_like(root), grad * slope), None
+
+
+def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of all elements to one number; NotImplemented for any other reduction."""
+    lies = x._lies
+    if name in _NORMS:
+        given = [*args, *(kwargs[k] for k in ("p", "ord") if k in kwargs)]
+        order = given[0] if given else 2
+        order = 2 if order in (None, "fro") and (name != "linalg_norm" or order is None) else order
+        plain = len(given) <= 1 and not set(kwargs) - {"p", "ord"} and isinstance(order, (int, float)) and x.is_floating_point()
+        if not plain or (name == "linalg_norm" and given and len(lies.shape) > 1):
+            return NotImplemented
+        if order in (math.inf, -math.inf):
+            return _reduced("max" if order > 0 else "min", part_like(_here(x).abs(), lies), (), {})
+        if order <= 0:
+            return NotImplemented
+        return _Root.apply(_Power.apply(_here(x), lies, float(order)), float(order))
+    if args or kwargs:
+        return NotImplemented
+    if name in ("sum", "mean") and (x.is_floating_point() or name == "sum"):
+        here = _here(x)
+        here = here if here.dtype.is_floating_point or here.dtype.is_complex else here.long()
+        total = _Power.apply(here, lies, 0.0)
+        return total / lies.shape.numel() if name == "mean" else total
+    with _plain():
+        through_autograd = torch.is_grad_enabled() and x.requires_grad
+    if name in _LARGEST and not through_autograd and x.is_floating_point():
+        return _extreme(local(x), lies, largest=_LARGEST[name] is max)
+    if name in ("any", "all"):
+        here = local(x).bool()
+        found = here.any() if name == "any" else ~here.all()
+        flag = found.to(torch.float32).reshape(())
+        if lies.split:
+            comm.all_reduce_(flag, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
+        return flag.bool() if name == "any" else ~flag.bool()
+    return NotImplemented
+
+
+def _extreme(x: Tensor, lies: Lies, *, largest: bool) -> Tensor:
+    sign = 1 if largest else -1
+    found = (sign * x).max() if x.numel() else torch.full((), -math.inf, dtype=x.dtype, device=x.device)
+    if lies.split:  # not a number counts as the largest: reduced beside it, since backends may drop it
+        pair = torch.stack([found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), found.isnan().to(x.dtype)])
+        comm.all_reduce_(pair, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
+        found = torch.where(pair[1] > 0, torch.full_like(pair[0], math.nan), pair[0])
+    return sign * found
+
+
+# ------------------------------------------------------------------------------------------------------------- on the whole
+class _Whole(torch.autograd.Function):
+    """A part -> the whole on every rank, used by all for the same work."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
+        ctx.lies = lies
+        return lies.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.lies.cut(grad).contiguous(), None
+
+
+def _whole(x: AnyPart) -> Tensor:
+    found: Tensor = _Whole.apply(_here(x), x._lies)
+    return found
+
+
+def _fresh(x: AnyPart) -> Tensor:
+    """The whole as memory of its own."""
+    return x._lies.gather(local(x))
+
+
+class Gathered(Tensor):
+    """A view of a copy that was gathered from parts: to be read alone."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], Gathered) and (_writes(name) or name == "__set__"):
+            raise TypeError(
+                f"{name} would write to a copy that was gathered from the parts of a parameter, and be lost. Write to the parameter as a "
+                f"whole, or within `with model.full_parameters():`"
+            )
+        with _plain():
+            found = func(*args, **(kwargs or {}))
+        return _readable(found) if name in _VIEWS else found
+
+
+def _readable(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.as_subclass(Gathered), tree)
+
+
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE)
+
+
+def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective: the function of whole tensors. What it writes to a part goes back into the parts, as rank 0 has written it."""
+    written: Any = args[0] if args and _writes(name) else None
+    if isinstance(written, (list, tuple)):
+        written = next((x for x in written if is_part(x)), None)
+    if is_part(kwargs.get("out")):
+        raise TypeError(f"{name} with out= a parameter that is held in parts; assign the result instead")
+    if not is_part(written):
+        known: dict[int, Tensor] = {}
+        whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), _whole(x)), (args, kwargs))
+        found = func(*whole[0], **whole[1])
+        if name in _RANDOM:
+            lies = next(x._lies for x in pytree.tree_leaves((args, kwargs)) if is_part(x))
+            found = pytree.tree_map_only(Tensor, lies.agreed, found)
+        return _readable(found) if name in _VIEWS else found
+    with _plain():
+        if torch.is_grad_enabled() and written.requires_grad:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    lies = written._lies
+    with torch.no_grad():
+        whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else _whole(x), (args, kwargs))
+        func(*whole[0], **whole[1])
+        target = _target(whole[0])
+        local(written).copy_(lies.cut(lies.agreed(target)))
+    return args[0]

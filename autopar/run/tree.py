@@ -1,0 +1,232 @@
+"""The user's module tree, whose parameters and buffers are this rank's parts: the same modules, the same Parameter objects.
+
+Where a parallel module is made without the original (from an emitted file and tensors) the tree is one of empty modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.errors import LaunchError
+from autopar.run.buckets import Held, hold
+from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
+from autopar.run.mesh import Axis, Mesh
+from autopar.run.parts import AnyPart, Lies, Part, become_part, become_whole, is_part, lies_of, local, part_like
+
+__all__ = ["REGISTRIES", "Tree", "whole_again"]
+
+REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_owners: weakref.WeakKeyDictionary[Mesh, list[weakref.ref[Tree]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a name stands: the registry of a module, and the last part of the name."""
+
+    registry: dict[str, Tensor | None]
+    key: str
+
+
+class Tree:
+    """Places the tensors of a plan in a module tree. root: the module whose registries they go into; it has those of the original, if
+    there is one. tied: the stages that share a parameter -> their axis."""
+
+    def __init__(self, root: nn.Module, manifest: Manifest, mesh: Mesh, device: torch.device, tied: Mapping[tuple[int, ...], Axis]) -> None:
+        self._root, self._mesh, self._device, self._tied = root, mesh, device, tied
+        self.model = manifest.model
+        self.held: dict[str, Held] = {}
+        self.names: dict[str, str] = {}  # every name of a parameter of this rank -> the first one
+        self.lies: dict[str, Lies] = {}
+        self.params: dict[str, nn.Parameter] = {}  # also those of other stages
+        self.buffers: dict[str, _Place] = {}
+        self.constants: dict[str, Tensor] = {}
+        self._specs = {spec.name: spec for spec in manifest.params}
+        self._places: list[tuple[_Place, nn.Parameter, str]] = []
+        self._devices: dict[str, torch.device] = {}  # of the original, where another form of the model is captured
+        self.whole = False  # the parameters are whole for the moment
+        self.gone = False  # they have been given back
+
+    def take(self, specs: Iterable[tuple[ParamSpec | BufferSpec, Tensor]]) -> None:
+        """Keep this rank's parts of the whole tensors."""
+        for spec, full in specs:
+            lies = Lies(spec, self._mesh)
+            here = lies.cut(full).clone(memory_format=torch.contiguous_format)
+            if isinstance(spec, ParamSpec):
+                self._take_param(spec, here, lies)
+            elif spec.constant:
+                if lies.holds:
+                    self.constants[spec.name] = here
+            else:
+                self._take_buffer(spec, here, lies)
+        _owners.setdefault(self._mesh, []).append(weakref.ref(self))
+
+    def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
+        place = self._place(spec.name, "_parameters")
+        known = place.registry.get(place.key)
+        param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=spec.trainable)
+        self._devices[spec.name] = param.device
+        grad = None if param.grad is None else lies.cut(param.grad).to(self._device)
+        self._become(param, here, lies)
+        if grad is not None:
+            param.grad = part_like(grad, lies) if is_part(param) else grad
+        self.lies[spec.name], self.params[spec.name] = lies, param
+        for name in (spec.name, *spec.aliases):
+            place = self._place(name, "_parameters")
+            place.registry[place.key] = param
+            self._places.append((place, param, name))
+        if lies.holds:
+            self.held[spec.name] = hold(spec, param, here, self._mesh, self._tied.get(spec.stages))
+            self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
+
+    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
+        place = self._place(spec.name, "_buffers")
+        known = place.registry.get(place.key)
+        self._devices[spec.name] = known.device if isinstance(known, Tensor) else self._device
+        if lies.split and not isinstance(here, FakeTensor):
+            place.registry[place.key] = part_like(here, lies)
+        elif isinstance(known, Tensor) and known.shape == here.shape and known.device == here.device and known.dtype == here.dtype:
+            with torch.no_grad():
+                known.copy_(here)
+        else:
+            place.registry[place.key] = here
+        if not spec.persistent:
+            path, _, last = spec.name.rpartition(".")
+            self._module(path)._non_persistent_buffers_set.add(last)
+        self.lies[spec.name], self.buffers[spec.name] = lies, place
+
+    def _become(self, param: nn.Parameter, here: Tensor, lies: Lies) -> None:
+        if isinstance(here, FakeTensor):  # which has no memory, and a class of its own
+            param.data = here
+        elif self._mesh.world > 1:
+            become_part(param, here, lies)
+        else:
+            become_whole(param, here)
+
+    def _module(self, path: str) -> nn.Module:
+        """Through the registries, since the user's names may be those of attributes of the root."""
+        module = self._root
+        for part in path.split(".") if path else ():
+            found = module._modules.get(part)
+            if found is None:
+                found = module._modules[part] = nn.Module()
+            module = found
+        return module
+
+    def _place(self, name: str, registry: str) -> _Place:
+        path, _, last = name.rpartition(".")
+        return _Place(self._module(path).__dict__[registry], last)
+
+    # ------------------------------------------------------------------------------------------------------------ reading
+    def at_rest(self, name: str) -> Tensor:
+        """This rank's part of a parameter or buffer, as a plain tensor; empty if another stage holds it."""
+        param = self.params.get(name)
+        return local(param) if param is not None else self.buffer(name)
+
+    def buffer(self, name: str) -> Tensor:
+        """This rank's part of a buffer, also of one that the user has replaced by a whole tensor."""
+        place = self.buffers.get(name)
+        found = place.registry.get(place.key) if place is not None else None
+        if place is None or found is None:
+            raise KeyError(f"stage {self._mesh.pp.rank} of {self.model} holds nothing named {name!r}")
+        if is_part(found):
+            return local(found)
+        if isinstance(found, FakeTensor):
+            return found
+        lies = self.lies[name]
+        if found.shape != lies.shape:
+            raise ValueError(f"buffer {name} has shape {tuple(lies.shape)} in the plan, and has been given shape {tuple(found.shape)}")
+        if lies.split:
+            here = lies.cut(found).clone(memory_format=torch.contiguous_format)
+            place.registry[place.key] = part_like(here, lies)
+            return here
+        return found
+
+    def begin_step(self) -> None:
+        """Look at what may have been done to the parameters since the last call. Raises ValueError, LaunchError."""
+        if self.gone:
+            raise LaunchError(f"this parallel {self.model} has given its parameters back: the model was compiled again")
+        if self.whole:
+            raise LaunchError(f"{self.model} was called within full_parameters(): leave that context first")
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, param, name in self._places:
+                if place.registry.get(place.key) is not param:
+                    raise ValueError(
+                        f"parameter {name} is another object than when the model was compiled. Write new values into it (copy_, "
+                        f"load_state_dict, or `with model.full_parameters():`), or compile the changed model"
+                    )
+            for name, param in self.params.items():
+                trains = param.requires_grad
+                if trains and not self._specs[name].trainable:
+                    raise ValueError(
+                        f"parameter {name} did not require a gradient when the model was compiled, so that none was planned for it. "
+                        f"Unfreeze it before the model is compiled, or compile the model again"
+                    )
+                if name in self.held:
+                    self.held[name].trains = trains
+
+    # ---------------------------------------------------------------------------------------------------- whole parameters
+    @contextlib.contextmanager
+    def as_whole(self, *, write: bool, home: bool = False) -> Iterator[None]:
+        """Collective: inside, parameters and buffers are plain and whole on every rank. write: rank 0's values become the model's
+        afterwards. home: they lie on the devices that the original had."""
+        if self.whole:
+            yield
+            return
+        full = {name: lies.gather(self.at_rest(name)) for name, lies in self.lies.items()}
+        before = {name: place.registry[place.key] for name, place in self.buffers.items()}
+        if home:
+            full = {name: whole.to(self._devices[name]) for name, whole in full.items()}
+        # objects of their own: graphs of earlier steps that are alive still know the parts
+        whole = {id(param): nn.Parameter(full[name], requires_grad=param.requires_grad) for name, param in self.params.items()}
+        for place, param, _ in self._places:
+            place.registry[place.key] = whole[id(param)]
+        for name, place in self.buffers.items():
+            place.registry[place.key] = full[name]
+        self.whole = True
+        try:
+            yield
+        finally:
+            self.whole = False
+            buffers = {name: place.registry[place.key] for name, place in self.buffers.items()}
+            for name, place in self.buffers.items():
+                place.registry[place.key] = before[name]
+            for place, param, _ in self._places:
+                place.registry[place.key] = param
+        if write:
+            now = {name: whole[id(param)].detach() for name, param in self.params.items()} | buffers
+            with torch.no_grad():
+                for name, lies in self.lies.items():
+                    tensor = now[name]
+                    if tensor is not None:
+                        self.at_rest(name).copy_(lies.cut(lies.agreed(tensor.to(self._device))))
+
+    def give_back(self) -> None:
+        """Collective: parameters and buffers are plain and whole for good, and this tree is of no use any more."""
+        for name, param in self.params.items():
+            become_whole(param, self.lies[name].gather(local(param)).to(self._devices[name]))
+        for name, place in self.buffers.items():
+            found = place.registry.get(place.key)
+            if is_part(found):
+                place.registry[place.key] = self.lies[name].gather(self.buffer(name)).to(self._devices[name])
+        self.gone = True
+
+
+def whole_again(model: nn.Module) -> None:
+    """Collective: if the model was compiled before, its parameters become whole, for it to be compiled again."""
+    held = {id(lies_of(p).mesh): lies_of(p).mesh for p in _parts(model)}
+    for mesh in held.values():
+        for ref in _owners.get(mesh, ()):
+            tree = ref()
+            if tree is not None and not tree.gone:
+                tree.give_back()
+
+
+def _parts(model: nn.Module) -> list[AnyPart]:
+    return [p for p in model.parameters() if isinstance(p, Part)]
