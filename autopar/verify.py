@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import Captured, capture, lift_to_float64, to_float64
+from autopar.capture import Captured, capture, float64_by_default, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
 from autopar.catalog.rule import draws
 from autopar.compiler import emit, plan_of, tensors_of
@@ -176,7 +176,7 @@ def _train(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
     """In a worker: losses, first gradients, parameters after the last step (both on rank 0), and checksums of local parts."""
     torch.set_default_dtype(torch.float32)
-    with lift_to_float64():
+    with float64_by_default():
         module = ParallelModule(load(source), tensors)
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None

@@ -139,11 +139,9 @@ def state(model: Any) -> dict[str, Tensor]:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """The whole gradient of each parameter, zeros where there is none."""
-    if hasattr(model, "full_gradients"):
-        return dict(model.full_gradients())
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for n, p in trained}
+    """The whole gradients, of parameters that have one other than zero."""
+    whole = model.full_gradients() if hasattr(model, "full_gradients") else {n: p.grad for n, p in model.named_parameters()}
+    return {n: g.detach().clone() for n, g in whole.items() if g is not None and bool(g.any())}
 
 
 def trained(model: Any, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture import lift_to_float64
 from autopar.compiler import plan_of
 from autopar.errors import Infeasible
 from autopar.run import WorkerPool
@@ -53,7 +55,7 @@ def test_equals_the_original(name: str, plan: str, workers: WorkerPool) -> None:
     assert {k: v for k, v in decided.mesh.items() if k in pins} == {k: v for k, v in pins.items() if k in decided.mesh}
 
 
-def check(model: type[nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]], plan: str, workers: WorkerPool) -> None:
+def check(model: Callable[[], nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]], plan: str, workers: WorkerPool) -> None:
     torch.manual_seed(0)
     ref = reference(model(), inputs())
     report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
@@ -125,6 +127,69 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("plan", ["dp=2 pp=2 micro_batches=2", "dp=2 tp=2 micro_batches=2"])
 def test_an_input_that_only_looks_like_a_batch_is_given_to_every_micro_batch(plan: str, workers: WorkerPool) -> None:
     check(Positions, lambda: (torch.randn(8, 4, 16), torch.randn(4, 32), torch.randint(0, 8, (8, 4))), plan, workers)
+
+
+LOW = torch.float32  # names that keep what they meant when this file was imported, whatever torch.float32 is made to mean later
+LOWER = {"dtype": LOW}
+ONE = torch.ones(1)
+
+
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch would rather see it gone, and models still have it
+    scripted = torch.jit.script(_softmax)
+
+
+def without_autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(x.float()).to(x.dtype)
+
+
+CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float": lambda x: x.float().sin().to(x.dtype),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(-1, 8, 2)).cfloat().square()).flatten(1).to(x.dtype),
+    "to": lambda x: x.to(LOW).sin().type_as(x),
+    "to another": lambda x: x.to(ONE).sin() + x.type_as(ONE).cos(),
+    "type": lambda x: x.type(torch.FloatTensor).sin().double(),
+    "softmax": lambda x: nn.functional.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype),
+    "softmax by name": lambda x: nn.functional.softmax(x, dim=-1, dtype=LOW).to(x.dtype) + nn.functional.log_softmax(x, -1, **LOWER),
+    "sums": lambda x: x / (1 + torch.sum(x * x, -1, keepdim=True, **LOWER)) - x.mean(-1, True, dtype=LOW),
+    "norms": lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=LOW) + x / x.norm(dim=-1, keepdim=True, dtype=LOW),
+    "factories": lambda x: x * torch.linspace(0, 1, 16, dtype=LOW).sin() + torch.arange(16, **LOWER).cos() + x.new_ones(16, dtype=LOW) / 3,
+    "autocast": without_autocast,
+    "script": scripted,
+}
+
+
+class Lower(nn.Module):
+    """A float64 model that computes in a lower precision in its middle."""
+
+    def __init__(self, cast: str) -> None:
+        super().__init__()
+        self.cast = cast
+        self.first, self.second, self.last = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(CASTS[self.cast](self.second(torch.tanh(self.first(x))))).square().mean()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_lower_precision_inside_is_lifted_on_both_sides(cast: str, workers: WorkerPool) -> None:
+    """Under a plan that sends between stages what it computes, and sums in another order."""
+    check(lambda: Lower(cast), lambda: (torch.randn(12, 16),), "pp=2 tp=2", workers)
+
+
+def test_lifting_ends_with_its_region() -> None:
+    x = torch.ones(3, dtype=torch.float64)
+    with lift_to_float64():
+        assert x.to(LOW).dtype == x.type(torch.FloatTensor).dtype == x.to(ONE).dtype == torch.float64
+        assert scripted(x.to(LOW)).dtype == torch.zeros(1).dtype == torch.float64
+        assert x.cfloat().dtype == torch.complex128
+    assert x.to(LOW).dtype == x.type(torch.FloatTensor).dtype == x.to(ONE).dtype == torch.zeros(1).dtype == torch.float32
+    assert torch.float32 is LOW
 
 
 class Filter(nn.Module):
