@@ -18,15 +18,19 @@ def verification_text(report: Report) -> str:
         ("loss", f"{report.loss:.1e}", ""),
         ("gradients", f"{report.gradient:.1e}", report.gradient_at),
         ("parameters", f"{report.parameter:.1e}", report.parameter_at),
+        ("buffers", f"{report.buffer:.1e}", report.buffer_at),
     ]
+    for name, error in (("loss in evaluation", report.evaluation), ("loss of other batch sizes", report.batches)):
+        rows.append((name, "not compared" if error is None else f"{error:.1e}", ""))
     if report.copies_equal:
-        copies = "all copies of a parameter are bit-equal on all ranks"
+        copies = "all copies of parameters, gradients, optimizer states and buffers are bit-equal on all ranks"
     else:
         copies = f"COPIES DIFFER between ranks: {', '.join(report.unequal)}"
     verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal"
+    notes = "".join(f"  {note}\n" for note in report.notes)
     return (
         f"{plan.model} on {plan.gpus} workers in float64: {mesh}, micro-batches {plan.micro_batches}, schedule {plan.schedule}, "
-        f"zero {plan.zero}\n{table(('', 'worst relative error', 'in'), rows)}\n  {copies}\n{verdict}"
+        f"zero {plan.zero}\n{table(('', 'worst relative error', 'in'), rows)}\n  {copies}\n{notes}{verdict}"
     )
 
 
@@ -38,5 +42,6 @@ def verification_json(report: Report) -> dict[str, Any]:
         "micro_batches": plan.micro_batches, "schedule": plan.schedule, "zero": plan.zero,
         "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
         "parameter": report.parameter, "parameter_at": report.parameter_at,
-        "copies_equal": report.copies_equal, "unequal": list(report.unequal),
+        "buffer": report.buffer, "buffer_at": report.buffer_at, "evaluation": report.evaluation, "batches": report.batches,
+        "notes": list(report.notes), "copies_equal": report.copies_equal, "unequal": list(report.unequal),
     }  # fmt: skip
