@@ -222,7 +222,6 @@ def changed_in_place(compile: Compile) -> Results:
             hidden = super().hidden(x).clone()
             hidden[:, ::2] *= 0.5
             hidden[:, 1] = hidden[:, 2].relu()
-            hidden[x[:, 0] > 0] += 0.1
             return hidden.add_(1.0).clamp_(-2.0, 2.0)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -231,6 +230,19 @@ def changed_in_place(compile: Compile) -> Results:
             return super().forward(x, doubled)
 
     return _run(compile, InPlace)
+
+
+@program(KIND, plans=MORE)
+def written_by_a_mask(compile: Compile) -> Results:
+    """Rows chosen by a mask are set to a number, others are raised."""
+
+    class Masked(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            hidden = super().hidden(x).clone()
+            hidden[x[:, 0] > 1] = 0.25
+            return torch.where((x[:, 1] > 0)[:, None], hidden + 0.1, hidden)
+
+    return _run(compile, Masked)
 
 
 @program(KIND, plans=MORE)

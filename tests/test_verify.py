@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture import lift_to_float64
+from autopar.compare import digest, unequal, worst_leaf
 from autopar.compiler import plan_of
 from autopar.errors import Infeasible
 from autopar.run import WorkerPool
@@ -226,3 +228,87 @@ def test_tied_weights_stay_equal_where_ranks_count_different_numbers_of_labels(p
     assert pins.items() <= {**report.plan.mesh, "micro_batches": report.plan.micro_batches}.items()
     assert report.copies_equal, report.unequal
     assert report.ok, errors(report)
+
+
+class Statistics(nn.Module):
+    """Batch norm, a buffer that is in no state_dict, and something that only evaluation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32, momentum=0.3), nn.Linear(32, 8)
+        self.register_buffer("seen", torch.zeros(16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.add_(x.sum(0))
+        hidden = self.last(torch.tanh(self.norm(self.first(x))))
+        return (hidden if self.training else hidden * 2).square().mean() + 0.01 * (x.sum(0) - self.seen).square().mean()
+
+
+@functools.cache
+def statistics() -> Reference:
+    torch.manual_seed(0)
+    return reference(Statistics(), (torch.randn(12, 16),), later=True)
+
+
+def test_what_comes_after_the_steps_is_of_its_own_mode_and_size() -> None:
+    ref = statistics()
+    assert ref.later == ((False, 0), (True, 1), (True, 0))
+    assert [c.program.batch_size for c in ref.forms.values()] == [12, 24]
+    assert set(ref.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen"}
+    assert ref.buffers["norm.num_batches_tracked"].item() == 3
+    assert len({*ref.losses, *ref.later_losses}) == 6  # no two calls are alike
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "tp=4"])
+def test_buffers_and_batches_of_other_sizes_are_compared(plan: str, workers: WorkerPool) -> None:
+    ref = statistics()
+    decided = plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan))
+    report = verify_plan(ref, decided, workers, timeout_s=120)
+    assert report.ok, errors(report)
+    assert report.batches is not None
+    assert report.batches < TOLERANCE
+
+    moved = dict(ref.buffers, seen=ref.buffers["seen"] + 1e-6)
+    report = verify_plan(dataclasses.replace(ref, buffers=moved), decided, workers, timeout_s=120)
+    assert (report.ok, report.buffer_at) == (False, "seen")
+    later = (*ref.later_losses[:2], ref.later_losses[2] * (1 + 1e-6))
+    report = verify_plan(dataclasses.replace(ref, later_losses=later), decided, workers, timeout_s=120)
+    assert not report.ok
+    assert report.batches == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_evaluation_is_compared(workers: WorkerPool) -> None:
+    ref = reference(_models.mlp()[0], _models.mlp()[1], loss=_models.mean_square, later=True)
+    decided = plan_of(ref.captured, 4, cluster="cpu", pins={"dp": 2, "tp": 2})
+    report = verify_plan(ref, decided, workers, timeout_s=120)
+    assert report.ok, errors(report)
+    assert report.evaluation is not None
+    assert report.notes == ()
+    later = (ref.later_losses[0] + 1e-6, *ref.later_losses[1:])
+    assert not verify_plan(dataclasses.replace(ref, later_losses=later), decided, workers, timeout_s=120).ok
+
+
+def test_bits_that_differ_between_copies_are_named() -> None:
+    x = torch.ones(3)
+    assert digest(x) == digest(x.clone()) != digest(x.nextafter(2 * x))
+    assert digest(torch.tensor(1.0)) != digest(torch.tensor(1.5))
+    ranks = [{"a": digest(x), "b tp:0": digest(x)}, {"a": digest(x), "b tp:1": digest(2 * x)}, {"a": digest(2 * x)}]
+    assert unequal(ranks) == ("a",)
+    assert unequal(ranks[:2]) == ()
+
+
+@pytest.mark.parametrize(
+    "found,error,at",
+    [
+        ({"a": [1.0, 2.0]}, 0.0, ""),
+        ({"a": [1.0, 2.0 + 2e-8]}, 1e-8, "a[1]"),
+        ({"a": [1.0]}, float("inf"), "a[1]"),
+        ({"a": [1.0, float("nan")]}, float("inf"), "a[1]"),
+        ({"a": [1.0, 2]}, float("inf"), "a[1]"),
+        ({"a": [1.0, torch.tensor(2.0)]}, float("inf"), "a[1]"),
+        ({"a": [1.0, 2.0], "b": 0}, float("inf"), "b"),
+    ],
+)
+def test_numbers_by_name(found: Any, error: float, at: str) -> None:
+    assert worst_leaf(found, {"a": [1.0, 2.0]}, floor=1e-6) == (pytest.approx(error, rel=1e-6), at)

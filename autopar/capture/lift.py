@@ -65,7 +65,8 @@ class _LiftMode(TorchFunctionMode):
 
 
 def _called_by_torch() -> bool:
-    """Whether torch or capture makes the call that is being handled: to describe a tensor or run a program, not as the model's code."""
+    """Whether torch, autopar or an emitted module makes the call that is being handled: to describe a tensor, to make room for a
+    message, or to run a captured program, not as the model's code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name in _WRAPPERS:
         wrapped = frame.f_code.co_name == "handle_torch_function"  # it is called by the function that is being handled
@@ -74,7 +75,7 @@ def _called_by_torch() -> bool:
             frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
     computes = module.startswith(("torch.nn.", "torch.distributions.", "torch.functional"))
-    return module.startswith(("torch.", "autopar.capture.")) and not computes
+    return module.startswith(("torch.", "autopar.", "autopar_emitted")) and not computes
 
 
 def _lift(arg: Any) -> Any:
