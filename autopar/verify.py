@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured, capture, lift_to_float64, program_hash, to_float64
+from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, program_hash, to_float64
 from autopar.capture.export import loss_of
 from autopar.catalog.rule import draws
 from autopar.compare import finite, unequal, worst
@@ -138,6 +138,7 @@ def reference(
         batches = (inputs, _doubled(inputs, captured.program.batch_size)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
         forms, notes = _captured(model, batches, loss, wanted if later else ())
+        notes = (*_lower_precision(captured), *notes)
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
         original = _Original(model, batches, loss)
         losses = []
@@ -206,6 +207,15 @@ def _captured(
         except CaptureError as error:
             notes.append(f"{what} is not compared, since it cannot be captured: {str(error).splitlines()[0]}")
     return forms, tuple(notes)
+
+
+def _lower_precision(captured: Captured) -> tuple[str, ...]:
+    """A note on what the model computes in a lower precision although it is lifted (in code that torch does not see as Python)."""
+    program = captured.program
+    low = dict.fromkeys(op.source or op.name for op in program.ops for o in op.outputs if o and program.types[o].dtype in LOWER_PRECISIONS)
+    if not low:
+        return ()
+    return (f"in spite of float64 a lower precision computes, whose rounding (1e-7) is no error: {', '.join(list(low)[:3])}",)
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

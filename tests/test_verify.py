@@ -184,6 +184,17 @@ def test_lower_precision_inside_is_lifted_on_both_sides(cast: str, workers: Work
     check(lambda: Lower(cast), lambda: (torch.randn(12, 16),), "pp=2 tp=2", workers)
 
 
+def test_what_stays_in_a_lower_precision_is_said() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * ONE.sin().sum()).square().mean()
+
+    ref = reference(Table(4, 4), (torch.randn(8, 4),))
+    assert "test_verify.py" in ref.notes[0]
+    assert "ONE.sin()" in ref.notes[0]
+    assert reference(nn.Linear(4, 4), (torch.randn(8, 4),), loss=_models.mean_square).notes == ()
+
+
 def test_lifting_ends_with_its_region() -> None:
     x = torch.ones(3, dtype=torch.float64)
     with lift_to_float64():

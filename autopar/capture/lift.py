@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["float64_by_default", "lift_to_float64", "to_float64"]
+__all__ = ["LOWER_PRECISIONS", "float64_by_default", "lift_to_float64", "to_float64"]
 
 _LIFTED = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }  # fmt: skip
+LOWER_PRECISIONS = tuple(_LIFTED)
 _LIFTED_TYPES = {f"torch.{name}Tensor": "torch.DoubleTensor" for name in ("Float", "Half", "BFloat16")}
 _LIFTED_TYPES |= {name.replace("torch.", "torch.cuda."): "torch.cuda.DoubleTensor" for name in _LIFTED_TYPES}
 _CASTS = {
