@@ -1,7 +1,8 @@
 """Does the parallel module compute what the original computes? Real processes, float64, loss, gradients and trained parameters.
 
 The single-process side is the original module, not our capture of it. Casts to float32 that a model makes on purpose are
-lifted to float64 on both sides; dropout is off on both sides, since two ways to draw random numbers cannot be compared.
+lifted to float64 on both sides; dropout is off on both sides, since two ways to draw random numbers cannot be compared. Other
+random numbers are drawn by the original and given to both.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,9 +22,8 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
-from autopar.catalog.rule import draws
 from autopar.compiler import emit, plan_of, tensors_of
-from autopar.errors import UnsupportedOp
+from autopar.draws import Recorder, drawn_names, draws_given
 from autopar.planner import Pins, Plan
 from autopar.planner.wishes import check_inputs
 from autopar.render import load, positional_names
@@ -40,7 +40,7 @@ ADAM_EPS = 1e-4  # a gradient that is zero but for rounding (an attention key's 
 class Reference:
     """The original model's own training, in float64. losses: of each step. gradients: of the first. parameters: the
     state_dict (buffers too) after the last. captured: the program of the same model, for the plans to be verified; made in
-    capture_s seconds."""
+    capture_s seconds. draws: the random numbers of each step, which the program takes as further inputs."""
 
     name: str
     losses: tuple[float, ...]
@@ -49,6 +49,7 @@ class Reference:
     captured: Captured
     inputs: Any
     positional: tuple[str, ...]
+    draws: tuple[Mapping[str, Tensor], ...] = ()
     notes: tuple[str, ...] = ()
     capture_s: float = 0.0
 
@@ -108,17 +109,15 @@ def reference(
         start = time.perf_counter()
         captured = capture(copy.deepcopy(model), inputs, loss=loss)  # its tensors are not trained below
         capture_s = time.perf_counter() - start
-        if random := sorted({op.target for op in captured.program.ops if draws(op)}):
-            raise UnsupportedOp(
-                f"{captured.program.name} draws random numbers in its forward ({', '.join(random)}), beside dropout, which is off here; "
-                "one process and several draw different ones, so that their losses cannot be compared"
-            )
+        drawn = drawn_names(captured)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
-        losses, gradients = [], {}
+        losses, gradients, outcomes = [], {}, []
         for step in range(steps):
             torch.manual_seed(seed + step)
             optimizer.zero_grad(set_to_none=True)
-            value = loss_of(model(**inputs) if isinstance(inputs, dict) else model(*inputs), loss)
+            with Recorder() if drawn else contextlib.nullcontext() as recorder:
+                value = loss_of(model(**inputs) if isinstance(inputs, dict) else model(*inputs), loss)
+            outcomes.append(recorder.outcomes if recorder is not None else [])
             value.backward()
             losses.append(value.item())
             if step == 0:
@@ -126,9 +125,10 @@ def reference(
                 gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
             optimizer.step()
     parameters = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    captured, given = draws_given(captured, outcomes) if drawn else (captured, ({},) * steps)
     return Reference(
         name=captured.program.name, losses=tuple(losses), gradients=gradients, parameters=parameters, captured=captured, inputs=inputs,
-        positional=positional_names(model), capture_s=capture_s,
+        positional=positional_names(model), draws=given, capture_s=capture_s,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: floa
     """Run a plan for the reference's program on the pool's workers and compare. Raises LaunchError if a worker fails."""
     source = emit(ref.captured, plan, ref.positional)
     tensors = {k: t.detach() for k, t in tensors_of(ref.captured).items()}
-    results = pool.run(_train, source, tensors, ref.inputs, len(ref.losses), timeout_s=timeout_s)
+    results = pool.run(_train, source, tensors, ref.inputs, ref.draws, timeout_s=timeout_s)
     losses, gradients, parameters, _ = results[0]
     loss = max(_finite(abs(a - b) / max(abs(b), 1e-30)) for a, b in zip(losses, ref.losses, strict=True))
     scale = max((g.abs().max().item() for g in ref.gradients.values() if g.numel()), default=0.0)
@@ -172,7 +172,7 @@ def verify(
 
 
 def _train(
-    source: str, tensors: dict[str, Tensor], inputs: Any, steps: int
+    source: str, tensors: dict[str, Tensor], inputs: Any, draws: Sequence[Mapping[str, Tensor]]
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
     """In a worker: losses, first gradients, parameters after the last step (both on rank 0), and checksums of local parts."""
     torch.set_default_dtype(torch.float32)
@@ -182,10 +182,10 @@ def _train(
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None
         losses: list[float] = []
         gradients: dict[str, Tensor] = {}
-        for step in range(steps):
+        for step, drawn in enumerate(draws):
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
-            loss = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+            loss = module(**inputs, **drawn) if isinstance(inputs, dict) else module(*inputs, **drawn)
             loss.backward()
             losses.append(loss.item())
             if step == 0:
