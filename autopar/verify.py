@@ -1,7 +1,8 @@
 """Does the parallel module compute what the original computes? Real processes, float64, loss, gradients and trained parameters.
 
 The single-process side is the original module, not our capture of it. Casts to float32 that a model makes on purpose are
-lifted to float64 on both sides; dropout is off on both sides, since two ways to draw random numbers cannot be compared.
+lifted to float64 on both sides; dropout is off on both sides, since two ways to draw random numbers cannot be compared. Other
+random numbers are drawn by the original and given to both.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, program_hash, to_float64
 from autopar.capture.export import loss_of
-from autopar.catalog.rule import draws
 from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
-from autopar.errors import CaptureError, PlanError, UnsupportedOp
+from autopar.draws import Recorder, drawn_names, draws_given
+from autopar.errors import CaptureError, PlanError
 from autopar.planner import Pins, Plan
 from autopar.planner.wishes import check_inputs
 from autopar.render import positional_names
 from autopar.run import WorkerPool
-from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Form, Found, Task, train_on_rank
+from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Call, Draws, Form, Found, Task, train_on_rank
 
 __all__ = ["Reference", "Report", "TOLERANCE", "as_float64", "reference", "verify", "verify_plan", "without_dropout"]
 
@@ -42,7 +43,8 @@ class Reference:
     """The original model's own training, in float64. losses: of each step. gradients: of the first. parameters, buffers: after the
     last, by name; of buffers also those that are in no state_dict. captured: the program of the same model, for the plans to be
     verified; made in capture_s seconds. later: calls after the steps, (training, which of the batches), and what each lost; final:
-    the state_dict after them; forms: what was captured for them; notes: why one is not there."""
+    the state_dict after them; forms: what was captured for them; notes: why one is not there. draws: the random numbers of each call,
+    in order, which the program of its kind takes as further inputs."""
 
     name: str
     losses: tuple[float, ...]
@@ -52,10 +54,11 @@ class Reference:
     captured: Captured
     batches: tuple[Any, ...]
     positional: tuple[str, ...]
-    later: tuple[tuple[bool, int], ...] = ()
+    later: tuple[Call, ...] = ()
     later_losses: tuple[float, ...] = ()
     final: Mapping[str, Tensor] = field(default_factory=dict)
-    forms: Mapping[tuple[bool, int], Captured] = field(default_factory=dict)
+    forms: Mapping[Call, Captured] = field(default_factory=dict)
+    draws: Draws = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     capture_s: float = 0.0
 
@@ -130,17 +133,12 @@ def reference(
         start = time.perf_counter()
         captured = capture(copy.deepcopy(model), inputs, loss=loss)  # its tensors are not trained below
         capture_s = time.perf_counter() - start
-        if random := sorted({op.target for op in captured.program.ops if draws(op)}):
-            raise UnsupportedOp(
-                f"{captured.program.name} draws random numbers in its forward ({', '.join(random)}), beside dropout, which is off here; "
-                "one process and several draw different ones, so that their losses cannot be compared"
-            )
         batches = (inputs, _doubled(inputs, captured.program.batch_size)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
-        forms, notes = _captured(model, batches, loss, wanted if later else ())
+        forms, notes = _captured(model, batches, loss, wanted if later else (), drawn_names(captured))
         notes = (*_lower_precision(captured), *notes)
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
-        original = _Original(model, batches, loss)
+        original = _Original(model, batches, loss, draws=bool(drawn_names(captured)))
         losses = []
         for k in range(steps):
             torch.manual_seed(seed + k)
@@ -148,26 +146,33 @@ def reference(
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _cloned(dict(model.named_buffers(remove_duplicate=False)))
         later_losses = [original.step(index) if trains else original.evaluate(index) for trains, index in calls]
+    draws: dict[Call, tuple[Mapping[str, Tensor], ...]] = {}
+    captured, draws[True, 0] = _given(captured, original.drawn[True, 0])
+    for key in calls:
+        if key in forms:
+            forms[key], draws[key] = _given(forms[key], original.drawn[key])
     return Reference(
         name=captured.program.name, losses=tuple(losses), gradients=original.gradients, parameters=parameters, buffers=buffers,
         captured=captured, batches=batches, positional=positional_names(model), later=calls, later_losses=tuple(later_losses),
-        final=_cloned(model.state_dict()) if calls else {}, forms=forms, notes=notes, capture_s=capture_s,
+        final=_cloned(model.state_dict()) if calls else {}, forms=forms, draws=draws, notes=notes,
+        capture_s=capture_s,
     )  # fmt: skip
 
 
 class _Original:
     """The original model in training. gradients: of its first step."""
 
-    def __init__(self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None) -> None:
-        self._model, self._batches, self._loss = model, batches, loss
+    def __init__(self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws: bool) -> None:
+        self._model, self._batches, self._loss, self._draws = model, batches, loss, draws
         self._training = model.training
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
         self.gradients: dict[str, Tensor] = {}
+        self.drawn: dict[Call, list[list[Tensor]]] = {}
 
     def step(self, index: int) -> float:
         self._model.train(self._training)
         self._optimizer.zero_grad(set_to_none=True)
-        value = self._call(index)
+        value = self._call((True, index))
         value.backward()
         if not self.gradients:
             trained = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
@@ -178,11 +183,19 @@ class _Original:
     @torch.no_grad()
     def evaluate(self, index: int) -> float:
         self._model.eval()
-        return self._call(index).item()
+        return self._call((False, index)).item()
 
-    def _call(self, index: int) -> Tensor:
-        given = self._batches[index]
-        return loss_of(self._model(**given) if isinstance(given, dict) else self._model(*given), self._loss)
+    def _call(self, call: Call) -> Tensor:
+        given = self._batches[call[1]]
+        with Recorder() if self._draws else contextlib.nullcontext() as recorder:
+            value = loss_of(self._model(**given) if isinstance(given, dict) else self._model(*given), self._loss)
+        self.drawn.setdefault(call, []).append(recorder.outcomes if recorder is not None else [])
+        return value
+
+
+def _given(captured: Captured, outcomes: list[list[Tensor]]) -> tuple[Captured, tuple[Mapping[str, Tensor], ...]]:
+    """The program with the random numbers of each call as further inputs, where it draws any."""
+    return draws_given(captured, outcomes) if drawn_names(captured) else (captured, ({},) * len(outcomes))
 
 
 def _doubled(inputs: Any, batch_size: int | None) -> Any:
@@ -193,8 +206,8 @@ def _doubled(inputs: Any, batch_size: int | None) -> Any:
 
 
 def _captured(
-    model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, wanted: tuple[tuple[bool, int], ...]
-) -> tuple[dict[tuple[bool, int], Captured], tuple[str, ...]]:
+    model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, wanted: tuple[Call, ...], drawn: tuple[str, ...]
+) -> tuple[dict[Call, Captured], tuple[str, ...]]:
     """What was captured for each call that is not one of the usual steps, and why others could not be."""
     forms, notes = {}, []
     for trains, index in wanted:
@@ -203,9 +216,14 @@ def _captured(
         what = "a batch twice as large" if index else "evaluation"
         copied = copy.deepcopy(model)
         try:
-            forms[trains, index] = capture(copied.train(trains and model.training), batches[index], loss=loss)
+            found = capture(copied.train(trains and model.training), batches[index], loss=loss)
         except CaptureError as error:
             notes.append(f"{what} is not compared, since it cannot be captured: {str(error).splitlines()[0]}")
+            continue
+        if drawn_names(found) == drawn:
+            forms[trains, index] = found
+        else:
+            notes.append(f"{what} is not compared, since it draws other random numbers than a step")
     return forms, tuple(notes)
 
 
@@ -228,7 +246,9 @@ def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: floa
     tensors = {k: t.detach() for k, t in tensors_of(ref.captured).items()}
     forms, notes = _forms(ref, plan)
     later = tuple(c for c in ref.later if c in forms or (c == (True, 0) and (True, 1) in forms))
-    task = Task(source=source, tensors=tensors, batches=ref.batches, steps=len(ref.losses), later=later, forms=forms)
+    task = Task(
+        source=source, tensors=tensors, batches=ref.batches, steps=len(ref.losses), later=later, forms=forms, draws=ref.draws
+    )
     results: list[Found] = pool.run(train_on_rank, task, timeout_s=timeout_s)
     found = results[0]
     scale = max((g.abs().max().item() for g in ref.gradients.values() if g.numel()), default=0.0)
@@ -247,7 +267,7 @@ def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: floa
     )  # fmt: skip
 
 
-def _forms(ref: Reference, plan: Plan) -> tuple[dict[tuple[bool, int], Form], list[str]]:
+def _forms(ref: Reference, plan: Plan) -> tuple[dict[Call, Form], list[str]]:
     """The plan's decisions applied to the programs of the later calls, and where they do not fit."""
     forms, notes = {}, []
     for key, captured in ref.forms.items():
@@ -267,7 +287,7 @@ def _loss_error(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
     return max(finite(abs(a - b) / max(abs(b), 1e-30)) for a, b in zip(found, expected, strict=True))
 
 
-def _later_error(ref: Reference, done: Mapping[tuple[bool, int], float | str], training: bool) -> float | None:
+def _later_error(ref: Reference, done: Mapping[Call, float | str], training: bool) -> float | None:
     """The worst error of the later calls of one kind, without those that were refused."""
     expected = dict(zip(ref.later, ref.later_losses, strict=True))
     pairs = [(loss, expected[call]) for call, loss in done.items() if call[0] == training and isinstance(loss, float)]

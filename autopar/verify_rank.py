@@ -18,9 +18,11 @@ from autopar.run.module import Emitted
 from autopar.run.state import assemble
 from autopar.variants import Variants
 
-__all__ = ["ADAM_EPS", "Form", "Found", "LEARNING_RATE", "Task", "train_on_rank"]
+__all__ = ["ADAM_EPS", "Call", "Draws", "Form", "Found", "LEARNING_RATE", "Task", "train_on_rank"]
 
 LEARNING_RATE = 1e-4  # small steps: batch norm of few samples (ResNet-50) multiplies rounding by a thousand in two steps of 1e-3
+Call = tuple[bool, int]  # training or evaluation, and which of the batches
+Draws = Mapping[Call, tuple[Mapping[str, Tensor], ...]]
 ADAM_EPS = 1e-4  # a gradient that is zero but for rounding (an attention key's bias) must not be blown up to a whole step
 
 
@@ -35,14 +37,20 @@ class Form:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """steps: how many on the first of the batches. later: what is called after them, (training, batch); an evaluation has no step.
-    forms: what runs for those, where it is not what runs in the steps."""
+    forms: what runs for those, where it is not what runs in the steps. draws: the random numbers of each call."""
 
     source: str
     tensors: Mapping[str, Tensor]
     batches: tuple[Any, ...]
     steps: int
-    later: tuple[tuple[bool, int], ...] = ()
-    forms: Mapping[tuple[bool, int], Form] = field(default_factory=dict)
+    later: tuple[Call, ...] = ()
+    forms: Mapping[Call, Form] = field(default_factory=dict)
+    draws: Draws = field(default_factory=dict)
+
+    def inputs(self, call: Call, count: int) -> dict[Any, Any]:
+        """What the module is given in the count-th call of a kind, by position or by name."""
+        batch = self.batches[call[1]]
+        return {**(batch if isinstance(batch, dict) else dict(enumerate(batch))), **(self.draws[call][count] if self.draws else {})}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +71,7 @@ class Found:
 class _Prepared:
     """Gives the module the form that was prepared for the call at hand, as `Variants` would make it on the ranks."""
 
-    def __init__(self, forms: Mapping[tuple[bool, int], Form]) -> None:
+    def __init__(self, forms: Mapping[Call, Form]) -> None:
         self._forms, self.batch = forms, 0
 
     def __call__(self, module: ParallelModule, training: bool, inputs: Any) -> tuple[Emitted, Mapping[str, Tensor]]:
@@ -84,8 +92,8 @@ def train_on_rank(task: Task) -> Found:
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None
         losses: list[float] = []
         gradients: dict[str, Tensor] = {}
-        for _ in range(task.steps):
-            losses.append(_step(module, optimizer, task.batches[0], gradients))
+        for step in range(task.steps):
+            losses.append(_step(module, optimizer, task.inputs((True, 0), step), gradients))
         state, buffers = module.full_state_dict(), _buffers(module)
         later = _later(module, optimizer, task)
         final = module.full_state_dict() if task.later else {}
@@ -112,14 +120,16 @@ def _step(
 def _later(module: ParallelModule, optimizer: torch.optim.Optimizer | None, task: Task) -> tuple[float | str, ...]:
     prepared = module.__dict__["_another"] = _Prepared(task.forms)
     found: list[float | str] = []
-    for training, prepared.batch in task.later:
+    for call in task.later:
+        training, prepared.batch = call
         module.train(training and module.manifest.training)
+        inputs = task.inputs(call, task.steps if call == (True, 0) else 0)
         try:
             if training:
-                found.append(_step(module, optimizer, task.batches[prepared.batch]))
+                found.append(_step(module, optimizer, inputs))
             else:
                 with torch.no_grad():
-                    found.append(_call(module, task.batches[prepared.batch]).item())
+                    found.append(_call(module, inputs).item())
         except (ValueError, PlanError) as error:  # on all ranks alike, before anything was sent
             found.append(str(error))
             if training:
@@ -134,8 +144,8 @@ def _buffers(module: ParallelModule) -> dict[str, Tensor]:
     return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in assembled}
 
 
-def _call(module: ParallelModule, inputs: Any) -> Tensor:
-    loss: Tensor = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+def _call(module: ParallelModule, inputs: Mapping[Any, Any]) -> Tensor:
+    loss: Tensor = module(*(v for k, v in inputs.items() if isinstance(k, int)), **{k: v for k, v in inputs.items() if isinstance(k, str)})
     return loss
 
 

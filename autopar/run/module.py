@@ -179,6 +179,7 @@ class ParallelModule(nn.Module):
         form.stage.weights = Weights(step)
         with self._random_numbers():
             extra = _run_prologue(form, mesh, inputs)
+            torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
             parts = [
                 {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | _part(form, extra, i)).items() if k in form.wanted}
                 for i in range(n)
