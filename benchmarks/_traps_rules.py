@@ -139,31 +139,6 @@ def term_of_parameters_alone(compile: Compile) -> Results:
 
 
 @program(KIND, plans=MORE)
-def random_draws_that_do_not_matter(compile: Compile) -> Results:
-    """Noise is drawn in forward and multiplied by nothing: it must be captured, and must not matter."""
-
-    class Noisy(Net):
-        def hidden(self, x: Tensor) -> Tensor:
-            hidden = super().hidden(x)
-            return hidden + 0.0 * torch.randn_like(hidden) + 0.0 * torch.rand(x.shape[0], HIDDEN)
-
-    return _run(compile, Noisy)
-
-
-@program(KIND, plans=MORE)
-def random_draws_differ_from_step_to_step(compile: Compile) -> Results:
-    """Noise in the loss: two calls with the same batch differ, as on one process."""
-
-    class Noisy(Net):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x + 0.1 * torch.randn_like(x), y)
-
-    model = compile(seeded(Noisy), example_inputs=batch())
-    losses = [model(*batch()).item() for _ in range(3)]
-    return {"different": len(set(losses)) == 3, "near": max(losses) - min(losses) < 1.0}
-
-
-@program(KIND, plans=MORE)
 def statistics_over_the_batch(compile: Compile) -> Results:
     """A decorrelation loss over the whole batch's covariance."""
 
