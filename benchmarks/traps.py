@@ -1,7 +1,7 @@
 """Ordinary programs around a model, beside the same program on one process: right, refused with a remedy, wrong, or failed.
 
     python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero3,dp2mb2,dp2tp2] [--json]
-                               [--results FILE.jsonl] [--redo failed,wrong] [--limit-s 120] [--list]
+                               [--results FILE.jsonl] [--redo failed,wrong] [--limit-s 180] [--list]
 
 Each program is a small training script, written once as a function of `compile`. It runs with the plain model on one process, and
 with autopar.compile on gloo workers under each plan, in float64. right: every rank found every number (losses, norms, weights,
@@ -72,7 +72,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     parser.add_argument("--results", type=Path, help="JSON lines: outcomes are appended, and those in it are not done again")
     parser.add_argument("--redo", type=lambda s: tuple(filter(None, s.split(","))), default=(), help="outcomes in --results to do again")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="for one run of a program; ends workers that hang")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="for one run of a program, tried twice; ends workers that hang")
     parser.add_argument("--list", action="store_true", help="name the programs and run none")
     return parser.parse_args(argv)
 
