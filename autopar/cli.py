@@ -129,13 +129,16 @@ def verify(
     pin: PinList = None,
     loss: Loss = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 3,
+    loop: Annotated[str | None, typer.Option("--loop", help="file.py:name of train(model) -> numbers; compare what it returns")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the plan on local workers in float64 and compare loss, gradients and parameters with the single-process model."""
+    """Run the plan on local workers in float64 and compare with the single-process model: loss, gradients, parameters, buffers,
+    evaluation, other batch sizes, all copies; with --loop what the user's own training loop returns."""
     from autopar.planner import Plan
-    from autopar.report.verification import verification_json, verification_text
+    from autopar.report.verification import loop_json, loop_text, verification_json, verification_text
     from autopar.targets import load_target
     from autopar.verify import verify as run_verify
+    from autopar.verify_loop import verify_loop
 
     if plan_file is not None and pin:
         raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
@@ -144,6 +147,16 @@ def verify(
     given = None if plan_file is None else Plan.load(_readable(plan_file))
     if given is not None and given.gpus != gpus:
         raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}")
+    if loop is not None:
+        with _answers_only(as_json):
+            looped = verify_loop(target, loop, gpus, plan=given, pins=pins, loss=loss, cluster=cluster, memory=memory_bytes)
+        if as_json:
+            _answer(loop_json(looped))
+        else:
+            print(loop_text(looped, loop))
+        if not looped.ok:
+            raise typer.Exit(1)
+        return
     with _answers_only(as_json):
         model, example_inputs = load_target(target)
         report = run_verify(

@@ -49,7 +49,7 @@ class Variants:
         fitted = msgspec.structs.replace(plan, program_hash=program_hash(captured.program), global_batch=captured.program.batch_size or 0)
         try:
             emitted = load(self._emit(captured, fitted, positional_names(model), adapted=True))
-            self._check(module, emitted)
+            self.check(module, emitted)
         except PlanError as e:
             size = f"a batch of {fitted.global_batch} in {'training' if captured.training else 'evaluation'} mode"
             planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
@@ -62,8 +62,8 @@ class Variants:
         return emitted, tensors, getattr(captured, "guards", None)
 
     @staticmethod
-    def _check(module: ParallelModule, emitted: Emitted) -> None:
-        """Parameters and buffers must be used as they rest."""
+    def check(module: ParallelModule, emitted: Emitted) -> None:
+        """Parameters and buffers must be used as they rest. Raises PlanError."""
         params = {spec.name: spec for spec in module.manifest.params}
         for param in emitted.MANIFEST.params:
             known = params.get(param.name)

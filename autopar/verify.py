@@ -1,55 +1,64 @@
 """Does the parallel module compute what the original computes? Real processes, float64, loss, gradients and trained parameters.
 
 The single-process side is the original module, not our capture of it. Casts to float32 that a model makes on purpose are
-lifted to float64 on both sides; dropout is off on both sides, since two ways to draw random numbers cannot be compared.
+lifted to float64 on both sides; dropout is off on both sides, since two ways to draw random numbers cannot be compared. Other
+random numbers are drawn by the original and given to both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured, capture, lift_to_float64, to_float64
+from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, program_hash, to_float64
 from autopar.capture.export import loss_of
-from autopar.catalog.rule import draws
+from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
-from autopar.errors import UnsupportedOp
+from autopar.draws import Recorder, drawn_names, draws_given
+from autopar.errors import CaptureError, PlanError
 from autopar.planner import Pins, Plan
 from autopar.planner.wishes import check_inputs
-from autopar.render import load, positional_names
-from autopar.run import ParallelModule, WorkerPool
-from autopar.run.parts import local
+from autopar.render import positional_names
+from autopar.run import WorkerPool
+from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Call, Draws, Form, Found, Task, train_on_rank
 
-__all__ = ["Reference", "Report", "TOLERANCE", "reference", "verify", "verify_plan"]
+__all__ = ["Reference", "Report", "TOLERANCE", "as_float64", "reference", "verify", "verify_plan", "without_dropout"]
 
 TOLERANCE = 1e-9
-LEARNING_RATE = 1e-4  # small steps: batch norm of few samples (ResNet-50) multiplies rounding by a thousand in two steps of 1e-3
-ADAM_EPS = 1e-4  # a gradient that is zero but for rounding (an attention key's bias) must not be blown up to a whole step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """The original model's own training, in float64. losses: of each step. gradients: of the first. parameters: the
-    state_dict (buffers too) after the last. captured: the program of the same model, for the plans to be verified; made in
-    capture_s seconds."""
+    """The original model's own training, in float64. losses: of each step. gradients: of the first. parameters, buffers: after the
+    last, by name; of buffers also those that are in no state_dict. captured: the program of the same model, for the plans to be
+    verified; made in capture_s seconds. later: calls after the steps, (training, which of the batches), and what each lost; final:
+    the state_dict after them; forms: what was captured for them; notes: why one is not there. draws: the random numbers of each call,
+    in order, which the program of its kind takes as further inputs."""
 
     name: str
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     captured: Captured
-    inputs: Any
+    batches: tuple[Any, ...]
     positional: tuple[str, ...]
+    later: tuple[Call, ...] = ()
+    later_losses: tuple[float, ...] = ()
+    final: Mapping[str, Tensor] = field(default_factory=dict)
+    forms: Mapping[Call, Captured] = field(default_factory=dict)
+    draws: Draws = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     capture_s: float = 0.0
 
@@ -57,8 +66,10 @@ class Reference:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Worst relative error of each kind, and where: of a tensor, relative to its largest magnitude, but not to less than a
-    thousandth of the largest gradient of the model, or one step of the optimizer. copies_equal: all copies of a replicated
-    or tied part are bit-equal on all ranks after the last step."""
+    thousandth of the largest gradient of the model, or one step of the optimizer. evaluation, batches: of the losses in evaluation
+    mode, and of steps on batches of other sizes; None if there were none. copies_equal: all copies of a replicated or tied part
+    (parameters, their gradients, optimizer states, buffers) are bit-equal on all ranks after the last step. notes: what was not
+    compared, and why."""
 
     plan: Plan
     source: str
@@ -67,12 +78,18 @@ class Report:
     gradient_at: str
     parameter: float
     parameter_at: str
+    buffer: float
+    buffer_at: str
     copies_equal: bool
+    evaluation: float | None = None
+    batches: float | None = None
     unequal: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return max(self.loss, self.gradient, self.parameter) < TOLERANCE and self.copies_equal
+        errors = (self.loss, self.gradient, self.parameter, self.buffer, self.evaluation or 0.0, self.batches or 0.0)
+        return max(errors) < TOLERANCE and self.copies_equal
 
 
 @contextlib.contextmanager
@@ -99,55 +116,182 @@ def without_dropout() -> Iterator[None]:
 
 
 def reference(
-    model: nn.Module, example_inputs: Any, *, steps: int = 3, loss: Callable[[Any], Tensor] | None = None, seed: int = 0
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    steps: int = 3,
+    loss: Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+    later: bool = False,
 ) -> Reference:
-    """Train a float64 copy of the model for `steps` AdamW steps on one process, and capture it. Raises CaptureError, WishError."""
+    """Train a float64 copy of the model for `steps` AdamW steps on one process, and capture it. later: then evaluate it, and train it
+    on a batch twice as large and on the first one again, and capture what that needs. Raises CaptureError, WishError."""
     check_inputs(model, example_inputs)
     model = to_float64(copy.deepcopy(model))
-    inputs = _as_float64(example_inputs)
+    inputs = as_float64(example_inputs)
     with lift_to_float64(), without_dropout():
         start = time.perf_counter()
         captured = capture(copy.deepcopy(model), inputs, loss=loss)  # its tensors are not trained below
         capture_s = time.perf_counter() - start
-        if random := sorted({op.target for op in captured.program.ops if draws(op)}):
-            raise UnsupportedOp(
-                f"{captured.program.name} draws random numbers in its forward ({', '.join(random)}), beside dropout, which is off here; "
-                "one process and several draw different ones, so that their losses cannot be compared"
-            )
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
-        losses, gradients = [], {}
-        for step in range(steps):
-            torch.manual_seed(seed + step)
-            optimizer.zero_grad(set_to_none=True)
-            value = loss_of(model(**inputs) if isinstance(inputs, dict) else model(*inputs), loss)
-            value.backward()
-            losses.append(value.item())
-            if step == 0:
-                trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-                gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
-            optimizer.step()
-    parameters = {n: t.detach().clone() for n, t in model.state_dict().items()}
+        batches = (inputs, _doubled(inputs, captured.program.batch_size)) if later and captured.program.batch_size else (inputs,)
+        wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
+        forms, notes = _captured(model, batches, loss, wanted if later else (), drawn_names(captured))
+        notes = (*_lower_precision(captured), *notes)
+        calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
+        original = _Original(model, batches, loss, draws=bool(drawn_names(captured)))
+        losses = []
+        for k in range(steps):
+            torch.manual_seed(seed + k)
+            losses.append(original.step(0))
+        parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
+        buffers = _cloned(dict(model.named_buffers(remove_duplicate=False)))
+        later_losses = [original.step(index) if trains else original.evaluate(index) for trains, index in calls]
+    draws: dict[Call, tuple[Mapping[str, Tensor], ...]] = {}
+    captured, draws[True, 0] = _given(captured, original.drawn[True, 0])
+    for key in calls:
+        if key in forms:
+            forms[key], draws[key] = _given(forms[key], original.drawn[key])
     return Reference(
-        name=captured.program.name, losses=tuple(losses), gradients=gradients, parameters=parameters, captured=captured, inputs=inputs,
-        positional=positional_names(model), capture_s=capture_s,
+        name=captured.program.name, losses=tuple(losses), gradients=original.gradients, parameters=parameters, buffers=buffers,
+        captured=captured, batches=batches, positional=positional_names(model), later=calls, later_losses=tuple(later_losses),
+        final=_cloned(model.state_dict()) if calls else {}, forms=forms, draws=draws, notes=notes,
+        capture_s=capture_s,
     )  # fmt: skip
+
+
+class _Original:
+    """The original model in training. gradients: of its first step."""
+
+    def __init__(self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws: bool) -> None:
+        self._model, self._batches, self._loss, self._draws = model, batches, loss, draws
+        self._training = model.training
+        self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
+        self.gradients: dict[str, Tensor] = {}
+        self.drawn: dict[Call, list[list[Tensor]]] = {}
+
+    def step(self, index: int) -> float:
+        self._model.train(self._training)
+        self._optimizer.zero_grad(set_to_none=True)
+        value = self._call((True, index))
+        value.backward()
+        if not self.gradients:
+            trained = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+            self.gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
+        self._optimizer.step()
+        return value.item()
+
+    @torch.no_grad()
+    def evaluate(self, index: int) -> float:
+        self._model.eval()
+        return self._call((False, index)).item()
+
+    def _call(self, call: Call) -> Tensor:
+        given = self._batches[call[1]]
+        with Recorder() if self._draws else contextlib.nullcontext() as recorder:
+            value = loss_of(self._model(**given) if isinstance(given, dict) else self._model(*given), self._loss)
+        self.drawn.setdefault(call, []).append(recorder.outcomes if recorder is not None else [])
+        return value
+
+
+def _given(captured: Captured, outcomes: list[list[Tensor]]) -> tuple[Captured, tuple[Mapping[str, Tensor], ...]]:
+    """The program with the random numbers of each call as further inputs, where it draws any."""
+    return draws_given(captured, outcomes) if drawn_names(captured) else (captured, ({},) * len(outcomes))
+
+
+def _doubled(inputs: Any, batch_size: int | None) -> Any:
+    """The inputs with every sample a second time, in the reverse order."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: torch.cat([t, t.flip(0)]) if t.dim() and t.shape[0] == batch_size else t, inputs
+    )
+
+
+def _captured(
+    model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, wanted: tuple[Call, ...], drawn: tuple[str, ...]
+) -> tuple[dict[Call, Captured], tuple[str, ...]]:
+    """What was captured for each call that is not one of the usual steps, and why others could not be."""
+    forms, notes = {}, []
+    for trains, index in wanted:
+        if (trains, index) == (True, 0):
+            continue
+        what = "a batch twice as large" if index else "evaluation"
+        copied = copy.deepcopy(model)
+        try:
+            found = capture(copied.train(trains and model.training), batches[index], loss=loss)
+        except CaptureError as error:
+            notes.append(f"{what} is not compared, since it cannot be captured: {str(error).splitlines()[0]}")
+            continue
+        if drawn_names(found) == drawn:
+            forms[trains, index] = found
+        else:
+            notes.append(f"{what} is not compared, since it draws other random numbers than a step")
+    return forms, tuple(notes)
+
+
+def _lower_precision(captured: Captured) -> tuple[str, ...]:
+    """A note on what the model computes in a lower precision although it is lifted (in code that torch does not see as Python)."""
+    program = captured.program
+    low = dict.fromkeys(op.source or op.name for op in program.ops for o in op.outputs if o and program.types[o].dtype in LOWER_PRECISIONS)
+    if not low:
+        return ()
+    return (f"in spite of float64 a lower precision computes, whose rounding (1e-7) is no error: {', '.join(list(low)[:3])}",)
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for n, t in tensors.items()}
 
 
 def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: float | None = 300.0) -> Report:
     """Run a plan for the reference's program on the pool's workers and compare. Raises LaunchError if a worker fails."""
     source = emit(ref.captured, plan, ref.positional)
     tensors = {k: t.detach() for k, t in tensors_of(ref.captured).items()}
-    results = pool.run(_train, source, tensors, ref.inputs, len(ref.losses), timeout_s=timeout_s)
-    losses, gradients, parameters, _ = results[0]
-    loss = max(_finite(abs(a - b) / max(abs(b), 1e-30)) for a, b in zip(losses, ref.losses, strict=True))
+    forms, notes = _forms(ref, plan)
+    later = tuple(c for c in ref.later if c in forms or (c == (True, 0) and (True, 1) in forms))
+    task = Task(
+        source=source, tensors=tensors, batches=ref.batches, steps=len(ref.losses), later=later, forms=forms, draws=ref.draws
+    )
+    results: list[Found] = pool.run(train_on_rank, task, timeout_s=timeout_s)
+    found = results[0]
     scale = max((g.abs().max().item() for g in ref.gradients.values() if g.numel()), default=0.0)
-    gradient, gradient_at = _worst(gradients, ref.gradients, floor=1e-3 * scale)
-    parameter, parameter_at = _worst(parameters, ref.parameters, floor=LEARNING_RATE)
-    unequal = _unequal([r[3] for r in results])
+    gradient, gradient_at = worst(found.gradients, ref.gradients, floor=1e-3 * scale)
+    parameter, parameter_at = worst(found.state, ref.parameters, floor=LEARNING_RATE)
+    buffer, buffer_at = worst(found.buffers, ref.buffers, floor=LEARNING_RATE)
+    done = dict(zip(later, found.later))
+    evaluation, batches = (_later_error(ref, done, training) for training in (False, True))
+    if ref.later and all(isinstance(done.get(c), float) for c in ref.later if c[0]):
+        parameter, parameter_at = max((parameter, parameter_at), worst(found.final, ref.final, floor=LEARNING_RATE))
+    bad = unequal(r.parts for r in results)
     return Report(
-        plan=plan, source=source, loss=loss, gradient=gradient, gradient_at=gradient_at, parameter=parameter, parameter_at=parameter_at,
-        copies_equal=not unequal, unequal=unequal,
+        plan=plan, source=source, loss=_loss_error(found.losses, ref.losses), gradient=gradient, gradient_at=gradient_at,
+        parameter=parameter, parameter_at=parameter_at, buffer=buffer, buffer_at=buffer_at, evaluation=evaluation, batches=batches,
+        copies_equal=not bad, unequal=bad, notes=(*ref.notes, *notes, *(f for f in found.later if isinstance(f, str))),
     )  # fmt: skip
+
+
+def _forms(ref: Reference, plan: Plan) -> tuple[dict[Call, Form], list[str]]:
+    """The plan's decisions applied to the programs of the later calls, and where they do not fit."""
+    forms, notes = {}, []
+    for key, captured in ref.forms.items():
+        size = captured.program.batch_size or 0
+        fitted = msgspec.structs.replace(plan, program_hash=program_hash(captured.program), global_batch=size)
+        try:
+            source = emit(captured, fitted, ref.positional, adapted=True)
+        except PlanError as error:
+            notes.append(f"a batch of {size} in {'training' if key[0] else 'evaluation'} mode is refused under this plan: {error}")
+            continue
+        constants = {b.value for b in captured.program.buffers if b.fqn is None}
+        forms[key] = Form(source=source, tensors={k: t.detach() for k, t in tensors_of(captured).items() if k in constants})
+    return forms, notes
+
+
+def _loss_error(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
+    return max(finite(abs(a - b) / max(abs(b), 1e-30)) for a, b in zip(found, expected, strict=True))
+
+
+def _later_error(ref: Reference, done: Mapping[Call, float | str], training: bool) -> float | None:
+    """The worst error of the later calls of one kind, without those that were refused."""
+    expected = dict(zip(ref.later, ref.later_losses, strict=True))
+    pairs = [(loss, expected[call]) for call, loss in done.items() if call[0] == training and isinstance(loss, float)]
+    return _loss_error(*zip(*pairs, strict=True)) if pairs else None
 
 
 def verify(
@@ -163,8 +307,9 @@ def verify(
     memory: int | str | None = None,
     pool: WorkerPool | None = None,
 ) -> Report:
-    """Verify a model under the solver's own plan, a pinned one, or a given one, on `gpus` local gloo workers."""
-    ref = reference(model, example_inputs, steps=steps, loss=loss)
+    """Verify a model under the solver's own plan, a pinned one, or a given one, on `gpus` local gloo workers: `steps` steps, then an
+    evaluation and steps on batches of other sizes."""
+    ref = reference(model, example_inputs, steps=steps, loss=loss, later=True)
     decided = plan if plan is not None else plan_of(ref.captured, gpus, cluster=cluster, memory=memory, pins=pins)
     if pool is not None:
         return verify_plan(ref, decided, pool)
@@ -172,71 +317,12 @@ def verify(
         return verify_plan(ref, decided, own)
 
 
-def _train(
-    source: str, tensors: dict[str, Tensor], inputs: Any, steps: int
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """In a worker: losses, first gradients, parameters after the last step (both on rank 0), and checksums of local parts."""
-    torch.set_default_dtype(torch.float32)
-    with lift_to_float64():
-        module = ParallelModule(load(source), tensors)
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None
-        losses: list[float] = []
-        gradients: dict[str, Tensor] = {}
-        for step in range(steps):
-            if optimizer is not None:
-                optimizer.zero_grad(set_to_none=True)
-            loss = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-            loss.backward()
-            losses.append(loss.item())
-            if step == 0:
-                gradients = module.full_gradients()
-            if optimizer is not None:
-                optimizer.step()
-        full = module.full_state_dict()
-    parts = {module.part_of(name): local(p).cpu().contiguous() for name, p in module.named_parameters()}
-    mine = {part: hashlib.sha256(p.numpy().tobytes()).hexdigest() for part, p in parts.items()}
-    if torch.distributed.get_rank() != 0:
-        gradients, full = {}, {}
-    return losses, gradients, full, mine
-
-
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, floor: float) -> tuple[float, str]:
-    """The largest |found - expected| of any tensor, relative to the tensor's largest magnitude (at least `floor`)."""
-    worst, at = 0.0, ""
-    for name, b in expected.items():
-        a = found.get(name)
-        if a is None or a.shape != b.shape:
-            return float("inf"), name
-        if not b.numel():
-            continue
-        b = b.double()
-        error = _finite((a.double() - b).abs().max().item() / max(b.abs().max().item(), floor, 1e-30))
-        if error > worst:
-            worst, at = error, name
-    return worst, at
-
-
-def _finite(error: float) -> float:
-    """A comparison with what is not a number has failed."""
-    return error if error == error else float("inf")
-
-
-def _unequal(parts: list[dict[str, str]]) -> tuple[str, ...]:
-    seen: dict[str, str] = {}
-    bad = []
-    for rank in parts:
-        for part, digest in rank.items():
-            if seen.setdefault(part, digest) != digest:
-                bad.append(part)
-    return tuple(dict.fromkeys(bad))
-
-
-def _as_float64(inputs: Any) -> Any:
+def as_float64(inputs: Any) -> Any:
+    """The inputs with their floating tensors in float64."""
     if isinstance(inputs, Tensor):
         return inputs.double() if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {k: _as_float64(v) for k, v in inputs.items()}
+        return {k: as_float64(v) for k, v in inputs.items()}
     if isinstance(inputs, (list, tuple)):
-        return type(inputs)(_as_float64(v) for v in inputs)
+        return type(inputs)(as_float64(v) for v in inputs)
     return inputs

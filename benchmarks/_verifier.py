@@ -266,11 +266,11 @@ def _verified(connection: Connection, name: str, ref: Any, spec: PlanSpec, secon
     except Exception as error:  # noqa: BLE001  (whatever it raises is the outcome)
         seconds[phase] = time.perf_counter() - start
         return _failure(name, spec.name, error, phase, ops, seconds, facts)
-    errors = {"loss": report.loss, "gradient": report.gradient, "parameter": report.parameter}
+    errors = {"loss": report.loss, "gradient": report.gradient, "parameter": report.parameter, "buffer": report.buffer}
     right = report.ok and all(e < verify.TOLERANCE for e in errors.values())  # NaN is not under it
     reason = ""
     if not right:
-        places = {"gradient": f" ({report.gradient_at})", "parameter": f" ({report.parameter_at})"}
+        places = {"gradient": f" ({report.gradient_at})", "parameter": f" ({report.parameter_at})", "buffer": f" ({report.buffer_at})"}
         parts = [f"{k} {e:.1e}{places.get(k, '')}" for k, e in errors.items() if not e < verify.TOLERANCE]
         reason = ", ".join(parts + ([f"unequal copies of {', '.join(report.unequal[:3])}"] if not report.copies_equal else []))
     outcome = "verified" if right else "wrong"

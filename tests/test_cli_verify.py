@@ -31,6 +31,26 @@ def net():
 
 def larger():
     return Net(), (torch.ones(16, 8),)
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 8))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses}
+
+
+def ranked(model):
+    return {**train(model), "rank": torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}
+
+
+def silent(model):
+    train(model)
 '''
 
 
@@ -53,7 +73,8 @@ def test_a_plan_file_is_verified(folder: Path, capsys: pytest.CaptureFixture[str
     assert code_of("verify", "nets.py:net", "--gpus", "2", "--plan", "plan.json", "--json") == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["ok"]
-    assert max(answer["loss"], answer["gradient"], answer["parameter"]) < 1e-9
+    assert max(answer[k] for k in ("loss", "gradient", "parameter", "buffer", "evaluation", "batches")) < 1e-9
+    assert answer["notes"] == []
 
     assert code_of("verify", "nets.py:larger", "--gpus", "2", "--plan", "plan.json") == 2
     assert "the plan was made for another model" in capsys.readouterr().err
@@ -67,3 +88,21 @@ def test_what_is_not_within_the_tolerance_exits_with_1(
     monkeypatch.setattr("autopar.verify.TOLERANCE", -1.0)
     assert code_of("verify", "nets.py:net", "--gpus", "2", "--pin", "tp=2", "--steps", "1") == 1
     assert "NOT VERIFIED" in capsys.readouterr().out
+
+
+def test_the_users_own_loop_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--pin", "tp=2", "--loop", "nets.py:train", "--json") == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (answer["ok"], answer["mesh"]["tp"], answer["numbers"]) == (True, 2, 4)  # three losses, and how many they are
+    assert answer["error"] < 1e-9
+
+
+def test_a_loop_whose_numbers_differ_on_any_rank_exits_with_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--loop", "nets.py:ranked") == 1
+    said = capsys.readouterr().out
+    assert "rank on rank 1" in said
+    assert "NOT VERIFIED" in said
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--loop", "nets.py:silent") == 1
+    assert "returned NoneType without any number" in capsys.readouterr().err
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--loop", "nets.py:trian") == 2
+    assert "did you mean train" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def _train(form: dict[str, Any]) -> dict[str, float]:
 def _check_copies(model: ParallelModule) -> None:
     """Copies of one parameter are equal to the bit: over dp and tp where it is not cut, over the stages that share it."""
     mesh = model.mesh
-    here = {name: local(p) for name, p in model.named_parameters(remove_duplicate=False) if name in model._tree.names}
+    here = {name: local(p) for name, p in model.named_parameters(remove_duplicate=False) if model._tree.names[name] in model._tree.held}
     everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.world)]
     torch.distributed.all_gather_object(everyone, here)
     for spec in model.manifest.params:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture import lift_to_float64
+from autopar.compare import digest, unequal, worst_leaf
 from autopar.compiler import plan_of
 from autopar.errors import Infeasible
 from autopar.run import WorkerPool
@@ -53,7 +57,7 @@ def test_equals_the_original(name: str, plan: str, workers: WorkerPool) -> None:
     assert {k: v for k, v in decided.mesh.items() if k in pins} == {k: v for k, v in pins.items() if k in decided.mesh}
 
 
-def check(model: type[nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]], plan: str, workers: WorkerPool) -> None:
+def check(model: Callable[[], nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]], plan: str, workers: WorkerPool) -> None:
     torch.manual_seed(0)
     ref = reference(model(), inputs())
     report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan)), workers, timeout_s=120)
@@ -127,6 +131,80 @@ def test_an_input_that_only_looks_like_a_batch_is_given_to_every_micro_batch(pla
     check(Positions, lambda: (torch.randn(8, 4, 16), torch.randn(4, 32), torch.randint(0, 8, (8, 4))), plan, workers)
 
 
+LOW = torch.float32  # names that keep what they meant when this file was imported, whatever torch.float32 is made to mean later
+LOWER = {"dtype": LOW}
+ONE = torch.ones(1)
+
+
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch would rather see it gone, and models still have it
+    scripted = torch.jit.script(_softmax)
+
+
+def without_autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(x.float()).to(x.dtype)
+
+
+CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float": lambda x: x.float().sin().to(x.dtype),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(-1, 8, 2)).cfloat().square()).flatten(1).to(x.dtype),
+    "to": lambda x: x.to(LOW).sin().type_as(x),
+    "to another": lambda x: x.to(ONE).sin() + x.type_as(ONE).cos(),
+    "type": lambda x: x.type(torch.FloatTensor).sin().double(),
+    "softmax": lambda x: nn.functional.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype),
+    "softmax by name": lambda x: nn.functional.softmax(x, dim=-1, dtype=LOW).to(x.dtype) + nn.functional.log_softmax(x, -1, **LOWER),
+    "sums": lambda x: x / (1 + torch.sum(x * x, -1, keepdim=True, **LOWER)) - x.mean(-1, True, dtype=LOW),
+    "norms": lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=LOW) + x / x.norm(dim=-1, keepdim=True, dtype=LOW),
+    "factories": lambda x: x * torch.linspace(0, 1, 16, dtype=LOW).sin() + torch.arange(16, **LOWER).cos() + x.new_ones(16, dtype=LOW) / 3,
+    "autocast": without_autocast,
+    "script": scripted,
+}
+
+
+class Lower(nn.Module):
+    """A float64 model that computes in a lower precision in its middle."""
+
+    def __init__(self, cast: str) -> None:
+        super().__init__()
+        self.cast = cast
+        self.first, self.second, self.last = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(CASTS[self.cast](self.second(torch.tanh(self.first(x))))).square().mean()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_lower_precision_inside_is_lifted_on_both_sides(cast: str, workers: WorkerPool) -> None:
+    """Under a plan that sends between stages what it computes, and sums in another order."""
+    check(lambda: Lower(cast), lambda: (torch.randn(12, 16),), "pp=2 tp=2", workers)
+
+
+def test_what_stays_in_a_lower_precision_is_said() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * ONE.sin().sum()).square().mean()
+
+    ref = reference(Table(4, 4), (torch.randn(8, 4),))
+    assert "test_verify.py" in ref.notes[0]
+    assert "ONE.sin()" in ref.notes[0]
+    assert reference(nn.Linear(4, 4), (torch.randn(8, 4),), loss=_models.mean_square).notes == ()
+
+
+def test_lifting_ends_with_its_region() -> None:
+    x = torch.ones(3, dtype=torch.float64)
+    with lift_to_float64():
+        assert x.to(LOW).dtype == x.type(torch.FloatTensor).dtype == x.to(ONE).dtype == torch.float64
+        assert scripted(x.to(LOW)).dtype == torch.zeros(1).dtype == torch.float64
+        assert x.cfloat().dtype == torch.complex128
+    assert x.to(LOW).dtype == x.type(torch.FloatTensor).dtype == x.to(ONE).dtype == torch.zeros(1).dtype == torch.float32
+    assert torch.float32 is LOW
+
+
 class Filter(nn.Module):
     """Multiplies spectra by a complex weight, which is a real parameter seen as another dtype, and by its conjugate."""
 
@@ -161,3 +239,87 @@ def test_tied_weights_stay_equal_where_ranks_count_different_numbers_of_labels(p
     assert pins.items() <= {**report.plan.mesh, "micro_batches": report.plan.micro_batches}.items()
     assert report.copies_equal, report.unequal
     assert report.ok, errors(report)
+
+
+class Statistics(nn.Module):
+    """Batch norm, a buffer that is in no state_dict, and something that only evaluation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32, momentum=0.3), nn.Linear(32, 8)
+        self.register_buffer("seen", torch.zeros(16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.add_(x.sum(0))
+        hidden = self.last(torch.tanh(self.norm(self.first(x))))
+        return (hidden if self.training else hidden * 2).square().mean() + 0.01 * (x.sum(0) - self.seen).square().mean()
+
+
+@functools.cache
+def statistics() -> Reference:
+    torch.manual_seed(0)
+    return reference(Statistics(), (torch.randn(12, 16),), later=True)
+
+
+def test_what_comes_after_the_steps_is_of_its_own_mode_and_size() -> None:
+    ref = statistics()
+    assert ref.later == ((False, 0), (True, 1), (True, 0))
+    assert [c.program.batch_size for c in ref.forms.values()] == [12, 24]
+    assert set(ref.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen"}
+    assert ref.buffers["norm.num_batches_tracked"].item() == 3
+    assert len({*ref.losses, *ref.later_losses}) == 6  # no two calls are alike
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "tp=4"])
+def test_buffers_and_batches_of_other_sizes_are_compared(plan: str, workers: WorkerPool) -> None:
+    ref = statistics()
+    decided = plan_of(ref.captured, 4, cluster="cpu", pins=pins_of(plan))
+    report = verify_plan(ref, decided, workers, timeout_s=120)
+    assert report.ok, errors(report)
+    assert report.batches is not None
+    assert report.batches < TOLERANCE
+
+    moved = dict(ref.buffers, seen=ref.buffers["seen"] + 1e-6)
+    report = verify_plan(dataclasses.replace(ref, buffers=moved), decided, workers, timeout_s=120)
+    assert (report.ok, report.buffer_at) == (False, "seen")
+    later = (*ref.later_losses[:2], ref.later_losses[2] * (1 + 1e-6))
+    report = verify_plan(dataclasses.replace(ref, later_losses=later), decided, workers, timeout_s=120)
+    assert not report.ok
+    assert report.batches == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_evaluation_is_compared(workers: WorkerPool) -> None:
+    ref = reference(_models.mlp()[0], _models.mlp()[1], loss=_models.mean_square, later=True)
+    decided = plan_of(ref.captured, 4, cluster="cpu", pins={"dp": 2, "tp": 2})
+    report = verify_plan(ref, decided, workers, timeout_s=120)
+    assert report.ok, errors(report)
+    assert report.evaluation is not None
+    assert report.notes == ()
+    later = (ref.later_losses[0] + 1e-6, *ref.later_losses[1:])
+    assert not verify_plan(dataclasses.replace(ref, later_losses=later), decided, workers, timeout_s=120).ok
+
+
+def test_bits_that_differ_between_copies_are_named() -> None:
+    x = torch.ones(3)
+    assert digest(x) == digest(x.clone()) != digest(x.nextafter(2 * x))
+    assert digest(torch.tensor(1.0)) != digest(torch.tensor(1.5))
+    ranks = [{"a": digest(x), "b tp:0": digest(x)}, {"a": digest(x), "b tp:1": digest(2 * x)}, {"a": digest(2 * x)}]
+    assert unequal(ranks) == ("a",)
+    assert unequal(ranks[:2]) == ()
+
+
+@pytest.mark.parametrize(
+    "found,error,at",
+    [
+        ({"a": [1.0, 2.0]}, 0.0, ""),
+        ({"a": [1.0, 2.0 + 2e-8]}, 1e-8, "a[1]"),
+        ({"a": [1.0]}, float("inf"), "a[1]"),
+        ({"a": [1.0, float("nan")]}, float("inf"), "a[1]"),
+        ({"a": [1.0, 2]}, float("inf"), "a[1]"),
+        ({"a": [1.0, torch.tensor(2.0)]}, float("inf"), "a[1]"),
+        ({"a": [1.0, 2.0], "b": 0}, float("inf"), "b"),
+    ],
+)
+def test_numbers_by_name(found: Any, error: float, at: str) -> None:
+    assert worst_leaf(found, {"a": [1.0, 2.0]}, floor=1e-6) == (pytest.approx(error, rel=1e-6), at)

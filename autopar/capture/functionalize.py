@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autopar.capture.infer import Inference, Meta
+from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
@@ -37,7 +38,6 @@ _SAME_ORDER = {
 }  # fmt: skip
 _METADATA_ONLY = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _UNTRACEABLE = {"set_", "resize_", "resize_as_", "as_strided_"}
-_RENAMED = {"bernoulli_.float": "bernoulli.p", "normal_.default": "normal_functional.default"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +76,7 @@ class _Functionalizer:
             if not written:
                 self._read_only(op)
             elif op.target.split(".")[1] in _METADATA_ONLY:
-                namespace, name, overload = op.target.split(".")
-                self._read_only(dataclasses.replace(op, target=f"{namespace}.{name.removesuffix('_')}.{overload}"))
+                self._read_only(self._returning(op))
             else:
                 self._in_place(op, written)
         loss = self._now(self.trace.loss)
@@ -221,7 +220,7 @@ class _Functionalizer:
 
     def _functional(self, op: Op, old: str) -> str:
         """Adds the functional form of an in-place operator on the current value `old`; the name of its result."""
-        namespace, name, overload = op.target.split(".")
+        name = op.target.split(".")[1]
         wish = op.outputs[0] or name
         meta = self.metas[old]
         if op.kwarg("out") is not None:
@@ -238,17 +237,22 @@ class _Functionalizer:
             if isinstance(op.args[1], Ref):
                 return self._now(op.args[1].name)
             return self._new("aten.full_like.default", Ref(old), op.args[1], like=wish)
-        plain = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # __iand__ is the in-place __and__
-        target = _RENAMED.get(f"{name}.{overload}", f"{plain}.{overload}")
-        try:
-            resolve(f"{namespace}.{target}")
-        except LookupError as e:
-            raise self._error(f"{op.target} has no form that does not write in place") from e
-        functional = map_refs(op, lambda n: Ref(self._now(n)))
-        functional = dataclasses.replace(functional, target=f"{namespace}.{target}", outputs=(wish,))
-        self._emit(functional)
+        if name == "fill_diagonal_" and len(meta.shape) == 2 and not (len(op.args) > 2 and op.args[2] and meta.shape[0] > meta.shape[1]):
+            filled = self._new("aten.full.default", (min(meta.shape),), op.args[1], like=wish)
+            if self.metas[filled].dtype != meta.dtype:
+                filled = self._new("aten.to.dtype", Ref(filled), meta.dtype, like=wish)
+            return self._new("aten.diagonal_scatter.default", Ref(old), Ref(filled), like=wish)
+        functional = map_refs(self._returning(op), lambda n: Ref(self._now(n)))
+        self._emit(dataclasses.replace(functional, outputs=(wish,)))
         assert self.metas[wish].dtype == meta.dtype or meta.dtype.is_floating_point or not self.metas[wish].dtype.is_floating_point, op
         return wish
+
+    def _returning(self, op: Op) -> Op:
+        """The operator that returns what this one writes."""
+        found = functional_target(op)
+        if found is None:
+            raise self._error(f"{op.target} has no form that does not write in place")
+        return dataclasses.replace(op, target=found[0], args=found[1])
 
     def _without_out(self, target: str) -> str:
         """The overload of an out= operator that returns its result instead."""

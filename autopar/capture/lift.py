@@ -1,27 +1,51 @@
-"""Runs and captures a model wholly in float64, the casts to lower precision that it makes on purpose included."""
+"""Runs and captures a model wholly in float64, the casts to lower precision that it makes on purpose included.
+
+What is captured inside lift_to_float64() names the dtypes that the lifted model computes in, so that the emitted module is run as it
+is, inside float64_by_default(), and nothing is lifted a second time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["lift_to_float64", "to_float64"]
+__all__ = ["LOWER_PRECISIONS", "float64_by_default", "lift_to_float64", "to_float64"]
 
 _LIFTED = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }  # fmt: skip
-_LIFTED_TYPE_NAMES = {"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"}
-_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+LOWER_PRECISIONS = tuple(_LIFTED)
+_LIFTED_TYPES = {f"torch.{name}Tensor": "torch.DoubleTensor" for name in ("Float", "Half", "BFloat16")}
+_LIFTED_TYPES |= {name.replace("torch.", "torch.cuda."): "torch.cuda.DoubleTensor" for name in _LIFTED_TYPES}
+_CASTS = {
+    torch.Tensor.float: torch.float64, torch.Tensor.half: torch.float64, torch.Tensor.bfloat16: torch.float64,
+    torch.Tensor.cfloat: torch.complex128, torch.Tensor.chalf: torch.complex128,  # type: ignore[attr-defined]
+}  # fmt: skip
+_CASTS_TO_ANOTHER = (torch.Tensor.to, torch.Tensor.type_as)  # which may take the dtype of another tensor
+_WRAPPERS = ("__torch_function__", "handle_torch_function")
 _GROUPED_MM = tuple(
     f for f in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None
 )
+
+
+class _GroupedMode(TorchFunctionMode):
+    """Gives float64 what torch has not in float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _GROUPED_MM and args[0].dtype == torch.float64:
+            return _grouped_mm_float64(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class _LiftMode(TorchFunctionMode):
@@ -34,27 +58,40 @@ class _LiftMode(TorchFunctionMode):
         if _called_by_torch():
             return func(*args, **kwargs)
         if func in _CASTS:
-            return args[0].double()
-        if func in _GROUPED_MM and args[0].dtype == torch.float64:
-            return _grouped_mm_float64(*args, **kwargs)
+            return args[0].to(_CASTS[func])
+        if func in _CASTS_TO_ANOTHER:
+            args = tuple(_lift_another(a) if i else a for i, a in enumerate(args))
+            kwargs = {k: _lift_another(v) for k, v in kwargs.items()}
         return func(*(_lift(a) for a in args), **{k: _lift(v) for k, v in kwargs.items()})
 
 
 def _called_by_torch() -> bool:
-    """Whether torch, capture, or what makes room for messages makes the call that is being handled: to describe a tensor or run a
-    program, not as the model's code."""
+    """Whether torch, autopar or an emitted module makes the call that is being handled: to describe a tensor, to make room for a
+    message, or to run a captured program, not as the model's code."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+    while frame.f_back is not None and frame.f_code.co_name in _WRAPPERS:
+        wrapped = frame.f_code.co_name == "handle_torch_function"  # it is called by the function that is being handled
         frame = frame.f_back
+        if wrapped and frame.f_back is not None:
+            frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
     computes = module.startswith(("torch.nn.", "torch.distributions.", "torch.functional"))
-    return module.startswith(("torch.", "autopar.capture.", "autopar.run.dtypes")) and not computes
+    return module.startswith(("torch.", "autopar.", "autopar_emitted")) and not computes
 
 
 def _lift(arg: Any) -> Any:
     if isinstance(arg, torch.dtype):
         return _LIFTED.get(arg, arg)
-    return "torch.DoubleTensor" if isinstance(arg, str) and arg in _LIFTED_TYPE_NAMES else arg
+    if isinstance(arg, str):
+        return _LIFTED_TYPES.get(arg, arg)
+    if isinstance(arg, type) and hasattr(arg, "dtype"):  # torch.FloatTensor
+        return _LIFTED_TYPES.get(f"{arg.__module__}.{arg.__name__}", arg)
+    return arg
+
+
+def _lift_another(arg: Any) -> Any:
+    """The tensor whose dtype another one takes."""
+    return arg.to(_LIFTED[arg.dtype]) if isinstance(arg, torch.Tensor) and arg.dtype in _LIFTED else arg
 
 
 def _grouped_mm_float64(
@@ -73,18 +110,46 @@ def _grouped_mm_float64(
 @contextlib.contextmanager
 def lift_to_float64() -> Iterator[None]:
     """Inside, what asks torch for float32 or lower (`.float()`, `.to(torch.float32)`, `dtype=torch.bfloat16`, the default dtype)
-    gets float64, while a model runs and while it is captured. For models made float64 with to_float64; not thread-safe, since
-    it changes names of the torch module until it exits."""
-    float32, float_, default = torch.float32, torch.float, torch.get_default_dtype()
+    gets float64, while a model runs and while it is captured; functions of TorchScript, which cannot be lifted, run as the Python
+    that they were made from. For models made float64 with to_float64; not thread-safe, since it changes names of the torch module
+    until it exits."""
+    float32, float_ = torch.float32, torch.float
+    with _default_float64(), mock.patch.object(torch.jit.ScriptFunction, "__call__", _as_python(torch.jit.ScriptFunction.__call__)):
+        # Code that compares with torch.float32 (`if x.dtype != torch.float32`) must take the branch that it takes unlifted.
+        torch.float32 = torch.float = torch.float64
+        try:
+            with _GroupedMode(), _LiftMode():
+                yield
+        finally:
+            torch.float32, torch.float = float32, float_
+
+
+@contextlib.contextmanager
+def float64_by_default() -> Iterator[None]:
+    """Inside, an emitted module runs whose program was captured inside lift_to_float64()."""
+    with _default_float64(), _GroupedMode():
+        yield
+
+
+@contextlib.contextmanager
+def _default_float64() -> Iterator[None]:
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    # Code that compares with torch.float32 (`if x.dtype != torch.float32`) must take the branch that it takes unlifted.
-    torch.float32 = torch.float = torch.float64
     try:
-        with _LiftMode():
-            yield
+        yield
     finally:
-        torch.float32, torch.float = float32, float_
         torch.set_default_dtype(default)
+
+
+def _as_python(call: Callable[..., Any]) -> Callable[..., Any]:
+    """ScriptFunction.__call__ that runs the function's Python source, where torch keeps it (as it does for its own tracer)."""
+
+    @functools.wraps(call)
+    def run(script: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(script, "_torchdynamo_inline", None)
+        return call(script, *args, **kwargs) if source is None else source(*args, **kwargs)
+
+    return run
 
 
 def to_float64(model: nn.Module) -> nn.Module:

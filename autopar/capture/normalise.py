@@ -28,8 +28,8 @@ _SAME_SHAPE = {
 def split_label_means(trace: Trace) -> Trace:
     """Cross entropy over class indices, averaged over the labels that count, becomes its sum divided by their number.
 
-    The two are equal (0/0 = nan if no label counts), and a sum can be split over the batch while a mean over a varying number
-    of labels cannot.
+    The two are equal, with smoothed labels too (0/0 = nan if no label counts), and a sum can be split over the batch while a mean
+    over a varying number of labels cannot.
     """
     ops: list[Traced] = []
     for traced in trace.ops:
@@ -46,7 +46,7 @@ def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterat
     target, weight, ignored = given["target"], given["weight"], given["ignore_index"]
     assert isinstance(target, Ref), op
     indices = not metas[target.name].dtype.is_floating_point
-    if given["reduction"] != _MEAN or not indices or given.get("label_smoothing", 0.0) != 0.0:
+    if given["reduction"] != _MEAN or not indices:
         yield op
         return
     name = op.outputs[0]
@@ -55,7 +55,7 @@ def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterat
     def make(what: str, target: str, *args: Arg) -> Op:
         return dataclasses.replace(op, target=target, args=args, kwargs=(), outputs=(names.fresh(f"{name}_{what}"),))
 
-    smoothing = (0.0,) if "label_smoothing" in given else ()
+    smoothing = (given["label_smoothing"],) if "label_smoothing" in given else ()
     total = make("sum", op.target, given["self"], target, weight, _SUM, ignored, *smoothing)
     valid = make("valid", "aten.ne.Scalar", target, ignored)
     if weight is None:
@@ -78,7 +78,7 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
     renamed: dict[str, str] = {}
     kept: list[Traced] = []
     for traced in trace.ops:
-        for op in _one_by_one(map_refs(traced.op, lambda n: Ref(renamed.get(n, n))), trace.metas):
+        for op in _plain(map_refs(traced.op, lambda n: Ref(renamed.get(n, n))), trace.metas, trace.names):
             op, types = _typed(_explicit_squeeze(_explicit_dtype(op, trace.metas), metas), infer, metas)
             if _does_nothing(op, metas, types[0]):
                 (output,), operand = op.outputs, op.args[0]
@@ -92,16 +92,35 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
     return dataclasses.replace(trace, ops=tuple(kept), loss=renamed.get(trace.loss, trace.loss), metas=metas), renamed
 
 
-def _one_by_one(op: Op, metas: Mapping[str, Meta]) -> Iterator[Op]:
-    """The operator, or one for each of its results where they have nothing to do with one another."""
-    if op.target != "aten.broadcast_tensors.default":
+def _plain(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterator[Op]:
+    """The operator in a form that says what it does: one for each of its results where they have nothing to do with one another,
+    sizes instead of a tensor that gives nothing else, random numbers in the shape of a tensor."""
+    if op.target == "aten.broadcast_tensors.default":
+        (operands,) = op.args
+        assert isinstance(operands, tuple), op
+        for operand, output in zip(operands, op.outputs, strict=True):
+            assert output is not None, op
+            yield dataclasses.replace(op, target="aten.expand.default", args=(operand, metas[output].shape), outputs=(output,), multi=False)
+    elif op.target in _SIZE_OF_OTHER:
+        yield dataclasses.replace(op, target=_SIZE_OF_OTHER[op.target], args=(op.args[0], metas[op.name].shape), kwargs=())
+    elif op.target in _DRAWN:
+        target, own = _DRAWN[op.target]
+        made = dataclasses.replace(op, target="aten.empty.memory_format", outputs=(names.fresh(f"{op.name}_shape"),))
+        yield dataclasses.replace(made, args=(metas[op.name].shape,), kwargs=(("dtype", metas[op.name].dtype),))
+        yield dataclasses.replace(op, target=target, args=(Ref(made.name), *op.args[:own]), kwargs=())
+    else:
         yield op
-        return
-    (operands,) = op.args
-    assert isinstance(operands, tuple), op
-    for operand, output in zip(operands, op.outputs, strict=True):
-        assert output is not None, op
-        yield dataclasses.replace(op, target="aten.expand.default", args=(operand, metas[output].shape), outputs=(output,), multi=False)
+
+
+_SIZE_OF_OTHER = {
+    "aten.expand_as.default": "aten.expand.default", "aten.view_as.default": "aten.reshape.default",
+    "aten.reshape_as.default": "aten.reshape.default",
+}  # fmt: skip
+_DRAWN = {  # a factory of random numbers -> the operator on a tensor of that shape, and how many arguments they share
+    "aten.rand.default": ("aten.rand_like.default", 0), "aten.randn.default": ("aten.randn_like.default", 0),
+    "aten.randint.default": ("aten.randint_like.default", 1), "aten.randint.low": ("aten.randint_like.low_dtype", 2),
+    "aten.normal.float_float": ("aten.normal_functional.default", 2),
+}  # fmt: skip
 
 
 def _typed(op: Op, infer: Inference, metas: Mapping[str, Meta]) -> tuple[Op, tuple[Meta | None, ...]]:
@@ -121,9 +140,11 @@ def _explicit_dtype(op: Op, traced: Mapping[str, Meta]) -> Op:
     """A factory that leaves its floating dtype to torch's default says it."""
     arguments = [a.name for a in resolve(op.target)._schema.arguments]
     output = op.outputs[0]
-    if refs(op) or "dtype" not in arguments or output is None or not traced[output].dtype.is_floating_point:
+    if op.kwarg("dtype") is not None or refs(op) or "dtype" not in arguments or output is None:
         return op
-    if op.kwarg("dtype") is not None or len(op.args) > arguments.index("dtype"):
+    if not traced[output].dtype.is_floating_point:
+        return op
+    if len(op.args) > arguments.index("dtype"):
         return op
     kwargs = tuple((k, v) for k, v in op.kwargs if k != "dtype")
     return dataclasses.replace(op, kwargs=(*kwargs, ("dtype", traced[output].dtype)))

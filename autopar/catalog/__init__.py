@@ -11,6 +11,7 @@ from autopar.catalog import (
     losses,
     norms,
     pointwise,
+    random_numbers,
     rearrange,
     reductions,
     transitions,
@@ -22,6 +23,6 @@ from autopar.catalog.transitions import needs_transition, transition, transition
 __all__ = ["OpView", "localized", "needs_transition", "rule_of", "strategies_of", "transition", "transition_op"]
 
 FAMILIES = (
-    attention, contraction, convolution, embedding, experts, factories, indexing, losses, norms, pointwise, rearrange, reductions,
-    transitions, views,
+    attention, contraction, convolution, embedding, experts, factories, indexing, losses, norms, pointwise, random_numbers,
+    rearrange, reductions, transitions, views,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from autopar.catalog.rule import OpView, local_code, over_axes, register
+from autopar.catalog.rule import OpView, local_code, over_axes, register, set_args
 from autopar.ir import Arg, Op, P, R, S, Strategy
 
 __all__ = ["align", "pointwise"]
@@ -18,7 +18,7 @@ hardtanh heaviside hypot isfinite isinf isnan isneginf isposinf le leaky_relu le
 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt maximum minimum mish ne
 nan_to_num nextafter not_equal polar pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign
 signbit silu sin sinc sinh softplus softshrink softsign special_expit special_erf special_log1p sqrt square tan tanh
-tanhshrink threshold trunc xlogy zeros_like ones_like full_like empty_like where angle lerp addcmul addcdiv
+tanhshrink threshold trunc xlogy where angle lerp addcmul addcdiv
 __and__ __or__ __xor__ __lshift__ __rshift__ masked_fill complex float_power max.other min.other fill zero isin.Tensor_Scalar
 """
 LINEAR_UNARY = "neg clone contiguous alias positive conj conj_physical resolve_conj real imag detach to type_as _to_copy lift_fresh_copy"
@@ -50,10 +50,19 @@ def linear_unary(view: OpView) -> Iterable[Strategy]:
 
 
 def add(view: OpView) -> Iterable[Strategy]:
-    """A sum of tensors passes P when all operands are partial; a scalar operand would be added on every rank."""
+    """A sum of tensors passes P when all operands are partial; to a partial one every rank adds its part of a number."""
     yield from pointwise(view)
     if len(view.ins) == 2:
         yield view.strategy([P, P], [P])
+    elif view.outs[0].dtype == view.ins[0].dtype and view.ins[0].dtype.is_floating_point and "other" in view.args():
+        yield view.strategy([P], [P], local="number_part")
+
+
+@local_code("number_part")
+def _number_part(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
+    number = view.args()["other"]
+    assert isinstance(number, bool | int | float | complex)
+    return (set_args(op, other=number / view.n),)
 
 
 def multiply(view: OpView) -> Iterable[Strategy]:
@@ -111,13 +120,6 @@ def copy(view: OpView) -> Iterable[Strategy]:
         yield view.strategy([P, P], [P])
 
 
-def feature_dropout(view: OpView) -> Iterable[Strategy]:
-    """Drops whole channels; where nothing is dropped, it is a copy."""
-    args = view.args()
-    if not args["train"] or args["p"] == 0:
-        yield from linear_unary(view)
-
-
 def matches(view: OpView) -> Iterable[Strategy]:
     """where(condition) gives the positions, whose number depends on the data."""
     return ()
@@ -145,7 +147,6 @@ register("aten.mul aten.multiply", multiply)
 register("aten.div aten.divide aten.true_divide", divide)
 register("aten.copy", copy)
 register("aten.where.default", matches)
-register("aten.feature_dropout", feature_dropout)
 register("aten.dropout autopar.L.dropout", dropout)
 register("aten.prelu", prelu)
 register("aten.glu", glu)

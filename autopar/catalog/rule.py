@@ -124,8 +124,11 @@ _KNOWN: dict[object, tuple[Strategy, ...]] = {}
 def _strategies_of(view: OpView) -> tuple[Strategy, ...]:
     rule, random = rule_of(view.op.target), draws(view.op)
     found = Probed() if rule is not None or random else probed(view.op, view.ins, view.outs, view.n)
-    replicated = (I,) if random or not found.additive else (I, R)
-    trivial = [view.strategy([layout] * len(view.ins), [layout] * len(view.outs)) for layout in replicated]
+    replicated = (I, R) if found.additive else (I,)
+    trivial = [
+        view.strategy([layout] * len(view.ins), [layout] * len(view.outs), local=SAME_DRAW if random and layout == R else None)
+        for layout in replicated
+    ]
     stated = rule(view) if rule is not None else found.strategies
     seen: dict[Strategy, None] = {}
     for s in (*trivial, *stated):
@@ -141,21 +144,30 @@ def summable(t: TensorType) -> bool:
 
 
 RANDOM = (
-    "dropout feature_dropout alpha_dropout native_dropout bernoulli bernoulli_ rand randn randint rand_like randn_like "
-    "randint_like normal multinomial uniform exponential randperm rrelu"
+    "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout bernoulli rand randn randint rand_like randn_like "
+    "randint_like normal normal_functional multinomial uniform exponential cauchy geometric log_normal random poisson binomial randperm "
+    "_standard_gamma _sample_dirichlet rrelu"
 )
+SAME_DRAW = "same_draw"  # the operator as it is: the ranks draw the same, but moments would not
+
+
+@local_code(SAME_DRAW)
+def _same_draw(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
+    return (op,)
 
 
 def is_random(target: str) -> bool:
-    """Whether the operator always draws random numbers."""
+    """Whether the operator draws random numbers, unless it is told that it is not training."""
     return target.split(".")[1] in RANDOM.split()
 
 
 def draws(op: Op) -> bool:
     """Whether this call draws random numbers: always, or for a dropout that is part of it (attention, recurrent layers)."""
-    bound = bind(op)
-    if is_random(op.target) or op.target == "autopar.L.dropout":
+    if op.target in ("autopar.L.dropout", "autopar.L.draw"):
         return True
+    bound = bind(op)
+    if is_random(op.target):
+        return op.target.split(".")[1] != "rrelu" or bool(bound["training"])
     return bool((bound.get("dropout_p") or bound.get("dropout")) and bound.get("train", True))
 
 

@@ -370,12 +370,12 @@ def _derived_only(
 
 
 def _rows(program: Program, ops: Mapping[str, Op]) -> dict[Source, bool]:
-    """Results of two dims or more, the first of the size of the batch -> whether they have a gradient."""
+    """Results whose first dim has the size of the batch -> whether they have a gradient; with one, those of two dims or more."""
     rows: dict[Source, bool] = {}
     for name, op in ops.items():
         for k, o in enumerate(x for x in op.outputs if x is not None):
             t = program.types[o]
-            if len(t.shape) > 1 and t.shape[0] == program.batch_size:
+            if len(t.shape) > (1 if t.grad else 0) and t.shape[0] == program.batch_size:
                 rows[Source(name, k)] = t.grad
     return rows
 

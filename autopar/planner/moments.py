@@ -10,17 +10,19 @@ tokens) or in slices (S: a mask that was built by indexing the batch). What cann
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopar.catalog import strategies_of
 from autopar.catalog.rule import draws
-from autopar.ir import I, Input, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
+from autopar.ir import I, Input, Layout, Op, P, Program, R, Ref, S, Span, Strategy, TensorType, map_refs, refs
 from autopar.planner.shard import Assignment, alike, shard, view_of
 
-__all__ = ["Moments", "NotSplittable", "batched_inputs", "by_samples", "derived_from_inputs", "split_into_moments"]
+__all__ = ["Moments", "NotSplittable", "batched_inputs", "by_samples", "derived_from_inputs", "given", "split_into_moments"]
 
-LOCAL_CODE_WITHOUT_EXCHANGE = frozenset({"mean_part"})
-RANDOM_LOCAL_CODE = frozenset({"dropout", "attention"})
+LOCAL_CODE_WITHOUT_EXCHANGE = frozenset({"mean_part", "number_part"})
+RANDOM_LOCAL_CODE = frozenset({"dropout", "attention", "draw"})
 
 
 class NotSplittable(Exception):
@@ -35,7 +37,7 @@ class Moments:
     body: Program
     prologue: tuple[Op, ...] = ()
     prologue_outputs: tuple[str, ...] = ()
-    prologue_types: dict[str, TensorType] = dataclasses.field(default_factory=dict)
+    prologue_types: dict[str, TensorType] = field(default_factory=dict)
 
 
 def batched_inputs(program: Program) -> frozenset[str]:
@@ -47,28 +49,66 @@ def batched_inputs(program: Program) -> frozenset[str]:
 def derived_from_inputs(program: Program) -> frozenset[str]:
     """The values that depend on inputs, constants and unchanging buffers alone: no parameter, no random number, no
     effect. They are cheap, and may be computed wherever they are needed."""
+    return _before_the_parameters(program, draws_too=False)
+
+
+def _before_the_parameters(program: Program, *, draws_too: bool) -> frozenset[str]:
+    """draws_too: random numbers as well, which may be drawn once, before the step."""
     mutable = {b.value for b in program.buffers if b.mutated} | {p.value for p in program.params}
     derived = {x.value for x in program.inputs} | {b.value for b in program.buffers if not b.mutated}
     for op in program.ops:
         operands = refs(op)
-        if not draws(op) and all(r in derived and r not in mutable for r in operands):
+        if (draws_too or not draws(op)) and all(r in derived and r not in mutable for r in operands):
             derived |= {o for o in op.outputs if o is not None}
     return frozenset(derived)
 
 
 def split_into_moments(program: Program, count: int) -> Moments:
     """One micro-batch of `count`. Raises NotSplittable."""
-    return Moments(body=program) if count == 1 else _split(program, count, *_typing(program, count))
+    return _drawn_beforehand(program) if count == 1 else _split(program, count, _typing(program, count))
 
 
 def by_samples(program: Program, count: int) -> dict[str, Strategy]:
     """Operator -> how it runs on one of `count` parts of the batch without any exchange: of all that depends on a parameter, and of
     some that depend on inputs alone. Raises NotSplittable."""
-    return dict(_typing(program, count)[0].ops)
+    return dict(_typing(program, count).ops)
 
 
-def _typing(program: Program, count: int) -> tuple[Assignment, dict[str, Layout]]:
-    """A typing over `count` moments, and what the prologue makes for it."""
+@dataclass(kw_only=True, slots=True)
+class _Typing:
+    """A typing over `count` moments. made: what the prologue makes, in which layout; drawn: random numbers that it draws once
+    for all moments and stages, in the layout in which they lie unless another is asked for. wanted: what depends on a parameter and is the
+    same for all samples, but is made for each sample because one that reads it takes it so. shared: operands (operator, index) that
+    are the same at every moment where terms of a sum are wanted: each moment adds its equal part of them. whole: an operator that mixes
+    rows may do so on all of them at every moment, for not all that is as large as the batch is one."""
+
+    program: Program
+    count: int
+    early: frozenset[str]
+    producer: dict[str, tuple[Op, int]]
+    whole: bool = False
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    ops: dict[str, Strategy] = field(default_factory=dict)
+    made: dict[str, Layout] = field(default_factory=dict)
+    drawn: dict[str, Layout] = field(default_factory=dict)
+    wanted: dict[str, Layout] = field(default_factory=dict)
+    shared: dict[tuple[str, int], None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """What must be different for an operator to be typed."""
+
+    made: Mapping[str, Layout] = field(default_factory=dict)
+    wanted: Mapping[str, Layout] = field(default_factory=dict)
+    shared: tuple[tuple[str, int], ...] = ()
+
+    def joined(self, other: _Change) -> _Change:
+        return _Change(made={**self.made, **other.made}, wanted={**self.wanted, **other.wanted}, shared=(*self.shared, *other.shared))
+
+
+def _typing(program: Program, count: int) -> _Typing:
+    """Dims are followed from the inputs through the operators; nothing is taken for the batch because of its size."""
     written = dict(program.mutations)
     changed = [b.fqn for b in program.buffers if b.mutated or b.value in written]
     if changed:
@@ -76,73 +116,61 @@ def _typing(program: Program, count: int) -> tuple[Assignment, dict[str, Layout]
     batched = batched_inputs(program)
     if not batched or (program.batch_size or 0) % count:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")
+    producer = {o: (op, k) for op in program.ops for k, o in enumerate(x for x in op.outputs if x is not None)}
+    early = _before_the_parameters(program, draws_too=True)
     try:
-        return _typed(program, count, batched, wide=True)
+        return _typed(_Typing(program=program, count=count, early=early, producer=producer), batched)
     except NotSplittable as first:
         try:
-            return _typed(program, count, batched, wide=False)
+            return _typed(_Typing(program=program, count=count, early=early, producer=producer, whole=True), batched)
         except NotSplittable:
             raise first from None
 
 
-def _typed(program: Program, count: int, batched: frozenset[str], *, wide: bool) -> tuple[Assignment, dict[str, Layout]]:
-    """wide: what is the same for all samples and is expanded to the size of the batch is taken to be one for each sample."""
-    derived = derived_from_inputs(program)
-    made: dict[str, Layout] = {}  # by the prologue
-    for _ in range(1 + 2 * len(program.ops)):
-        typed = _type(program, count, batched, derived, made, wide)
-        if isinstance(typed, Assignment):
-            return typed, made
-        assert any(made.get(v) != x for v, x in typed.items()), "every round moves something into the prologue"
-        made |= typed
-    raise AssertionError("the prologue cannot grow for ever")
+def _typed(typing: _Typing, batched: frozenset[str]) -> _Typing:
+    for _ in range(1 + 3 * len(typing.program.ops)):
+        change = _type(typing, batched)
+        if change is None:
+            return typing
+        before = len(typing.wanted) + len(typing.shared), dict(typing.made)
+        typing.made |= change.made
+        typing.wanted |= change.wanted
+        typing.shared |= dict.fromkeys(change.shared)
+        assert before != (len(typing.wanted) + len(typing.shared), typing.made), "every round changes something"
+    raise AssertionError("the changes cannot go on for ever")
 
 
-def _type(
-    program: Program, count: int, batched: frozenset[str], derived: frozenset[str], made: dict[str, Layout], wide: bool
-) -> Assignment | dict[str, Layout]:
-    """A typing without transitions, or what the prologue must make besides."""
+def _type(typing: _Typing, batched: frozenset[str]) -> _Change | None:
+    """Type every operator, without transitions; or what must change first. Raises NotSplittable."""
+    program = typing.program
     layouts: dict[str, Layout] = {x.value: R for x in program.leaves}
-    layouts |= {x.value: S(0) for x in program.inputs if x.value in batched} | made
-    leaves = dict(layouts)
-    chosen: dict[str, Strategy] = {}
+    layouts |= {x.value: S(0) for x in program.inputs if x.value in batched} | typing.made
+    typing.layouts, typing.ops = layouts, {}
     for op in program.ops:
         outputs = [o for o in op.outputs if o is not None]
-        if outputs and all(o in made for o in outputs):
+        if outputs and all(o in typing.made or o in typing.drawn for o in outputs):
+            layouts |= {o: typing.made.get(o, typing.drawn.get(o, R)) for o in outputs}
             continue
-        have = tuple(layouts[r] for r in refs(op))
-        usable = [s for s in _strategies(program, op, count, have) if s.inputs == have]
-        over = [s for s in usable if s.outputs == (S(0),) and not any(x.is_shard for x in have)]
-        if wide and over and len(program.types[op.name].shape) > 1 and program.types[op.name].shape[0] == program.batch_size:
-            usable = over
-        if wide and (per_sample := _per_sample(program, op, count, have, derived, made)):
-            return per_sample
-        if not usable:
-            return _prologue_for(program, op, count, have, derived, made)
-        best = min(usable, key=lambda s: [x.groups if x.is_shard else 0 for x in s.outputs])
-        chosen[op.name] = best
-        layouts |= {o: made.get(o, x) for o, x in zip(outputs, best.outputs, strict=True)}
+        have = tuple(P if layouts[r] == R and (op.name, k) in typing.shared else layouts[r] for k, r in enumerate(refs(op)))
+        usable = [s for s in _strategies(program, op, typing.count, have) if s.inputs == have and _gives(s, outputs, typing.wanted)]
+        best = min(usable, key=lambda s: [x.groups if x.is_shard else 0 for x in s.outputs], default=None)
+        if outputs and draws(op) and all(o in typing.early for o in outputs):
+            typing.drawn |= zip(outputs, best.outputs if best is not None else [R] * len(outputs), strict=True)
+            layouts |= {o: typing.drawn[o] for o in outputs}
+            continue
+        if best is None:
+            return _needs(typing, op, have)
+        typing.ops[op.name] = best
+        layouts |= {o: typing.made.get(o, x) for o, x in zip(outputs, best.outputs, strict=True)}
+    if layouts[program.loss] == R:
+        raise NotSplittable("the loss does not depend on the batch")
     if layouts[program.loss] != P:
         raise NotSplittable(f"the loss is not a sum over samples (it is {layouts[program.loss]} over the micro-batches)")
-    return Assignment(axis="time", n=count, ops=chosen, leaves=leaves)
+    return None
 
 
-def _per_sample(
-    program: Program, op: Op, count: int, have: tuple[Layout, ...], derived: frozenset[str], made: dict[str, Layout]
-) -> dict[str, Layout]:
-    """Derived operands that hold a row for each sample though they were made for all at once (a mask that is added to a
-    parameter's bias): the prologue gives them in slices, so that what a parameter joins is split too."""
-    outputs = [o for o in op.outputs if o is not None]
-    size = program.batch_size
-    shapes = {v: program.types[v].shape for v in (*refs(op), *outputs)}
-    if any(x.is_shard for x in have) or not outputs or outputs[0] in derived or shapes[outputs[0]][:1] != (size,):
-        return {}
-    rows = {r for r in refs(op) if r in derived and r not in made and shapes[r][:1] == (size,) and len(shapes[r]) > 1}
-    for s in _strategies(program, op, count, have) if rows else ():
-        moved = {r: want for r, want, x in zip(refs(op), s.inputs, have, strict=True) if want != x}
-        if moved and s.outputs[0] == S(0) and all(r in rows and want == S(0) for r, want in moved.items()):
-            return moved
-    return {}
+def _gives(s: Strategy, outputs: Sequence[str], wanted: Mapping[str, Layout]) -> bool:
+    return all(wanted.get(o, x) == x for o, x in zip(outputs, s.outputs, strict=True))
 
 
 def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) -> list[Strategy]:
@@ -153,38 +181,85 @@ def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) 
     kept = [_without_axis(s) for s in kept if s.local is None or s.local in LOCAL_CODE_WITHOUT_EXCHANGE | RANDOM_LOCAL_CODE]
     if not refs(op):
         outputs = [o for o in op.outputs if o is not None]
-        return [Strategy(inputs=(), outputs=(R,) * len(outputs)), *(s for s in kept if all(x.is_shard for x in s.outputs))]
+        same = [] if draws(op) else [Strategy(inputs=(), outputs=(R,) * len(outputs))]
+        return [*same, *(s for s in kept if all(x.is_shard for x in s.outputs))]
     return kept
 
 
-def _prologue_for(
-    program: Program, op: Op, count: int, have: tuple[Layout, ...], derived: frozenset[str], made: dict[str, Layout]
-) -> dict[str, Layout]:
-    """What the prologue must make so that an operator can be typed: the fewest operands, all derived from inputs; else the
-    operator's own results, if they derive from inputs. What is split by samples is split otherwise, for all its readers, only if
-    nothing else serves. Raises NotSplittable."""
-    operands = refs(op)
-    lies = dict(zip(operands, have, strict=True))
-    options: list[dict[str, Layout]] = []
-    for s in _strategies(program, op, count, have):
-        moved = {r: want for r, want, x in zip(operands, s.inputs, have, strict=True) if want != x}
-        consistent = all(want == moved.get(r, x) for r, want, x in zip(operands, s.inputs, have, strict=True))
-        if consistent and all(r in derived and r not in made and want != P for r, want in moved.items()):
-            if any(x.is_shard for x in s.outputs) or not any(x.is_shard for x in have):
-                options.append(moved)
-    def turned(moved: dict[str, Layout]) -> bool:
-        return any(lies[r].is_shard and want.is_shard for r, want in moved.items())
-
-    best = min(options, key=lambda m: (turned(m), len(m), sorted(map(str, m.values()))), default=None)
-    if best is not None and not turned(best):
-        return best
+def _needs(typing: _Typing, op: Op, have: tuple[Layout, ...]) -> _Change:
+    """What must change so that an operator can be typed: the least of its operands; else the prologue makes its results, if they derive
+    from inputs. What is split by samples is split otherwise, for all its readers, only if nothing else serves. Raises NotSplittable."""
     outputs = [o for o in op.outputs if o is not None]
-    if outputs and all(o in derived for o in outputs) and not any(o in made for o in outputs):
-        return dict.fromkeys(outputs, R)
+    early = bool(outputs) and all(o in typing.early and o not in typing.made for o in outputs)
+    options: list[tuple[bool, int, list[str], _Change]] = []
+    for s in _strategies(typing.program, op, typing.count, have):
+        mixes = any(x.is_shard for x in have) and not any(x.is_shard for x in s.outputs)
+        if not _gives(s, outputs, typing.wanted) or (mixes and not (typing.whole and set(s.inputs) == {R})):
+            continue
+        change = _for_operands(typing, op, have, s, {})
+        if change is not None:
+            turned = any(x.is_shard and want.is_shard and want != x for want, x in zip(s.inputs, have, strict=True))
+            moved = {**change.made, **change.wanted}
+            options.append((turned, len(moved) + len(change.shared), sorted(map(str, moved.values())), change))
+    best = min(options, key=lambda o: o[:3], default=None)
+    if best is not None and not best[0]:
+        return best[3]
+    if early:
+        return _Change(made=dict.fromkeys(outputs, R))
     if best is not None:
-        return best
+        return best[3]
     lay = ", ".join(map(str, have))
     raise NotSplittable(f"{op.target} (operands {lay} over the micro-batches) mixes samples at {op.source or op.module or 'the top level'}")
+
+
+def _for_operands(
+    typing: _Typing, op: Op, have: tuple[Layout, ...], s: Strategy, known: dict[tuple[str, Layout], _Change | None]
+) -> _Change | None:
+    """What must change so that the operator's operands lie as a strategy wants them; None if they cannot."""
+    change = _Change()
+    lies: dict[str, Layout] = {}
+    for k, (r, want, x) in enumerate(zip(refs(op), s.inputs, have, strict=True)):
+        if want == x:
+            if x != P and lies.setdefault(r, x) != x:
+                return None
+            continue
+        if want == P:
+            if x != R or not typing.program.types[r].dtype.is_floating_point:
+                return None
+            change = change.joined(_Change(shared=((op.name, k),)))
+            continue
+        reached = _reach(typing, r, want, known)
+        if reached is None or lies.setdefault(r, want) != want:
+            return None
+        change = change.joined(reached)
+    return change
+
+
+def _reach(typing: _Typing, value: str, want: Layout, known: dict[tuple[str, Layout], _Change | None]) -> _Change | None:
+    """What must change so that a value lies otherwise: the prologue makes it, or its operator makes it for each sample from operands
+    that are the same for all, or that lie otherwise too (or for all, if an input is no batch after all). None if it cannot."""
+    key = (value, want)
+    if key in known:
+        return known[key]
+    known[key] = None
+    if value in typing.made or value in typing.wanted:
+        return None
+    op, index = typing.producer.get(value, (None, 0))
+    early, lies = value in typing.early, typing.layouts[value]
+    found = []
+    turned = {lies.is_shard, want.is_shard} == {True, False} and P not in (lies, want)
+    if op is not None and turned and not (early and (refs(op) or draws(op))):
+        have = tuple(typing.layouts[r] for r in refs(op))
+        outputs = [o for o in op.outputs if o is not None]
+        for s in _strategies(typing.program, op, typing.count, have):
+            if s.outputs[index] == want and _gives(s, outputs, typing.wanted):
+                change = _for_operands(typing, op, have, s, known)
+                if change is not None and not change.shared:
+                    found.append(change.joined(_Change(wanted={value: want})))
+    if not found and early:
+        found.append(_Change(made={value: want}))
+    known[key] = min(found, key=lambda c: len(c.made) + len(c.wanted), default=None)
+    return known[key]
 
 
 def _without_axis(s: Strategy) -> Strategy:
@@ -192,8 +267,34 @@ def _without_axis(s: Strategy) -> Strategy:
     return dataclasses.replace(s, local=None) if s.local in RANDOM_LOCAL_CODE else s
 
 
-def _split(program: Program, count: int, typing: Assignment, made: dict[str, Layout]) -> Moments:
-    whole = set(made) - {x.value for x in program.inputs}  # an input is there, and may be given to every moment as it is
+def _drawn_beforehand(program: Program) -> Moments:
+    """The step as it is, with random numbers that depend on inputs alone drawn before it, so that all stages have the same."""
+    early = _before_the_parameters(program, draws_too=True)
+    drawing = [op for op in program.ops if draws(op) and all(o in early for o in op.outputs if o is not None)]
+    if not drawing:
+        return Moments(body=program)
+    found = _with_prologue(program, {o for op in drawing for o in op.outputs if o is not None})
+    layouts = {**program.layouts, "time": dict.fromkeys(found.prologue_outputs, R)}
+    return dataclasses.replace(found, body=found.body.replace(layouts=layouts))
+
+
+def _split(program: Program, count: int, typing: _Typing) -> Moments:
+    # an input is there, and may be given to every moment as it is
+    found = _with_prologue(program, {*typing.drawn, *typing.made} - {x.value for x in program.inputs})
+    rank = _at_one_moment(*_with_parts(found.body, typing))
+    return dataclasses.replace(found, body=rank.replace(batch_size=(program.batch_size or 0) // count))
+
+
+def given(program: Program, paths: Mapping[str, tuple[str | int, ...]]) -> tuple[Program, tuple[str, ...]]:
+    """The program that takes these of its values as inputs, under these paths, instead of making them; and which of them it reads."""
+    kept, read = _live(program, set(paths))
+    extra = tuple(Input(value=v, path=paths[v]) for v in read)
+    ops = tuple(program.ops[k] for k in kept)
+    return program.replace(ops=ops, inputs=(*program.inputs, *extra), blocks=_kept_blocks(program, kept)), read
+
+
+def _with_prologue(program: Program, whole: set[str]) -> Moments:
+    """The program whose prologue makes `whole`."""
     needed = set(whole)
     prologue: list[Op] = []
     for op in reversed(program.ops):
@@ -201,30 +302,54 @@ def _split(program: Program, count: int, typing: Assignment, made: dict[str, Lay
             prologue.append(op)
             needed |= set(refs(op))
     prologue.reverse()
-    kept, outputs = _live(program, whole)
-    extra = tuple(Input(value=v, path=()) for v in outputs)
-    body = program.replace(ops=tuple(program.ops[k] for k in kept), inputs=(*program.inputs, *extra), blocks=_kept_blocks(program, kept))
-    types = dict(program.types)
-    rank = _at_one_moment(body, typing)
+    body, outputs = given(program, dict.fromkeys(whole, ()))
     return Moments(
-        body=rank.replace(batch_size=(program.batch_size or 0) // count),
+        body=body,
         prologue=tuple(prologue),
         prologue_outputs=outputs,
-        prologue_types={o: types[o] for op in prologue for o in op.outputs if o is not None},
+        prologue_types={o: program.types[o] for op in prologue for o in op.outputs if o is not None},
     )
+
+
+def _with_parts(body: Program, typing: _Typing) -> tuple[Program, Assignment]:
+    """The body in which shared operands are divided by the number of moments before they are read."""
+    ops: list[Op] = []
+    chosen, types = dict(typing.ops), dict(body.types)
+    position: list[int] = []
+    for op in body.ops:
+        parts: dict[int, str] = {}
+        for k, r in enumerate(refs(op)):
+            if (op.name, k) in typing.shared:
+                parts[k] = part = _fresh(f"{r}_part", types)
+                types[part] = types[r]
+                chosen[part] = Strategy(inputs=(R,), outputs=(P,))
+                ops.append(dataclasses.replace(op, target="aten.div.Tensor", args=(Ref(r), typing.count), kwargs=(), outputs=(part,)))
+        operands = iter(parts.get(k, r) for k, r in enumerate(refs(op)))
+        position.append(len(ops))
+        ops.append(map_refs(op, lambda _, operands=operands: Ref(next(operands))) if parts else op)  # type: ignore[misc]
+    position.append(len(ops))
+    blocks = [dataclasses.replace(b, spans=tuple(Span(position[s.start], position[s.stop]) for s in b.spans)) for b in body.blocks]
+    leaves = {x.value: typing.layouts.get(x.value, R) for x in body.leaves}
+    body = body.replace(ops=tuple(ops), types=types, blocks=alike(tuple(blocks), ops))
+    return body, Assignment(axis="time", n=typing.count, ops=chosen, leaves=leaves)
+
+
+def _fresh(wish: str, taken: Mapping[str, object]) -> str:
+    return next(name for k in itertools.count() if (name := f"{wish}_{k}" if k else wish) not in taken)
 
 
 def _at_one_moment(body: Program, typing: Assignment) -> Program:
     """Shard over time; the loss stays P: the schedule adds the micro-batches' losses."""
-    leaves = {x.value: typing.leaves.get(x.value, R) for x in body.leaves}
-    rank = shard(body, dataclasses.replace(typing, leaves=leaves), final=P)
+    rank = shard(body, typing, final=P)
     assert all(not op.target.startswith("autopar.C.") or op.kwarg("axis") != "time" for op in rank.ops), "no transition over time"
     return rank
 
 
 def _live(program: Program, whole: set[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Indices of the operators that the body needs when the prologue makes `whole`, and which of `whole` it reads."""
-    needed = {program.loss}
+    """Indices of the operators that the body needs when `whole` is given to it, and which of `whole` it reads."""
+    mutable = {b.value for b in program.buffers if b.mutated}
+    needed = {program.loss, *(v for _, v in program.mutations)}
+    needed |= {o for op in program.ops if mutable & set(refs(op)) for o in op.outputs if o is not None}
     kept: list[int] = []
     for index in reversed(range(len(program.ops))):
         op = program.ops[index]

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.planner import Plan
 from autopar.report.units import table
 from autopar.verify import TOLERANCE, Report
+from autopar.verify_loop import LoopReport
 
-__all__ = ["verification_json", "verification_text"]
+__all__ = ["loop_json", "loop_text", "verification_json", "verification_text"]
 
 
 def verification_text(report: Report) -> str:
     """The worst relative error of each kind, where it is, and the verdict."""
     plan = report.plan
-    mesh = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in ("pp", "dp", "tp"))
     rows = [
         ("loss", f"{report.loss:.1e}", ""),
         ("gradients", f"{report.gradient:.1e}", report.gradient_at),
         ("parameters", f"{report.parameter:.1e}", report.parameter_at),
+        ("buffers", f"{report.buffer:.1e}", report.buffer_at),
     ]
+    for name, error in (("loss in evaluation", report.evaluation), ("loss of other batch sizes", report.batches)):
+        rows.append((name, "not compared" if error is None else f"{error:.1e}", ""))
     if report.copies_equal:
-        copies = "all copies of a parameter are bit-equal on all ranks"
+        copies = "all copies of parameters, gradients, optimizer states and buffers are bit-equal on all ranks"
     else:
         copies = f"COPIES DIFFER between ranks: {', '.join(report.unequal)}"
     verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal"
+    notes = "".join(f"  {note}\n" for note in report.notes)
     return (
-        f"{plan.model} on {plan.gpus} workers in float64: {mesh}, micro-batches {plan.micro_batches}, schedule {plan.schedule}, "
-        f"zero {plan.zero}\n{table(('', 'worst relative error', 'in'), rows)}\n  {copies}\n{verdict}"
+        f"{_plan_text(plan)}\n{table(('', 'worst relative error', 'in'), rows)}\n  {copies}\n{notes}{verdict}"
     )
 
 
@@ -38,5 +42,31 @@ def verification_json(report: Report) -> dict[str, Any]:
         "micro_batches": plan.micro_batches, "schedule": plan.schedule, "zero": plan.zero,
         "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
         "parameter": report.parameter, "parameter_at": report.parameter_at,
-        "copies_equal": report.copies_equal, "unequal": list(report.unequal),
+        "buffer": report.buffer, "buffer_at": report.buffer_at, "evaluation": report.evaluation, "batches": report.batches,
+        "notes": list(report.notes), "copies_equal": report.copies_equal, "unequal": list(report.unequal),
     }  # fmt: skip
+
+
+def loop_text(report: LoopReport, loop: str) -> str:
+    """The worst relative error of what the user's loop returned, where it is, and the verdict."""
+    where = f", of {report.at}" if report.at else ""
+    verdict = "verified" if report.ok else f"NOT VERIFIED: it must be under {TOLERANCE:.0e}"
+    return f"{_plan_text(report.plan)}\n  {loop}: {report.numbers} numbers, worst relative error {report.error:.1e}{where}\n{verdict}"
+
+
+def loop_json(report: LoopReport) -> dict[str, Any]:
+    """The same figures under their names."""
+    plan = report.plan
+    error = report.error if report.error < float("inf") else None
+    return {
+        "ok": report.ok, "tolerance": TOLERANCE, "model": plan.model, "gpus": plan.gpus, "mesh": plan.mesh, "error": error,
+        "at": report.at, "numbers": report.numbers,
+    }  # fmt: skip
+
+
+def _plan_text(plan: Plan) -> str:
+    mesh = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in ("pp", "dp", "tp"))
+    return (
+        f"{plan.model} on {plan.gpus} workers in float64: {mesh}, micro-batches {plan.micro_batches}, schedule {plan.schedule}, "
+        f"zero {plan.zero}"
+    )

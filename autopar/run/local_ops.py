@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from autopar.run import comm
 from autopar.run.mesh import Axis
 
-__all__ = ["attention", "cross_entropy_sum_vocab", "dropout", "grouped_rows", "masked_embedding", "sync_batch_norm"]
+__all__ = ["attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "sync_batch_norm"]
 
 
 def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
@@ -172,6 +172,28 @@ def attention(
         )
 
 
+def draw(operator: str, *arguments: Any, axis: Axis | tuple[Axis, ...] | None = None, **options: Any) -> Any:
+    """An operator that draws random numbers, on a shard: its tensors, then the axis or axes that they are S over, then its other
+    arguments. Every shard has numbers of its own. Random numbers as in `dropout`. operator: 'namespace.name.overload'."""
+    given = list(arguments)
+    if axis is None:
+        axis = given.pop(next(k for k, a in enumerate(given) if _is_axis(a)))
+    seed = _seed_of_shard(axis)
+    own = [a.device for a in given if isinstance(a, Tensor) and a.device.type == "cuda"]
+    with torch.random.fork_rng(devices=own[:1]):
+        torch.manual_seed(seed)
+        return _operator(operator)(*given, **options)
+
+
+def _is_axis(argument: object) -> bool:
+    return isinstance(argument, Axis) or (isinstance(argument, tuple) and len(argument) > 0 and isinstance(argument[0], Axis))
+
+
+def _operator(name: str) -> Any:
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
 def _seed_of_shard(axis: Axis | tuple[Axis, ...] | None) -> int:
     """A seed that is equal on the ranks that hold the same shard, and new at every call."""
     shard = 0
@@ -193,6 +215,4 @@ def grouped_rows(x: Tensor, weight: Tensor, offs: Tensor, axis: Axis, operator: 
     them, so that its ends are the same ones, cut to this range. operator: 'namespace.name.overload' of torch.ops.
     """
     rows = x.shape[0]
-    namespace, name, overload = operator.split(".")
-    product = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return product(x, weight, (offs - axis.rank * rows).clamp(0, rows))
+    return _operator(operator)(x, weight, (offs - axis.rank * rows).clamp(0, rows))

@@ -217,6 +217,7 @@ class ParallelModule(nn.Module):
         form.stage.weights = Weights(step)
         with self._random_numbers():
             extra = _run_prologue(form, mesh, inputs)
+            torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
             parts = [
                 {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | _part(form, extra, i)).items() if k in form.wanted}
                 for i in range(n)
@@ -324,13 +325,14 @@ class ParallelModule(nn.Module):
         with self._tree.as_whole(write=False, home=True):
             yield
 
+    def at_rest(self, name: str) -> Tensor:
+        """This rank's part of a parameter or buffer of the original, as a plain tensor that shares its memory; empty if another
+        pipeline stage holds it."""
+        return self._tree.at_rest(name)
+
     def part_of(self, name: str) -> str:
-        """Which part of a parameter rests here, as text; ranks that name the same part must hold the same bits."""
-        held = self._tree.held.get(self._tree.names.get(name, name))
-        if held is None:
-            return f"{name} nothing"
-        cut = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, text in held.spec.layouts.items() if text.startswith("S(")]
-        return " ".join([held.spec.name, *cut, *([f"zero:{self.mesh.dp.rank}"] if held.zero is not None else [])])
+        """Which part of a parameter or buffer rests here, as text; ranks that name the same part must hold the same bits."""
+        return self._tree.lies[self._tree.names.get(name, name)].part
 
     # --------------------------------------------------------------------------------------------------- as the original
     @property

@@ -55,6 +55,14 @@ class Lies:
         copies = [mesh.axis(name).rank for name in ("tp", "dp") if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
 
+    @property
+    def part(self) -> str:
+        """Which part this rank holds, as text: ranks that name the same part hold the same elements."""
+        if not self.holds:
+            return f"{self.name} nothing"
+        cut_over = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, layout in self._layouts.items() if layout.is_shard]
+        return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.dp.rank}"] if self._zero is not None else [])])
+
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole, a view where it can be one."""
         if not self.holds:

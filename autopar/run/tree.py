@@ -42,7 +42,7 @@ class Tree:
         self._root, self._mesh, self._device, self._tied = root, mesh, device, tied
         self.model = manifest.model
         self.held: dict[str, Held] = {}
-        self.names: dict[str, str] = {}  # every name of a parameter of this rank -> the first one
+        self.names: dict[str, str] = {}  # every name of a parameter -> the first one
         self.lies: dict[str, Lies] = {}
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages
         self.buffers: dict[str, _Place] = {}
@@ -81,9 +81,9 @@ class Tree:
             place = self._place(name, "_parameters")
             place.registry[place.key] = param
             self._places.append((place, param, name))
+        self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
         if lies.holds:
             self.held[spec.name] = hold(spec, param, here, self._mesh, self._tied.get(spec.stages))
-            self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
 
     def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
         place = self._place(spec.name, "_buffers")

@@ -1,0 +1,82 @@
+"""The same random numbers on both sides of a comparison: what one process draws is recorded, and given to a program as inputs.
+
+No gradient flows through a draw, whatever it is drawn from, so that a program which is given the outcome computes what the one
+that draws it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture import Captured
+from autopar.catalog.rule import draws
+from autopar.errors import UnsupportedOp
+from autopar.planner.moments import given
+
+__all__ = ["Recorder", "draws_given", "drawn_names"]
+
+OUTCOMES = (
+    "rand randn randint rand_like randn_like randint_like normal normal_functional bernoulli multinomial uniform exponential cauchy "
+    "geometric log_normal random poisson binomial randperm _standard_gamma _sample_dirichlet"
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, every outcome of a random operator is kept in `outcomes`, in the order in which they are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).split(".")[1].removesuffix("_") in OUTCOMES.split():
+            self.outcomes.append(result.detach().clone())
+        return result
+
+
+def drawn_names(captured: Captured) -> tuple[str, ...]:
+    """The values of a program that are outcomes of random operators, in order. UnsupportedOp if it draws in any other way (a dropout),
+    in which the outcome is no result."""
+    drawing = [op for op in captured.program.ops if draws(op)]
+    other = sorted({op.target for op in drawing if op.target.split(".")[1] not in OUTCOMES.split()})
+    if other:
+        raise UnsupportedOp(
+            f"{captured.program.name} draws random numbers inside of {', '.join(other)}; one process and several draw different ones, so "
+            "that their losses cannot be compared"
+        )
+    return tuple(op.name for op in drawing)
+
+
+def draws_given(captured: Captured, outcomes: Sequence[Sequence[Tensor]]) -> tuple[Captured, tuple[dict[str, Tensor], ...]]:
+    """The program that takes its random numbers as keyword inputs, and these inputs for each step. outcomes: of each step, as recorded
+    while the model itself ran. UnsupportedOp if they are not those that the program draws."""
+    program = captured.program
+    names = drawn_names(captured)
+    wanted = [(program.types[v].shape, program.types[v].dtype) for v in names]
+    steps = []
+    for found in outcomes:
+        live = _those_of(wanted, found)
+        if live is None:
+            raise UnsupportedOp(
+                f"{program.name} draws {len(found)} times in its forward, and its graph {len(wanted)} times, and it cannot be told which "
+                "are the same; remove draws whose results are not used"
+            )
+        steps.append(dict(zip(names, live, strict=True)))
+    replaced, read = given(program, {v: (v,) for v in names})
+    return dataclasses.replace(captured, program=replaced), tuple({v: step[v] for v in read} for step in steps)
+
+
+def _those_of(wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], found: Sequence[Tensor]) -> list[Tensor] | None:
+    """The outcomes of these shapes and dtypes, in order; None unless each of the others differs from all that are wanted."""
+    kinds = set(wanted)
+    live = [t for t in found if (tuple(t.shape), t.dtype) in kinds]
+    return live if [(tuple(t.shape), t.dtype) for t in live] == list(wanted) else None

@@ -1,0 +1,236 @@
+"""Programs whose model has state that its forward changes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Normed, Results, batch, program, seeded, trained
+
+KIND = "state"
+
+
+@program(KIND, plans=("dp2mb2",))
+def buffer_assigned(compile: Compile) -> Results:
+    """A running mean of the inputs, assigned anew in each forward and used in it."""
+
+    class Centred(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def logits(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+            return super().logits(x - self.mean)
+
+    model = compile(seeded(Centred), example_inputs=batch())
+    return {**trained(model), "mean": model.mean.clone()}
+
+
+@program(KIND)
+def buffer_assigned_in_a_submodule(compile: Compile) -> Results:
+    """The same in a part of the model, under no_grad, planned on the first call."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.ones(HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.largest = torch.maximum(self.largest * 0.99, x.abs().amax(0))
+            return x / self.largest
+
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.scale(super().hidden(x))
+
+    model = compile(seeded(Scaled))
+    return trained(model)
+
+
+@program(KIND, plans=("dp2mb2",))
+def counter_in_a_buffer(compile: Compile) -> Results:
+    """Warm-up inside of forward, by a counter of steps."""
+
+    class Warm(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x, y) * (self.steps / 10).clamp(max=1.0)
+
+    model = compile(seeded(Warm), example_inputs=batch())
+    return {**trained(model), "steps": model.steps.clone()}
+
+
+@program(KIND)
+def buffer_that_is_not_saved(compile: Compile) -> Results:
+    """A buffer with persistent=False, changed in place."""
+
+    class Hidden(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(WIDTH), persistent=False)
+
+        def logits(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.detach().sum(0))
+            return super().logits(x) + 0.01 * self.seen.sum()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.logits(x).square().mean() + F.cross_entropy(self.logits(x), y)
+
+    return trained(compile(seeded(Hidden), example_inputs=batch()))
+
+
+@program(KIND)
+def tensor_attribute(compile: Compile) -> Results:
+    """A running value that is no buffer but a plain attribute."""
+
+    class Running(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.running = torch.zeros(())
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = super().forward(x, y)
+            self.running = 0.5 * self.running + 0.5 * loss.detach()
+            return loss - 0.1 * self.running * x.mean()
+
+    model = compile(seeded(Running), example_inputs=batch())
+    return {**trained(model), "running": model.running.clone()}
+
+
+@program(KIND)
+def number_that_forward_counts(compile: Compile) -> Results:
+    """A temperature that falls with the calls, counted in a Python number."""
+
+    class Cooling(Net):
+        calls = 0
+
+        def logits(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().logits(x) * self.calls
+
+    return trained(compile(seeded(Cooling), example_inputs=batch()))
+
+
+@program(KIND)
+def list_that_forward_appends_to(compile: Compile) -> Results:
+    """A history of mean activations, of which the last is used."""
+
+    class Remembering(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[Tensor] = []
+
+        def hidden(self, x: Tensor) -> Tensor:
+            hidden = super().hidden(x)
+            if self.history:
+                hidden = hidden + 0.1 * self.history[-1]
+            self.history.append(hidden.mean(0).detach())
+            return hidden
+
+    return trained(compile(seeded(Remembering), example_inputs=batch()))
+
+
+@program(KIND)
+def list_of_metrics(compile: Compile) -> Results:
+    """A list that forward only appends to, read by the user after training."""
+
+    class Logging(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log: list[Tensor] = []
+
+        def hidden(self, x: Tensor) -> Tensor:
+            hidden = super().hidden(x)
+            self.log.append(hidden.detach().square().mean())
+            return hidden
+
+    model = compile(seeded(Logging), example_inputs=batch())
+    return {**trained(model), "log": [t.item() for t in model.log]}
+
+
+@program(KIND)
+def dict_as_a_cache(compile: Compile) -> Results:
+    """What one forward leaves in a dict, the next one reads."""
+
+    class Caching(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[str, Tensor] = {}
+
+        def hidden(self, x: Tensor) -> Tensor:
+            hidden = super().hidden(x)
+            before = self.cache.get("mean", torch.zeros(HIDDEN))
+            self.cache["mean"] = hidden.detach().mean(0)
+            return hidden - 0.5 * before
+
+    return trained(compile(seeded(Caching)))
+
+
+@program(KIND)
+def batch_norm(compile: Compile) -> Results:
+    """Running statistics after training."""
+    model = compile(seeded(Normed), example_inputs=batch())
+    return trained(model)
+
+
+@program(KIND)
+def queue_of_keys(compile: Compile) -> Results:
+    """Contrastive learning with a queue: the oldest rows give way to the newest."""
+
+    class Contrast(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(7)
+            self.register_buffer("queue", torch.randn(24, HIDDEN, generator=generator))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            query = F.normalize(self.hidden(x), dim=1)
+            key = query.detach().roll(1, 0)
+            logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.T], dim=1) / 0.2
+            self.queue = torch.cat([self.queue[x.shape[0] :], key])
+            return F.cross_entropy(logits, torch.zeros_like(y)) + F.cross_entropy(self.head(query), y)
+
+    return trained(compile(seeded(Contrast), example_inputs=batch()))
+
+
+@program(KIND)
+def teacher_inside_of_the_model(compile: Compile) -> Results:
+    """Forward moves a frozen teacher towards the student before it asks it."""
+
+    class Distilled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(WIDTH, HIDDEN).requires_grad_(False)
+            self.teacher.load_state_dict(self.first.state_dict())
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                for old, new in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                    old.mul_(0.9).add_(new, alpha=0.1)
+            return super().forward(x, y) + F.mse_loss(torch.tanh(self.first(x)), torch.tanh(self.teacher(x)) * 0.9)
+
+    return trained(compile(seeded(Distilled), example_inputs=batch()))
+
+
+@program(KIND)
+def spectral_norm(compile: Compile) -> Results:
+    """A parametrisation that changes buffers of its own in each forward."""
+
+    class Spectral(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = parametrizations.spectral_norm(self.head)
+
+    return trained(compile(seeded(Spectral), example_inputs=batch()))

@@ -1,0 +1,116 @@
+"""Every in-place operator of torch has its functional form, found by schema, and it computes what the other writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from soundness_harness import REFUSALS, Recorder, op_db
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.capture import capture
+from autopar.capture.inplace import functional_form
+from autopar.catalog.schema import resolve
+
+pytestmark = pytest.mark.pure
+
+# Writes whose result no operator returns: expressed otherwise, refused, or no part of a forward.
+WITHOUT = {
+    "aten.copy_.Tensor", "aten.copy_.int", "aten.copy_.float", "aten.fill_diagonal_.default", "aten.requires_grad_.default",
+    "aten.set_.source_Tensor_storage_offset", "aten._index_put_impl_.hacked_twin",
+}  # fmt: skip
+
+
+def in_place() -> list[str]:
+    """All overloads that write to their first argument and return it."""
+    names = {n.partition("::")[2].partition(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")}
+    found = []
+    for name in sorted(n for n in names if n.endswith("_") and not n.startswith(("_foreach", "_fused", "_amp", "_sobol", "_fill"))):
+        for overload in getattr(torch.ops.aten, name).overloads():
+            arguments = resolve(f"aten.{name}.{overload}")._schema.arguments
+            written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+            if written == ["self"] and str(arguments[0].type) == "Tensor":
+                found.append(f"aten.{name}.{overload}")
+    return found
+
+
+def test_all_have_a_form() -> None:
+    without = {target for target in in_place() if functional_form(target) is None}
+    assert without <= WITHOUT, sorted(without - WITHOUT)
+    assert len(in_place()) > 250
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("aten.floor_divide_.Tensor", "aten.floor_divide.default"), ("aten.floor_divide_.Scalar", "aten.floor_divide.Scalar"),
+        ("aten.pow_.Scalar", "aten.pow.Tensor_Scalar"), ("aten.pow_.Tensor", "aten.pow.Tensor_Tensor"),
+        ("aten.transpose_.default", "aten.transpose.int"), ("aten.bernoulli_.float", "aten.bernoulli.p"),
+        ("aten.normal_.default", "aten.normal_functional.default"), ("aten.__iand__.Tensor", "aten.__and__.Tensor"),
+        ("aten.ldexp_.default", "aten.ldexp.Tensor"), ("aten.add_.Scalar", "aten.add.Scalar"),
+    ],
+)  # fmt: skip
+def test_forms(target: str, expected: str) -> None:
+    found = functional_form(target)
+    assert found is not None and found[0] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_forms_compute_what_is_written() -> None:
+    """On the first samples of torch's own that have an in-place variant."""
+    tried = set()
+    for info in op_db(divisible=False):
+        if info.inplace_variant is None or not info.supports_dtype(torch.float64, "cpu"):
+            continue
+        try:
+            sample = next(iter(info.sample_inputs_func(info, "cpu", torch.float64, False)))
+            traced = Recorder(make_fx(calling(info.inplace_variant, sample), pre_dispatch=True)(sample.input))
+            traced.run(sample.input.clone())
+        except (*REFUSALS, StopIteration):
+            continue
+        for target, args, kwargs in traced.calls:
+            if target not in tried and target.split(".")[1].endswith("_") and (found := functional_form(target)):
+                tried.add(target)
+                compare(target, found, args, kwargs)
+    assert len(tried) > 100, sorted(tried)
+
+
+def calling(variant: Callable[..., Any], sample: Any) -> Callable[[Tensor], Any]:
+    return lambda x: variant(x.clone(), *sample.args, **sample.kwargs)
+
+
+def compare(target: str, found: tuple[str, tuple[int, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    other, order = found
+    written = args[0].clone()
+    torch.manual_seed(0)
+    resolve(target)(written, *args[1:], **kwargs)
+    torch.manual_seed(0)
+    returned = resolve(other)(*(args[k] for k in order if k < len(args)), **kwargs)
+    returned = returned.to(written.dtype).expand_as(written)
+    torch.testing.assert_close(returned, written, msg=lambda m: f"{target} and {other}: {m}", equal_nan=True)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        h = self.inner(x).sigmoid_().clone().add_(1.5)
+        h = h.clone().pow_(2).clone().float_power_(0.5).clone()
+        h.fill_diagonal_(0.25)
+        rows = places.clone()
+        rows.floor_divide_(2).remainder_(6)
+        h = h.clone().transpose_(0, 1).mul_(rows.unsqueeze(0))
+        h = h.clone().ldexp_(torch.ones(6, dtype=torch.int64)).clone().div_(3)
+        h[1].clamp_(max=3).addcmul_(h[0].clone(), h[2].clone(), value=0.1)
+        return h.square().sum()
+
+
+def test_a_forward_that_writes_is_captured() -> None:
+    """Capture compares loss and gradients with those of the model."""
+    program = capture(Writes().double(), (torch.randn(6, 6, dtype=torch.float64), torch.arange(6) + 3)).program
+    assert not any(op.target.split(".")[1].endswith("_") for op in program.ops)

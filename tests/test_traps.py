@@ -1,0 +1,112 @@
+"""A few of the programs of `python -m benchmarks traps`, and whether their judge notices what it is there for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import CaptureError, LaunchError, RenderError
+from autopar.run.inputs import micro_batch
+from benchmarks import traps
+from benchmarks._traps import PROGRAMS
+from benchmarks._traps_run import PLANS, USUAL, Judge, Outcome, _described, _stopped, differences, run_program
+
+PROGRAMS_HERE = (
+    "a_copy_used_after_training", "accumulated_by_the_user", "batch_as_long_as_the_sequence", "batch_norm", "clipped_norm_by_the_module",
+    "grad_scaler", "hooked_steps", "label_smoothing_with_ignored_labels", "lion", "low_rank_adapters", "targets_as_an_input",
+    "two_models_in_turns",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(limit_s=300.0) as judge:
+        yield judge
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", PROGRAMS_HERE)
+def test_ordinary_programs_are_right(name: str, judge: Judge) -> None:
+    assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, ("tp2", "pp2"))] == [("tp2", "right", ""), ("pp2", "right", "")]
+
+
+@pytest.mark.pure
+def test_every_program_of_the_table_can_be_found() -> None:
+    assert set(PROGRAMS_HERE) <= set(PROGRAMS)
+    assert len(PROGRAMS) >= 60
+    assert len({p.kind for p in PROGRAMS.values()}) >= 9
+    for program in PROGRAMS.values():
+        assert set(program.plans) <= set(PLANS) - set(USUAL), program.name
+        assert program.remedy_of in ("", *PROGRAMS), program.name
+
+
+@pytest.mark.pure
+def test_the_judge_notices_another_number() -> None:
+    expected = run_program("batch_norm", None)
+    assert differences(run_program("batch_norm", None), expected) == []
+    assert len(expected["losses"]) == 3
+    assert expected["state"]["norm.num_batches_tracked"] == 3
+
+    def changed(**parts: Any) -> list[str]:
+        return differences({**expected, **parts}, expected)
+
+    first, *others = expected["losses"]
+    assert len(changed(losses=[first * (1 + 1e-8), *others])) == 1
+    assert changed(losses=[first * (1 + 1e-12), *others]) == []
+    assert len(changed(losses=[float("nan"), *others])) == 1
+    assert len(changed(losses=[first, others[0]])) == 2  # one is missing, and how many there are is another
+    state = expected["state"]
+    for name, tensor in state.items():
+        moved = tensor + (1 if tensor.dtype == torch.long else 1e-8)
+        assert len(changed(state={**state, name: moved})) == 1, name
+    assert len(changed(state={n: t for n, t in state.items() if n != "head.bias"})) == 1
+    assert len(changed(more=1)) == 1
+
+
+def described(error: Exception) -> dict[str, Any]:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return _described(caught.value)
+
+
+@pytest.mark.pure
+def test_a_refusal_is_an_error_on_purpose_that_says_what_to_do() -> None:
+    assert described(CaptureError("cannot be captured"))["on_purpose"]
+    assert not described(RenderError("a defect"))["on_purpose"]
+    assert not described(LaunchError("a worker died; use another"))["on_purpose"]
+    assert not described(TypeError("use x instead"))["on_purpose"]  # raised by the user's own code
+    with pytest.raises(TypeError) as caught:
+        micro_batch(None, None, 0, 2)  # type: ignore[arg-type]  # an error inside of autopar that nobody meant
+    assert not _described(caught.value)["on_purpose"]
+
+
+@pytest.mark.pure
+def test_what_stopped_a_worker_reaches_the_table() -> None:
+    told = json.dumps({"kind": "ValueError", "text": "use {a}", "where": "", "on_purpose": True})
+    assert _stopped(LaunchError(f"run_program failed on rank 1 of 2: Stopped: {told}\nTraceback ...")) == json.loads(told)
+    hung = _stopped(LaunchError("run_program did not end within 60 s on ranks [1] of 2"))
+    assert (hung["kind"], hung["on_purpose"]) == ("hang or crash", False)
+
+
+@pytest.mark.pure
+def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results.jsonl"
+    about = {"name": "clipped_norm", "kind": "parts"}
+    found = [Outcome(plan=p, outcome="refused", reason="RuntimeError: use clip_grad_norm_ of the module", **about) for p in ("tp2", "pp2")]
+    results.write_text("".join(json.dumps(o.record()) + "\n" for o in found))
+    assert traps.main(["--names", "clipped_norm", "--plans", "tp2,pp2", "--results", str(results)]) == 0
+    said = capsys.readouterr().out
+    assert "clipped_norm_by_the_module: not run" in said
+    assert json.loads(said.splitlines()[-1])["refused"] == 2
+
+    results.write_text(json.dumps(Outcome(plan="tp2", outcome="wrong", reason="losses[1] is 1.0, not 2.0", **about).record()) + "\n")
+    assert traps.main(["--names", "clipped_norm", "--plans", "tp2", "--results", str(results)]) == 1
+    assert "wrong clipped_norm (tp2): losses[1] is 1.0, not 2.0" in capsys.readouterr().out
+    assert traps.main(["--names", "clipped_nrom"]) == 2
+    assert "did you mean clipped_norm" in capsys.readouterr().err
+    assert traps.main(["--plans", "tp3"]) == 2
