@@ -67,6 +67,7 @@ class _Functionalizer:
         self.current: dict[str, str] = {n: n for n in self.metas}  # what a traced value is called now
         self.version: dict[str, int] = {}  # of a base: how often it was written to
         self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
+        self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
 
     def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
@@ -86,14 +87,19 @@ class _Functionalizer:
             first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
             if self.version.get(first, 0):
                 if buffer.fqn is None:
+                    what = self.trace.outside.get(buffer.value, "a tensor of the model")
                     raise CaptureError(
-                        "the forward changes a tensor of the model that is neither parameter nor buffer\n  what to do: register it "
-                        "as a buffer"
+                        f"the forward changes {what}, which is neither parameter nor buffer\n  at {self.written_at[first]}\n  what to do: "
+                        f"register it as a buffer"
                     )
                 mutations.append((buffer.value, self._now(first)))
-        written = [i.value for i in self.trace.inputs if self.version.get(i.value, 0)]
-        notes = (f"the forward writes to its inputs {', '.join(written)}; the parallel module leaves them as they are",) if written else ()
-        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), loss=loss, metas=self.metas, notes=notes)
+        for name in (i.value for i in self.trace.inputs if self.version.get(i.value, 0)):
+            raise CaptureError(
+                f"the forward writes to its input {name}\n  at {self.written_at[name]}\n  what to do: let it work on a copy: "
+                f"{name} = {name}.clone()"
+            )
+        storages = {name: storage for name, storage in self.trace.storages.items() if name not in self.same_as}  # those are new now
+        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), loss=loss, metas=self.metas, storages=storages)
         return trace, tuple(mutations)
 
     # ---------------------------------------------------------------------------------------------------- emitting ops
@@ -269,6 +275,7 @@ class _Functionalizer:
             name = view.parent
             written.append((name, new))
         self.version[name] = self.version.get(name, 0) + 1
+        self.written_at[name] = self.origin.op.source
         for part, value in written:  # the views that were written on the way up are current; all others are stale from now on
             self.current[part] = value
             self.seen_version[part] = self.version[name]
