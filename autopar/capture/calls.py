@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.export import loss_of
+from autopar.capture.source import first_line
 from autopar.capture.state import ABSENT, Change, Opaque, State
 from autopar.errors import CaptureError
 
-__all__ = ["Call", "Calls", "call_twice", "copied", "drawn_outside", "first_line", "lowest_draws", "refuse_changing", "seeded"]
+__all__ = ["Call", "Calls", "call_twice", "copied", "drawn_outside", "lowest_draws", "refuse_changing", "seeded"]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -250,6 +251,3 @@ def _own_errors(model: nn.Module, number: int) -> Iterator[None]:
             remedy = "detach what the forward keeps for the next call: self.ema = 0.9 * self.ema + x.detach()"
         raise CaptureError(f"{type(model).__name__} itself{which} fails: {first_line(e)}\n  what to do: {remedy}") from e
 
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), '')}"

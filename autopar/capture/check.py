@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.capture.calls import Calls, first_line, seeded
+from autopar.capture.calls import Calls, seeded
 from autopar.capture.interpret import run_program
+from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.ir import Program
 

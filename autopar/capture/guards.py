@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from itertools import repeat
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Guards:
             and all(map(operator.is_, map(operator.getitem, self._lists, self._positions), self._elements))
             and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
             and [t._version for t in self._tensors] == self._versions
-            and all(map(operator.is_, map(getattr, self._classes, self._class_names, repeat(ABSENT)), self._class_values))
+            and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
         )
 
     def _index(self, state: State) -> None:
@@ -91,9 +91,9 @@ class Guards:
         self._elements: list[Any] = []
         self._cells: list[CellType] = []
         self._cell_contents: list[Any] = []
-        self._classes: list[type] = []
-        self._class_names: list[str] = []
-        self._class_values: list[Any] = []
+        self._owners: list[type | FunctionType] = []
+        self._attributes: list[str] = []
+        self._attribute_values: list[Any] = []
         for held in state.held:
             self._add(held)
         self._lengths = list(map(len, self._containers))
@@ -105,11 +105,11 @@ class Guards:
         if isinstance(holder, CellType):
             self._cells.append(holder)
             self._cell_contents.append(items)
-        elif isinstance(holder, type):
+        elif isinstance(holder, (type, FunctionType)):
             pairs = [(k, v) for k, v in items.items() if getattr(holder, k, ABSENT) is v]
-            self._classes += [holder] * len(pairs)
-            self._class_names += [k for k, _ in pairs]
-            self._class_values += [v for _, v in pairs]
+            self._owners += [holder] * len(pairs)
+            self._attributes += [k for k, _ in pairs]
+            self._attribute_values += [v for _, v in pairs]
         elif isinstance(items, dict):
             if held.table in REGISTRIES[:2]:
                 self._registries += [holder] * len(items)

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["in_library", "running_line", "source_line"]
+__all__ = ["first_line", "in_library", "running_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
@@ -42,3 +42,8 @@ def running_line() -> str:
 
 def _text(path: str, line: int) -> str:
     return f"{os.path.basename(path)}:{line}: {linecache.getline(path, line).strip()}".rstrip(": ")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), '')}"

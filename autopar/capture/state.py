@@ -138,12 +138,8 @@ class State:
         walk = _Walk(model, buffers)
         walk.model(model)
         walk.code(code)
-        if loss is not None and not isinstance(loss, _CODE):
-            walk.visit("loss", loss, _DEPTH)
-        elif isinstance(loss, MethodType):
-            walk.visit("loss", loss.__self__, _DEPTH)
-        elif isinstance(loss, functools.partial):
-            walk.visit("loss's arguments", [loss.args, loss.keywords], _DEPTH)
+        for number, part in enumerate(_bound(loss)):
+            walk.visit("loss" if not number else f"loss's part {number}", part, _DEPTH)
         return State(walk.leaves, walk.versions, tuple(walk.held), code, buffers)
 
     @property
@@ -165,6 +161,15 @@ class State:
         """Every container holds again what it held."""
         for held in self.held:
             _put_back(held)
+
+
+def _bound(loss: Any) -> list[object]:
+    """The objects that a loss function is bound to."""
+    if isinstance(loss, functools.partial):
+        return [*_bound(loss.func), list(loss.args), loss.keywords]
+    if isinstance(loss, MethodType):
+        return [loss.__self__]
+    return [] if loss is None or isinstance(loss, _CODE) else [loss]
 
 
 def same(a: object, b: object) -> bool:
@@ -191,6 +196,8 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
             return holder.cell_contents
         except ValueError:
             return ABSENT
+    if isinstance(holder, FunctionType):
+        return {"__defaults__": holder.__defaults__, "__kwdefaults__": holder.__kwdefaults__}
     if isinstance(holder, type):
         return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
     if isinstance(holder, dict):
@@ -213,7 +220,7 @@ def _put_back(held: Held) -> None:
     if isinstance(items, dict):
         if len(now) == len(items) and all(now.get(k, ABSENT) is v for k, v in items.items()):
             return
-        if isinstance(holder, type):
+        if isinstance(holder, (type, FunctionType)):
             for key in now.keys() - items.keys():
                 delattr(holder, key)
             for key, value in items.items():
@@ -302,9 +309,10 @@ class _Walk:
                 self.seen.add(id(cell))
                 self.held.append(Held(name, cell, found))
                 self.visit(f"{variable}, which {name} closes over", found, _DEPTH)
+            self.held.append(Held(name, function, contents(function)))
             self.visit(f"the defaults of {name}", function.__defaults__ or (), _DEPTH)
-            for key, value in (function.__kwdefaults__ or {}).items():
-                self.visit(f"the default {key} of {name}", value, _DEPTH)
+            if function.__kwdefaults__:
+                self.visit(f"the keyword defaults of {name}", function.__kwdefaults__, _DEPTH)
             self.visit(f"the attributes of {name}", {k: v for k, v in vars(function).items() if k != "__wrapped__"}, _DEPTH)
             self.held.append(Held(name, vars(function), dict(vars(function))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -280,6 +280,9 @@ class _Flattener:
         if name_of_target.rpartition(".")[0] in _CASTS:
             name_of_target = "aten.to.dtype"
         calls, module = _module_stack(node)
+        if name_of_target == "aten.histc.default" and not self._floating(args[0]):
+            env[node] = self._counted_in_float(node, args, no_grad=no_grad)
+            return
         outputs: list[str | None] = []
         for i, result in enumerate(results):
             if result is None:
@@ -298,6 +301,28 @@ class _Flattener:
         self.ops.append(Traced(op=op, calls=calls, autocast=autocast))
         made = [None if o is None else Ref(o) for o in outputs]
         env[node] = made if multi else made[0]
+
+    def _floating(self, arg: Arg) -> bool:
+        return isinstance(arg, Ref) and self.metas[arg.name].dtype.is_floating_point
+
+    def _counted_in_float(self, node: fx.Node, args: tuple[Arg, ...], *, no_grad: bool) -> Ref:
+        """A histogram of integers, which only some devices have, as the cast of one of floats. Exact below 2**53."""
+        calls, module = _module_stack(node)
+        wanted: torch.Tensor = node.meta["val"]
+        assert isinstance(args[0], Ref), args
+        value = args[0]
+        steps: tuple[tuple[str, tuple[Arg, ...], Meta], ...] = (
+            ("aten.to.dtype", (torch.float64,), replace(self.metas[value.name], dtype=torch.float64)),
+            ("aten.histc.default", args[1:], replace(meta_of(wanted), dtype=torch.float64)),
+            ("aten.to.dtype", (wanted.dtype,), meta_of(wanted)),
+        )
+        for target, more, meta in steps:
+            name = self.names.fresh(node.name)
+            op = Op(target=target, args=(value, *more), outputs=(name,), no_grad=no_grad, module=module, source=self._source(node))
+            self.ops.append(Traced(op=op, calls=calls))
+            self.metas[name], self.storages[name] = meta, -len(self.ops)  # memory of its own
+            value = Ref(name)
+        return value
 
     def _arguments(
         self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], result: Any
