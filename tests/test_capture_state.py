@@ -99,6 +99,16 @@ def old_value_in_the_loss(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def data_assigned(m: Any, x: Tensor) -> Tensor:
+    m.ema.data = 0.9 * m.ema.data + x.mean(0)
+    return m.linear(x) * m.ema
+
+
+def data_written(m: Any, x: Tensor) -> Tensor:
+    m.ema.data.mul_(0.9).add_(m.linear(x).data.mean(0))
+    return m.linear(x) * m.ema
+
+
 def counter(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.steps = m.steps + 1
@@ -134,8 +144,8 @@ def assigned_then_written(m: Any, x: Tensor) -> Tensor:
 
 
 FOLLOWED = [
-    average, average_of_activations, average_that_the_loss_does_not_use, old_value_in_the_loss, counter, registered_again, swapped,
-    rotated_view, in_a_submodule_twice, assigned_then_written,
+    average, average_of_activations, average_that_the_loss_does_not_use, old_value_in_the_loss, data_assigned, data_written,
+    counter, registered_again, swapped, rotated_view, in_a_submodule_twice, assigned_then_written,
 ]  # fmt: skip
 
 
@@ -296,6 +306,36 @@ def parameter_replaced(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def parameter_clamped(m: Any, x: Tensor) -> Tensor:
+    m.linear.weight.data.clamp_(-0.1, 0.1)
+    return m.linear(x)
+
+
+def parameter_data_assigned(m: Any, x: Tensor) -> Tensor:
+    m.linear.weight.data = m.linear.weight.data * 0.9
+    return m.linear(x)
+
+
+def frozen_in_the_forward(m: Any, x: Tensor) -> Tensor:
+    m.linear.bias.requires_grad_(False)
+    return m.linear(x)
+
+
+def seed_set(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return m.linear(x) * torch.rand(DIM, device=x.device)
+
+
+def tensors_for_someone_else() -> Callable[..., Tensor]:
+    kept: dict[str, Tensor] = {}
+
+    def keeps(m: Any, x: Tensor) -> Tensor:
+        kept["h"] = h = m.linear(x)
+        return h
+
+    return keeps
+
+
 def mode_changed(m: Any, x: Tensor) -> Tensor:
     m.inner.eval()
     return m.linear(x)
@@ -347,6 +387,11 @@ REFUSED: dict[Callable[..., Tensor], str] = {
     other_dtype: r"buffer steps, which is int64\[\], float32\[\]",
     buffer_removed: "buffer ema, which is .* nothing",
     parameter_replaced: r"replaces the parameter linear\.weight",
+    parameter_clamped: r"changes a parameter in place: linear\.weight",
+    parameter_data_assigned: r"changes a parameter in place: linear\.weight",
+    frozen_in_the_forward: r"requires_grad of the parameter linear\.bias",
+    seed_set: "sets the seed",
+    tensors_for_someone_else(): r"kept, which .* closes over\['h'\]",
     mode_changed: r"inner\.training from True to False",
     input_written: "writes to its input x",
     input_written_through_a_view: "writes to its input x",

@@ -39,12 +39,19 @@ class TracedCall:
 def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> TracedCall:
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions."""
     ends: list[State] = []
+    state = torch.get_rng_state()
     step = Step(model, loss, start, ends)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs)
         changes = tuple(start.changes(ends[-1]))
+        if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
+            raise CaptureError(
+                f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
+                f"  what to do: set it before training; keep numbers that do not change in a buffer"
+            )
     finally:
+        torch.set_rng_state(state)
         start.restore()
         _clear_traced(start.reached.caches)
     return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn))

@@ -2,9 +2,9 @@
 else its code changed.
 
 Of what a call changes, three kinds are no obstacle. What the second call leaves as the first made it is a cache. A tensor under an
-attribute that every call replaces, and that no call reads before it does so, is an output of the call. Random generators of
-Python and numpy may be drawn from as long as the draws do not reach the loss. All else that goes on changing is state that a graph
-does not have, and is refused.
+attribute of a module that every call replaces, and that no call reads before it does so, is an output of the call, and is listed.
+Random generators of Python and numpy may be drawn from as long as the draws do not reach the loss. All else that goes on changing
+is state that a graph does not have, and is refused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[s
     """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes."""
     written, wrong = [], []
     for change in changes:
-        if _is_output(change) and change.path not in read:
+        of_a_module = " " not in change.path.partition("[")[0]  # what a closure or a global is given, something else reads there
+        if of_a_module and _is_output(change) and change.path not in read:
             written.append(change.path)
         else:
             wrong.append(change)

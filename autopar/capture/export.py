@@ -17,7 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from autopar.capture.follow import OutsideGradients, Registries
+from autopar.capture.follow import AtTheBorder, Registries
 from autopar.capture.source import in_library
 from autopar.capture.state import State
 from autopar.errors import CaptureError
@@ -48,7 +48,7 @@ class Step(nn.Module):
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             registries = Registries(model)
             try:
-                with OutsideGradients(names):
+                with AtTheBorder(names):
                     result = loss_of(model(*args, **kwargs), loss)
                 ends.append(State.take(model, loss, start))
                 registries.follow()

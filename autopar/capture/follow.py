@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 
-__all__ = ["OutsideGradients", "Registries"]
+__all__ = ["AtTheBorder", "Registries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class _Registry:
     params: dict[str, nn.Parameter | None]
     modules: dict[str, nn.Module | None]
     training: bool
+    trained: frozenset[str]  # the names of the parameters that require a gradient
 
 
 class Registries:
@@ -38,7 +39,9 @@ class Registries:
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [
-            _Registry(f"{name}." if name else "", m, dict(m._buffers), dict(m._parameters), dict(m._modules), m.training)
+            _Registry(
+                f"{name}." if name else "", m, dict(m._buffers), dict(m._parameters), dict(m._modules), m.training, _trained(m)
+            )  # fmt: skip
             for name, m in model.named_modules()
         ]
 
@@ -81,6 +84,11 @@ class Registries:
                         f"the forward replaces the {what} {prefix}{name}\n  what to do: do so before compiling the model, and let the "
                         f"forward compute with what is there"
                     )
+        for name in _trained(module) ^ registry.trained:
+            raise CaptureError(
+                f"the forward changes requires_grad of the parameter {prefix}{name}\n  what to do: freeze and unfreeze parameters between "
+                f"the calls"
+            )
         if module.training is not registry.training:
             raise CaptureError(
                 f"the forward sets {prefix}training from {registry.training} to {module.training}\n  what to do: choose the mode of "
@@ -114,9 +122,19 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class OutsideGradients(TorchFunctionMode):
-    """Refuses, inside a trace, tensors that require a gradient and are not the model's as the trace knows it: a graph holds such a
-    tensor as a constant."""
+def _trained(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, p in module._parameters.items() if p is not None and p.requires_grad)
+
+
+_READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class AtTheBorder(TorchFunctionMode):
+    """What a trace would not see or get wrong, of the torch functions that the code inside calls.
+
+    Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
+    constant. `.data` is traced as what it does: a detached alias, and a write to it.
+    """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """names: of the model's parameters, by id."""
@@ -127,6 +145,12 @@ class OutsideGradients(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _READS_DATA and isinstance(args[0], FakeTensor):
+            return args[0].detach()
+        if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):
+            with torch.no_grad():
+                args[0].detach().copy_(args[1])
+            return None
         if not getattr(func, "__name__", "").startswith("__get"):
             for x in pytree.tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and x.requires_grad:

@@ -179,8 +179,9 @@ class _Functionalizer:
                 if op.args[flag] and isinstance(operand, Ref) and all(b.value != operand.name for b in self.trace.buffers):
                     raise self._error(f"{op.target} updates running statistics that are not a buffer as it was at the start of the forward")
 
-    def _error(self, what: str) -> CaptureError:
-        remedy = "use the operator that returns a new tensor instead of the one that writes in place"
+    def _error(
+        self, what: str, remedy: str = "use the operator that returns a new tensor instead of the one that writes in place"
+    ) -> CaptureError:
         return CaptureError(f"{what}\n  at {self.origin.op.source}\n  what to do: {remedy}")
 
     # ------------------------------------------------------------------------------------------------------- in place
@@ -195,8 +196,10 @@ class _Functionalizer:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
         old = self._now(self_name)
         meta = self.metas[old]
-        if old in {p.value for p in self.trace.params} or self._base(self_name) in {p.value for p in self.trace.params}:
-            raise self._error("the forward changes a parameter in place")
+        params = {p.value: p.fqn for p in self.trace.params}
+        if fqn := params.get(old) or params.get(self._base(self_name)):
+            remedy = "change parameters after optimizer.step(), not in the forward; or compute with a changed copy"
+            raise self._error(f"the forward changes a parameter in place: {fqn}", remedy)
         new = self._functional(op, old)
         if self.metas[new].dtype != meta.dtype:
             new = self._new("aten.to.dtype", Ref(new), meta.dtype, like=op.outputs[0] or name)
