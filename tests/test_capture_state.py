@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, run_program
+from autopar.capture.calls import left_as_it_was
 from autopar.errors import CaptureError
 
 pytestmark = pytest.mark.pure
@@ -669,3 +670,23 @@ def scalar_that_is_asserted(m: Any, x: Tensor) -> Tensor:
 def test_values_that_become_numbers_are_refused_as_such() -> None:
     with pytest.raises(CaptureError, match="what to do:"):
         capture(*build(scalar_that_is_asserted))
+
+
+def test_a_forward_of_the_users_own_can_be_undone() -> None:
+    """As verify=True does, which runs the original once."""
+
+    def everything(m: Any, x: Tensor) -> Tensor:
+        m.ema, m.count, m.cache = m.ema + 1, m.count + 1, x
+        m.history.append(2.0)
+        m.plain.add_(1)
+        m.other.mul_(3)
+        SEEN.append(1)
+        return m.linear(x)
+
+    model, (x,) = build(everything)
+    before, objects = snapshot(model), [id(b) for b in model.buffers()]
+    with left_as_it_was(model):
+        model(x)
+        assert not equal(before, snapshot(model))
+    assert equal(before, snapshot(model))
+    assert objects == [id(b) for b in model.buffers()] and model.cache is None

@@ -26,7 +26,7 @@ from autopar.capture.source import first_line
 from autopar.capture.state import ABSENT, Change, Opaque, State
 from autopar.errors import CaptureError
 
-__all__ = ["Call", "Calls", "call_twice", "copied", "drawn_outside", "lowest_draws", "refuse_changing", "seeded"]
+__all__ = ["Call", "Calls", "call_twice", "copied", "drawn_outside", "left_as_it_was", "lowest_draws", "refuse_changing", "seeded"]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -165,6 +165,13 @@ def _check_inputs(inputs: Inputs, before: list[tuple[str, Any, object]]) -> None
 
 
 # --------------------------------------------------------------------------------------------------- as it was before
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[None]:
+    """Inside, the model's own forward may run; afterwards its buffers, attributes, and what its code keeps elsewhere are as before."""
+    with _as_before(model, State.take(model, loss)):
+        yield
+
+
 @contextlib.contextmanager
 def _as_before(model: nn.Module, start: State) -> Iterator[None]:
     """Everything is as before afterwards: registries, the values of buffers and plain tensors, all that the State shows."""
