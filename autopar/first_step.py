@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.calls import left_as_it_was
 from autopar.capture.export import loss_of
 from autopar.catalog.rule import draws
 from autopar.errors import VerificationError
@@ -48,7 +49,7 @@ def first_loss(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | No
         )
     devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
     given = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), inputs)
-    with torch.no_grad(), _kept(dict(model.named_buffers())):
+    with torch.no_grad(), left_as_it_was(model, loss):
         return loss_of(model(**given) if isinstance(given, dict) else model(*given), loss).detach().cpu()
 
 

@@ -59,7 +59,7 @@ class Variants:
             ) from e
         constants = {b.value for b in captured.program.buffers if b.fqn is None}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
-        return emitted, tensors, getattr(captured, "guards", None)
+        return emitted, tensors, captured.guards
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:

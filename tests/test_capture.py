@@ -526,17 +526,18 @@ def test_a_large_model_is_captured_on_meta() -> None:
 
 def test_a_wrong_gradient_is_noticed() -> None:
     """The check does not depend on the passes: a program that was tampered with fails it."""
+    from autopar.capture.calls import call_twice
     from autopar.capture.check import check_program
-    from autopar.capture.export import Step
+    from autopar.capture.state import State
 
     model, x = nn.Linear(DIM, DIM), torch.randn(BATCH, DIM)
-    step = Step(model, torch.sum)
     captured = capture(model, (x,), loss=torch.sum)
     linear, total = captured.program.ops
     stopped = dataclasses.replace(linear, target="aten.detach.default", args=(linear.args[2],), outputs=("stopped",))
     cut = dataclasses.replace(linear, args=(linear.args[0], linear.args[1], Ref("stopped")))
     wrong = captured.program.replace(ops=(stopped, cut, total))
     inputs = {captured.program.inputs[0].value: x}
-    check_program(captured.program, step, captured.tensors, (x,), {}, inputs)
+    calls = call_twice(model, torch.sum, ((x,), {}), State.take(model, torch.sum), (model.weight, model.bias))
+    check_program(captured.program, calls, captured.tensors, inputs)
     with pytest.raises(CaptureError, match="gradients of bias differ"):
-        check_program(wrong, step, captured.tensors, (x,), {}, inputs)
+        check_program(wrong, calls, captured.tensors, inputs)

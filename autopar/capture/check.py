@@ -1,93 +1,98 @@
-"""Does the captured program compute what the model computes? Both run on the example inputs; loss and gradients are compared."""
+"""Does the captured program compute what the model computes? Both are called twice in a row on the example inputs: losses, gradients
+and every buffer are compared after each call. What else the model's code changes, `calls` has looked at."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from autopar.capture.export import Step
+from autopar.capture.calls import Calls, seeded
 from autopar.capture.interpret import run_program
+from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.ir import Program
 
-__all__ = ["check_program"]
+__all__ = ["check_program", "trainable_tensors"]
 
 # The largest difference allowed, relative to the largest gradient: many roundings of the precision, far below any real difference.
 _TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.complex128: 1e-9, torch.complex64: 1e-4,
 }  # fmt: skip
+# What running operators one by one may end with, where the model's own run did not.
+_FAILURES = (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def check_program(
-    program: Program, step: Step, tensors: Mapping[str, torch.Tensor], args: tuple[object, ...], kwargs: Mapping[str, object],
-    inputs: Mapping[str, torch.Tensor],
-) -> None:  # fmt: skip
-    """Compares loss and every gradient of the program with those of the model. CaptureError names the parameters that differ.
-
-    inputs: the leaves of args and kwargs by value name. The model's buffers, its gradients and all random states are as before
-    afterwards.
-    """
-    trainable = {p.value: tensors[p.value] for p in program.params if p.trainable}
-    fqn = {p.value: p.fqn for p in program.params}
-    if not trainable:
+def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters that are trained, by value name. CaptureError if there are none."""
+    found = {p.value: tensors[p.value] for p in program.params if p.trainable}
+    if not found:
         raise CaptureError("no parameter of the model requires a gradient, so there is nothing to train")
-    with _unchanged(step), torch.enable_grad():
-        with _same_randomness(tensors):
-            expected = step(*args, **kwargs)
-        expected_grads = torch.autograd.grad(expected, list(trainable.values()), allow_unused=True)
-    values = dict(tensors) | dict(inputs)
-    values |= {b.value: tensors[b.value].clone() for b in program.buffers}
-    with torch.enable_grad(), _same_randomness(tensors):
-        found = run_program(program, values)
-        found_grads = torch.autograd.grad(found, list(trainable.values()), allow_unused=True)
-    tolerance = max(_TOLERANCE.get(t.dtype, 0.0) for t in [*trainable.values(), expected])
-    if not _close(expected, found, tolerance * max(1.0, abs(expected.item()))):
-        raise CaptureError(
-            f"the captured program's loss is {found.item()!r}, the model's is {expected.item()!r}\n  what to do: if the forward draws "
-            f"random numbers from Python or numpy, or changes from call to call, make it draw from torch; else this is a defect of autopar"
-        )
-    scale = max((float(g.abs().max()) for g in expected_grads if g is not None and g.numel()), default=0.0)
-    wrong = []
-    for value, expected_grad, found_grad in zip(trainable, expected_grads, found_grads, strict=True):
-        zero = torch.zeros_like(trainable[value])
-        if not _close(zero if expected_grad is None else expected_grad, zero if found_grad is None else found_grad, tolerance * scale):
-            wrong.append(fqn[value])
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CaptureError(
-            f"the captured program's gradients of {', '.join(wrong[:5])}{more} differ from the model's by more than {tolerance:g} of the "
-            f"largest\n  what to do: look for torch.no_grad, .detach(), .data or custom autograd functions on the way to these parameters"
-        )
+    return found
+
+
+def check_program(program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Runs the program as often as the model was called. CaptureError names the parameters and buffers that differ.
+
+    calls: with the gradients of `trainable_tensors`. inputs: by value name. Nothing that is given is changed.
+    """
+    trainable = trainable_tensors(program, tensors)
+    fqn = {p.value: p.fqn for p in program.params}
+    state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
+    for number, call in enumerate(calls.calls):
+        which = "" if number == 0 else f" at call {number + 1} in a row"
+        try:
+            with torch.enable_grad(), seeded(number, inputs):
+                found = run_program(program, dict(tensors) | dict(inputs) | state)
+                gradients = torch.autograd.grad(found, list(trainable.values()), allow_unused=True)
+        except _FAILURES as e:
+            raise CaptureError(
+                f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
+                f"become Python numbers in the forward (.item(), int(), asserts), and keep them tensors"
+            ) from e
+        tolerance = max(_TOLERANCE.get(t.dtype, 0.0) for t in [*trainable.values(), call.loss])
+        if not _close(call.loss, found, tolerance * max(1.0, abs(call.loss.item()))):
+            raise CaptureError(
+                f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
+                f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
+                f"{_of(calls)}, keep it in a buffer; else this is a defect of autopar"
+            )
+        scale = max((float(g.abs().max()) for g in call.gradients if g is not None and g.numel()), default=0.0)
+        wrong = []
+        for value, expected_grad, found_grad in zip(trainable, call.gradients, gradients, strict=True):
+            zero = torch.zeros_like(trainable[value])
+            if not _close(zero if expected_grad is None else expected_grad, zero if found_grad is None else found_grad, tolerance * scale):
+                wrong.append(fqn[value])
+        if wrong:
+            raise CaptureError(
+                f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
+                f"largest\n  what to do: look for torch.no_grad, .detach(), .data or custom autograd functions on the way to these "
+                f"parameters"
+            )
+        wrong = [b.fqn for b in program.buffers if b.fqn is not None and not _same_buffer(call.buffers[b.fqn], state[b.value], tolerance)]
+        if wrong:
+            raise CaptureError(
+                f"the captured program's buffers {_listed(wrong)} differ{which} from what the model's forward makes of them{_of(calls)}\n"
+                f"  what to do: assign or change them where the forward is traced, by operators of torch"
+            )
+
+
+def _of(calls: Calls) -> str:
+    """What the first call changed, which may be why later ones differ."""
+    return f" (its first call changes {'; '.join(map(str, calls.settled[:3]))})" if calls.settled else ""
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return bool(((a - b).abs() <= tolerance).logical_or(a == b).logical_or(a.isnan() & b.isnan()).all())
 
 
-@contextlib.contextmanager
-def _unchanged(step: Step) -> Iterator[None]:
-    """Buffers hold after it what they held before it."""
-    before = [(b, b.detach().clone()) for b in step.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
-@contextlib.contextmanager
-def _same_randomness(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Every run inside draws the same random numbers; the random states are restored after it."""
-    devices = sorted({t.device.index for t in tensors.values() if t.device.type == "cuda"})
-    python = random.getstate()
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python)
+def _same_buffer(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, found)
+    finite = expected[expected.isfinite()].abs()
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    return _close(expected, found, max(tolerance, _TOLERANCE.get(expected.dtype, 0.0)) * scale)

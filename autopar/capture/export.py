@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import io
-import linecache
 import logging
-import os
-import re
 import sys
 import traceback
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,37 +17,47 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from autopar.capture.follow import AtTheBorder, Registries
+from autopar.capture.source import in_library
+from autopar.capture.state import State
 from autopar.errors import CaptureError
 
-__all__ = ["PREFIX", "Step", "export", "frozen_model", "own_gradients", "source_line"]
+__all__ = ["PREFIX", "Step", "export", "own_gradients", "without_key_value_cache"]
 
-_CONTAINERS = (dict, OrderedDict, list, set)
 PREFIX = "model"  # the name of the user's model inside Step
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(__file__) + os.sep
-_FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
 
 class Step(nn.Module):
-    """The user's model followed by its loss: forward returns a scalar tensor and has the signature of the model's forward.
+    """The user's model followed by its loss, as it is traced: forward returns a scalar tensor and has the signature of the model's
+    forward. Buffers that the forward assigns anew are written in place instead (see `follow`).
 
     The loss is what the model returns if that is a scalar tensor, else its `.loss`, `["loss"]` or first element if that is one,
     else loss(output).
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[State]) -> None:
+        """start: what the model holds now. ends: takes what it holds at the end of each call (torch.export sets attributes back)."""
         super().__init__()
         self.model = model
         self.training = model.training
         self.returns = ""  # what the model returns, in words; "" for what is the loss
+        names = {id(p): name for name, p in model.named_parameters()}
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            output = model(*args, **kwargs)
-            self.returns = "" if _is_scalar(output) or loss is not None else _describe(output)
-            return loss_of(output, loss)
+            registries = Registries(model)
+            try:
+                with AtTheBorder(names):
+                    output = model(*args, **kwargs)
+                    self.returns = "" if _is_scalar(output) or loss is not None else _describe(output)
+                    result = loss_of(output, loss)
+                ends.append(State.take(model, loss, start))
+                registries.follow()
+            finally:
+                registries.restore()
+            return result
 
         self.forward = forward
 
@@ -163,11 +168,10 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def frozen_model(model: nn.Module) -> Iterator[None]:
-    """Inside, Hugging Face configs have use_cache=False; after it, every attribute of every module is what it was before."""
+def without_key_value_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, Hugging Face configs have use_cache=False."""
     configs = list({id(c): c for m in model.modules() for c in _configs(getattr(m, "config", None))}.values())
     caching = [c for c in configs if c.use_cache]
-    state = [(vars(m), _contents(vars(m))) for m in model.modules()]
     try:
         for config in caching:
             config.use_cache = False
@@ -175,23 +179,6 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
     finally:
         for config in caching:
             config.use_cache = True
-        for attributes, before in state:
-            _restore(attributes, before)
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute of a module with a copy of what it holds, if it is a container (tables of parameters, of hooks)."""
-    return {name: (x, copy.copy(x) if type(x) in _CONTAINERS else None) for name, x in attributes.items()}
-
-
-def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
-    for added in attributes.keys() - before.keys():
-        del attributes[added]
-    for name, (value, held) in before.items():
-        attributes[name] = value
-        if held is not None:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(held)
 
 
 def _configs(config: object, depth: int = 3) -> Iterator[Any]:
@@ -205,23 +192,9 @@ def _configs(config: object, depth: int = 3) -> Iterator[Any]:
             yield from _configs(value, depth - 1)
 
 
-def _in_library(path: str) -> bool:
-    return path.startswith((_TORCH, _OWN, "<")) or f"{os.sep}contextlib.py" in path
-
-
-@functools.cache
-def source_line(stack_trace: str) -> str:
-    """'file.py:12: the code' of the innermost line of a stack trace that is not torch's; '' if there is none."""
-    for frame in reversed(_FRAME.findall(stack_trace)):
-        path, line = frame
-        if not _in_library(path):
-            return f"{os.path.basename(path)}:{line}: {linecache.getline(path, int(line)).strip()}".rstrip(": ")
-    return ""
-
-
 def _explain(model: nn.Module, error: BaseException) -> str:
     what = f"cannot capture {type(model).__name__}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _in_library(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not in_library(f.filename)]
     if frames:
         what += f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     lines = [line for line in str(error).strip().splitlines() if line.strip()]

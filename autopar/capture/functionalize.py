@@ -67,6 +67,7 @@ class _Functionalizer:
         self.current: dict[str, str] = {n: n for n in self.metas}  # what a traced value is called now
         self.version: dict[str, int] = {}  # of a base: how often it was written to
         self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
+        self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
 
     def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
@@ -85,14 +86,19 @@ class _Functionalizer:
             first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
             if self.version.get(first, 0):
                 if buffer.fqn is None:
+                    what = self.trace.outside.get(buffer.value, "a tensor of the model")
                     raise CaptureError(
-                        "the forward changes a tensor of the model that is neither parameter nor buffer\n  what to do: register it "
-                        "as a buffer"
+                        f"the forward changes {what}, which is neither parameter nor buffer\n  at {self.written_at[first]}\n  what to do: "
+                        f"register it as a buffer"
                     )
                 mutations.append((buffer.value, self._now(first)))
-        written = [i.value for i in self.trace.inputs if self.version.get(i.value, 0)]
-        notes = (f"the forward writes to its inputs {', '.join(written)}; the parallel module leaves them as they are",) if written else ()
-        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), loss=loss, metas=self.metas, notes=notes)
+        for name in (i.value for i in self.trace.inputs if self.version.get(i.value, 0)):
+            raise CaptureError(
+                f"the forward writes to its input {name}\n  at {self.written_at[name]}\n  what to do: let it work on a copy: "
+                f"{name} = {name}.clone()"
+            )
+        storages = {name: storage for name, storage in self.trace.storages.items() if name not in self.same_as}  # those are new now
+        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), loss=loss, metas=self.metas, storages=storages)
         return trace, tuple(mutations)
 
     # ---------------------------------------------------------------------------------------------------- emitting ops
@@ -172,8 +178,9 @@ class _Functionalizer:
                 if op.args[flag] and isinstance(operand, Ref) and all(b.value != operand.name for b in self.trace.buffers):
                     raise self._error(f"{op.target} updates running statistics that are not a buffer as it was at the start of the forward")
 
-    def _error(self, what: str) -> CaptureError:
-        remedy = "use the operator that returns a new tensor instead of the one that writes in place"
+    def _error(
+        self, what: str, remedy: str = "use the operator that returns a new tensor instead of the one that writes in place"
+    ) -> CaptureError:
         return CaptureError(f"{what}\n  at {self.origin.op.source}\n  what to do: {remedy}")
 
     # ------------------------------------------------------------------------------------------------------- in place
@@ -188,8 +195,10 @@ class _Functionalizer:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
         old = self._now(self_name)
         meta = self.metas[old]
-        if old in {p.value for p in self.trace.params} or self._base(self_name) in {p.value for p in self.trace.params}:
-            raise self._error("the forward changes a parameter in place")
+        params = {p.value: p.fqn for p in self.trace.params}
+        if fqn := params.get(old) or params.get(self._base(self_name)):
+            remedy = "change parameters after optimizer.step(), not in the forward; or compute with a changed copy"
+            raise self._error(f"the forward changes a parameter in place: {fqn}", remedy)
         new = self._functional(op, old)
         if self.metas[new].dtype != meta.dtype:
             new = self._new("aten.to.dtype", Ref(new), meta.dtype, like=op.outputs[0] or name)
@@ -273,6 +282,7 @@ class _Functionalizer:
             name = view.parent
             written.append((name, new))
         self.version[name] = self.version.get(name, 0) + 1
+        self.written_at[name] = self.origin.op.source
         for part, value in written:  # the views that were written on the way up are current; all others are stale from now on
             self.current[part] = value
             self.seen_version[part] = self.version[name]

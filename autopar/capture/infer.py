@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.interpret import run_op
+from autopar.capture.source import first_line
+from autopar.errors import CaptureError
 from autopar.ir import Op, Ref, TensorType, map_refs, refs
 
 __all__ = ["Inference", "Meta", "meta_of"]
@@ -71,5 +73,14 @@ class Inference:
                 str(i): torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu").requires_grad_(m.grad)
                 for i, m in enumerate(metas)
             }
-            results = run_op(op, env, torch.device("cpu"))
+            try:
+                results = run_op(op, env, torch.device("cpu"))
+            except RuntimeError as e:
+                if "not implemented" not in str(e):
+                    raise
+                kinds = ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas)
+                raise CaptureError(
+                    f"cannot capture {op.target} of {kinds}, for which the CPU has no kernel: {first_line(e)}\n  at {op.source}\n"
+                    f"  what to do: cast its operands to a dtype that every device has (float for histograms), or use another operator"
+                ) from e
             return tuple(None if r is None else meta_of(r, r.requires_grad) for r in results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -13,7 +13,10 @@ from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
 from autopar.ir import Arg, Op, Ref, map_refs, refs
 
-__all__ = ["drops_randomness", "has_effect", "may_run_earlier", "normalise", "remove_dead", "split_label_means"]
+__all__ = [
+    "drops_randomness", "has_effect", "may_run_earlier", "normalise", "remove_dead", "split_label_means",
+    "with_old_values",
+]  # fmt: skip
 
 _MEAN, _SUM = 1, 2  # at::Reduction
 _UNCHANGED = {"aten.alias.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.resolve_conj.default"}
@@ -199,6 +202,30 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
         needed.update(refs(op))
         kept.append(traced)
     return dataclasses.replace(trace, ops=tuple(reversed(kept)))
+
+
+def with_old_values(trace: Trace, changed: Collection[str]) -> Trace:
+    """Reads of buffers that the forward changes go to a copy where the backward pass may need what was read: the buffer has its new
+    value by then."""
+    ops: list[Traced] = []
+    metas = dict(trace.metas)
+
+    def needed(op: Op, buffer: str) -> bool:
+        made = [o for o in op.outputs if o is not None]
+        return any(trace.metas[o].grad or trace.storages.get(o) == trace.storages.get(buffer, -1) for o in made)
+
+    def with_copies(traced: Traced) -> Traced:
+        copies = {name: trace.names.fresh(f"{name}_before") for name in refs(traced.op) if name in changed and needed(traced.op, name)}
+        for name, copy in copies.items():
+            clone = dataclasses.replace(traced.op, target="aten.clone.default", args=(Ref(name),), kwargs=(), outputs=(copy,), multi=False)
+            metas[copy] = dataclasses.replace(trace.metas[name], grad=False)
+            ops.append(dataclasses.replace(traced, op=clone))
+        return dataclasses.replace(traced, op=map_refs(traced.op, lambda n: Ref(copies.get(n, n)))) if copies else traced
+
+    for traced in trace.ops:
+        changed_op = with_copies(traced)  # which adds the copies first
+        ops.append(changed_op)
+    return dataclasses.replace(trace, ops=tuple(ops), metas=metas)
 
 
 def as_reshapes(trace: Trace) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,24 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.blocks import find_blocks, without_lead
-from autopar.capture.check import check_program
-from autopar.capture.export import Step, export, frozen_model, own_gradients
+from autopar.capture.border import check_border, observed, traced
+from autopar.capture.calls import copied
+from autopar.capture.check import check_program, trainable_tensors
+from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
+from autopar.capture.guards import Guards
 from autopar.capture.infer import Inference
-from autopar.capture.normalise import as_reshapes, drops_randomness, has_effect, may_run_earlier, normalise, remove_dead, split_label_means
+from autopar.capture.normalise import (
+    as_reshapes,
+    drops_randomness,
+    has_effect,
+    may_run_earlier,
+    normalise,
+    remove_dead,
+    split_label_means,
+    with_old_values,
+)  # fmt: skip
+from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
 from autopar.ir import Buffer, Program, Ref
@@ -27,13 +41,19 @@ __all__ = ["Captured", "capture"]
 @dataclass(frozen=True)
 class Captured:
     """A program, and the tensor (possibly on meta) of each of its parameters, buffers and constants by value name.
-    training: the model's mode when it was captured. guards: say whether what was frozen is still as it was. returns: what the
-    model's forward returns, in words; '' for the loss alone."""
+
+    training: the model's mode when it was captured. guards: what capture froze, to be asked whether it is still so. written:
+    attributes in which each forward of the original leaves a tensor; the program does not. defaults: the parameters of the
+    forward that the example call left to their defaults, with these: the program has them frozen too. returns: what the model's
+    forward returns, in words; '' for the loss alone.
+    """
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
     training: bool = True
-    guards: Any = None
+    guards: Guards | None = None
+    written: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
     returns: str = ""
 
 
@@ -48,37 +68,46 @@ def capture(
 
     example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
     theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
-    the scalar loss where the forward does not return one. check: run model and program on the inputs and compare loss and
-    gradients (not on meta). The model is left as it was. Raises CaptureError with the line of the model's source and what to do.
+    the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
+    loss, gradients and buffers (not on meta). The model is left as it was. Raises CaptureError with the line of the model's
+    source and what to do.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
-    step = Step(model, loss)
-    infer = Inference()
-    with frozen_model(model):
-        with own_gradients() as unseen:
-            exported = export(step, *_copied(args, kwargs))
-        trace = flatten(model, exported)
+    inputs = args, kwargs
+    infer, guards = Inference(), Guards.take(model, loss)
+    with without_key_value_cache(model):
+        start = State.take(model, loss)
+        found = traced(model, loss, copied(inputs), start)
+        trace = flatten(model, found.exported, start)
         trace, mutations = functionalize(trace, infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
         mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
+        trace = with_old_values(trace, {buffer for buffer, _ in mutations})
         whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
         program = _program(as_reshapes(trace), mutations)
-        real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors((args, kwargs))))
-        if check and real:
-            args, kwargs = _copied(args, kwargs)
+        real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
+        trainable = trainable_tensors(program, trace.tensors) if check and real else {}
+        calls = observed(model, loss, inputs, start, found, tuple(trainable.values()))
+        written = check_border(model, loss, inputs, start, found, trace, calls, checked=bool(trainable))
+        if trainable and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
-            check_program(checked, step, trace.tensors, args, kwargs, _inputs_by_value(program, *_copied(args, kwargs)))
-        elif unseen:
+            check_program(checked, calls, trace.tensors, _inputs_by_value(program, *copied(inputs)))
+        elif found.own_gradients:
             raise CaptureError(
-                f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(unseen))}), which a graph of "
-                f"operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are compared"
+                f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(found.own_gradients))}), which a "
+                f"graph of operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are "
+                f"compared"
             )
-    return Captured(program, dict(trace.tensors), model.training, returns=step.returns)
+    if written:
+        listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
+        program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
+    guards = guards.without((*written, *(c.path for c in (calls.settled if calls is not None else ()))))
+    return Captured(program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns)
 
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
@@ -128,10 +157,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs with every tensor cloned: a forward may write to them."""
-    copied: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
-    return copied
+def _defaults(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    signature = inspect.signature(model.forward)
+    given = signature.bind(*args, **kwargs).arguments
+    return tuple((n, p.default) for n, p in signature.parameters.items() if n not in given and p.default is not p.empty)
 
 
 def _inputs_by_value(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from autopar.capture.export import PREFIX, source_line
+from autopar.capture.export import PREFIX
 from autopar.capture.infer import Meta, meta_of
+from autopar.capture.source import source_line
+from autopar.capture.state import State
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 
@@ -58,7 +60,8 @@ class Traced:
 class Trace:
     """What capture knows before the operators are made functional. storages: the identity of the memory behind each value:
     equal for views of one another. metas: what was traced, of every value (grad only of parameters). tensors: of
-    parameters, buffers and constants."""
+    parameters, buffers and constants. outside: what the code calls a constant that it reads
+    from an attribute, a closure, a global."""
 
     name: str
     inputs: tuple[Input, ...]
@@ -73,6 +76,7 @@ class Trace:
     tensors: Mapping[str, torch.Tensor]
     names: Names
     notes: tuple[str, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def given(self) -> list[str]:
@@ -80,9 +84,9 @@ class Trace:
         return [i.value for i in self.inputs] + [p.value for p in self.params] + [b.value for b in self.buffers]
 
 
-def flatten(model: nn.Module, exported: ExportedProgram) -> Trace:
-    """The trace of an exported Step of the model."""
-    return _Flattener(model, exported).run()
+def flatten(model: nn.Module, exported: ExportedProgram, start: State) -> Trace:
+    """The trace of an exported Step of the model. start: what the model held when it was traced."""
+    return _Flattener(model, exported, start).run()
 
 
 class _Symbolic:
@@ -99,8 +103,9 @@ class _Symbolic:
 
 
 class _Flattener:
-    def __init__(self, model: nn.Module, exported: ExportedProgram) -> None:
+    def __init__(self, model: nn.Module, exported: ExportedProgram, start: State) -> None:
         self.model, self.exported = model, exported
+        self.outside = {_storage(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
         self.names = Names()
         self.ops: list[Traced] = []
         self.storages: dict[str, int] = {}
@@ -121,6 +126,7 @@ class _Flattener:
             name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
             buffers=(*buffers, *self.constants), buffer_copies=copies, ops=tuple(self.ops), loss=loss.name, storages=self.storages,
             metas=self.metas, tensors=self.tensors, names=self.names,
+            outside={c.value: path for c in self.constants if (path := self.outside.get(_storage(self.tensors[c.value])))},
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------ the state
@@ -274,6 +280,9 @@ class _Flattener:
         if name_of_target.rpartition(".")[0] in _CASTS:
             name_of_target = "aten.to.dtype"
         calls, module = _module_stack(node)
+        if name_of_target == "aten.histc.default" and not self._floating(args[0]):
+            env[node] = self._counted_in_float(node, args, no_grad=no_grad)
+            return
         outputs: list[str | None] = []
         for i, result in enumerate(results):
             if result is None:
@@ -292,6 +301,28 @@ class _Flattener:
         self.ops.append(Traced(op=op, calls=calls, autocast=autocast))
         made = [None if o is None else Ref(o) for o in outputs]
         env[node] = made if multi else made[0]
+
+    def _floating(self, arg: Arg) -> bool:
+        return isinstance(arg, Ref) and self.metas[arg.name].dtype.is_floating_point
+
+    def _counted_in_float(self, node: fx.Node, args: tuple[Arg, ...], *, no_grad: bool) -> Ref:
+        """A histogram of integers, which only some devices have, as the cast of one of floats. Exact below 2**53."""
+        calls, module = _module_stack(node)
+        wanted: torch.Tensor = node.meta["val"]
+        assert isinstance(args[0], Ref), args
+        value = args[0]
+        steps: tuple[tuple[str, tuple[Arg, ...], Meta], ...] = (
+            ("aten.to.dtype", (torch.float64,), replace(self.metas[value.name], dtype=torch.float64)),
+            ("aten.histc.default", args[1:], replace(meta_of(wanted), dtype=torch.float64)),
+            ("aten.to.dtype", (wanted.dtype,), meta_of(wanted)),
+        )
+        for target, more, meta in steps:
+            name = self.names.fresh(node.name)
+            op = Op(target=target, args=(value, *more), outputs=(name,), no_grad=no_grad, module=module, source=self._source(node))
+            self.ops.append(Traced(op=op, calls=calls))
+            self.metas[name], self.storages[name] = meta, -len(self.ops)  # memory of its own
+            value = Ref(name)
+        return value
 
     def _arguments(
         self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], result: Any

@@ -1,0 +1,146 @@
+"""The border of capture: what a model's code does besides computing, and what it takes from outside of the model, is followed or
+refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
+from autopar.capture.export import Step, export, own_gradients
+from autopar.capture.reach import LruCache
+from autopar.capture.state import ABSENT, Change, State
+from autopar.capture.trace import Trace, flatten
+from autopar.errors import CaptureError
+
+__all__ = ["TracedCall", "check_border", "observed", "traced"]
+
+Loss = Callable[[Any], torch.Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedCall:
+    """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
+    that ran. drawn: the generators other than torch's that it drew from."""
+
+    exported: ExportedProgram
+    changes: tuple[Change, ...]
+    own_gradients: tuple[str, ...]
+    drawn: tuple[str, ...]
+    returns: str = ""
+
+
+def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> TracedCall:
+    """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions."""
+    ends: list[State] = []
+    state = torch.get_rng_state()
+    step = Step(model, loss, start, ends)
+    try:
+        with own_gradients() as unseen, drawn_outside() as drawn:
+            exported = export(step, *inputs)
+        changes = tuple(start.changes(ends[-1]))
+        if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
+            raise CaptureError(
+                f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
+                f"  what to do: set it before training; keep numbers that do not change in a buffer"
+            )
+    finally:
+        torch.set_rng_state(state)
+        start.restore()
+        _clear_traced(start.reached.caches)
+    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=step.returns)
+
+
+def _clear_traced(caches: list[Any]) -> None:
+    """Empties the function caches that kept a tensor without data: of a trace, or on the meta device."""
+    for cache in caches:
+        if isinstance(cache, LruCache) and _keeps_no_data(gc.get_referents(cache), 3):
+            cache.cache_clear()
+
+
+def _keeps_no_data(values: list[Any], depth: int) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
+            return True
+        if depth and isinstance(value, (tuple, list, dict)):
+            if _keeps_no_data(list(value.values()) if isinstance(value, dict) else list(value), depth - 1):
+                return True
+    return False
+
+
+def observed(
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...]
+) -> Calls | None:
+    """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (no data, or no
+    wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
+    if trainable:
+        return call_twice(model, loss, inputs, start, trainable)
+    if not found.changes:
+        return None
+    try:
+        return call_twice(model, loss, inputs, start)
+    except CaptureError as e:
+        if e.__cause__ is None:
+            raise
+        kept = [c for c in found.changes if not (isinstance(c.after, torch.Tensor) and c.before in (ABSENT, None))]
+        refuse_changing(type(model).__name__, kept, set())  # it cannot run without data: what the trace saw must do
+        return None
+
+
+def check_border(
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None, *, checked: bool
+) -> tuple[str, ...]:
+    """CaptureError for state that is neither in a buffer nor a cache, and for random numbers that torch did not draw. The paths at
+    which each call leaves a tensor. checked: the calls were made on real tensors, and are compared with the program."""
+    if calls is None:
+        written: tuple[str, ...] = ()
+    else:
+        written = calls.written
+        _clear_traced(start.reached.caches)
+    if not checked:
+        flags = [c for c in found.changes if isinstance(c.before, bool) and isinstance(c.after, bool)]
+        if flags:
+            raise CaptureError(
+                f"the first call of {trace.name} changes {flags[0]}, and whether later calls compute the same cannot be seen without data\n"
+                f"  what to do: call the model once before compiling it, or capture with real (not meta) tensors"
+            )
+    _check_constants(trace, start, set(written))
+    if found.drawn:
+        _check_draws(model, loss, inputs, start, found, trace, calls if checked else None)
+    return written
+
+
+def _check_constants(trace: Trace, start: State, written: set[str]) -> None:
+    """A tensor that each call replaces must not be what the program holds as a constant."""
+    constants = {_storage(trace.tensors[b.value]) for b in trace.buffers if b.fqn is None}
+    kept = [path for path, tensor in start.tensors.items() if path in written and _storage(tensor) in constants]
+    if kept:
+        refuse_changing(trace.name, [Change(path, start.leaves[path], ABSENT) for path in kept], set())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None) -> None:
+    """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
+    with lowest_draws():
+        if calls is not None:
+            other = call_twice(model, loss, inputs, start, reseed=False).calls[0]
+            differs = not torch.allclose(other.loss, calls.calls[0].loss, rtol=1e-5, atol=0.0, equal_nan=True)
+        else:
+            again = traced(model, loss, copied(inputs), start)
+            first, second = (flatten(model, call.exported, start) for call in (found, again))
+            differs = [t.op for t in first.ops] != [t.op for t in second.ops]
+    if differs:
+        raise CaptureError(
+            f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "
+            f"were when it was traced\n  what to do: draw them with torch, or set the probability to zero"
+        )

@@ -1,0 +1,261 @@
+"""The user's model itself, called twice in a row on the example inputs: its losses, gradients and buffers after each call, and what
+else its code changed.
+
+Of what a call changes, three kinds are no obstacle. What the second call leaves as the first made it is a cache. A tensor under an
+attribute of a module that every call replaces, and that no call reads before it does so, is an output of the call, and is listed.
+Random generators of Python and numpy may be drawn from as long as the draws do not reach the loss. All else that goes on changing
+is state that a graph does not have, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture.export import loss_of
+from autopar.capture.source import first_line
+from autopar.capture.state import ABSENT, Change, Opaque, State
+from autopar.errors import CaptureError
+
+__all__ = ["Call", "Calls", "call_twice", "copied", "drawn_outside", "left_as_it_was", "lowest_draws", "refuse_changing", "seeded"]
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call. gradients: of the asked parameters, in their order. buffers: by name, after it."""
+
+    loss: torch.Tensor
+    gradients: tuple[torch.Tensor | None, ...]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calls:
+    """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
+    and none reads before that."""
+
+    calls: tuple[Call, ...]
+    settled: tuple[Change, ...]
+    written: tuple[str, ...]
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """The inputs with every tensor cloned: a forward may write to them."""
+    made: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)
+    return made
+
+
+def call_twice(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
+    *, reseed: bool = True,
+) -> Calls:  # fmt: skip
+    """Calls the model twice, and leaves everything as it was. start: a State of it now. parameters: gradients of these are taken.
+    reseed: Python and numpy draw as they do for the program that is compared; else as the caller has set them.
+
+    Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs.
+    """
+    calls, states = [], [start]
+    with _as_before(model, start):
+        for number in (0, 1):
+            given = copied(inputs)
+            made = _made(states) if number else {}
+            watch = _Reads(made.values()) if made else contextlib.nullcontext()
+            with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
+                before = _marks(given)
+                with watch:
+                    result = loss_of(model(*given[0], **given[1]), loss)
+                found = torch.autograd.grad(result, parameters, allow_unused=True) if parameters and result.requires_grad else ()
+            _check_inputs(given, before)
+            buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
+            calls.append(Call(loss=result.detach(), gradients=found or (None,) * len(parameters), buffers=buffers))
+            states.append(State.take(model, loss, start))
+        read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
+        _, first, second = states
+        written = refuse_changing(type(model).__name__, first.changes(second), read)
+        moved = {c.path for c in first.changes(second)}
+        settled = tuple(c for c in start.changes(first) if c.path not in moved)
+    return Calls(calls=tuple(calls), settled=settled, written=written)
+
+
+def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[str, ...]:
+    """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes."""
+    written, wrong = [], []
+    for change in changes:
+        of_a_module = " " not in change.path.partition("[")[0]  # what a closure or a global is given, something else reads there
+        if of_a_module and _is_output(change) and change.path not in read:
+            written.append(change.path)
+        else:
+            wrong.append(change)
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CaptureError(
+            f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
+            f"have\n  what to do: keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward "
+            f"assigns or changes them), or change it outside of the forward"
+        )
+    return tuple(written)
+
+
+def _is_output(change: Change) -> bool:
+    before, after = change.before, change.after
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        return before is not after
+    return isinstance(before, Opaque) and isinstance(after, Opaque) and type(before.value) is type(after.value)
+
+
+def _made(states: list[State]) -> dict[str, torch.Tensor]:
+    """The tensors that the first call put somewhere."""
+    start, first = states
+    known = {_storage(t) for t in start.tensors.values() if not t.is_sparse}
+    changed = {c.path for c in start.changes(first)}
+    return {path: t for path, t in first.tensors.items() if path in changed and _storage(t) not in known}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Reads(TorchDispatchMode):
+    """Notes which of some tensors the operators inside read, views of them included."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._watched = {_storage(t) for t in tensors}
+        self._read: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and x.layout == torch.strided and _storage(x) in self._watched:
+                self._read.add(_storage(x))
+        return func(*args, **(kwargs or {}))
+
+    def has_read(self, tensor: torch.Tensor) -> bool:
+        return _storage(tensor) in self._read
+
+
+# ------------------------------------------------------------------------------------------------------------- the inputs
+def _marks(inputs: Inputs) -> list[tuple[str, Any, object]]:
+    return [(pytree.keystr(path), leaf, _mark(leaf)) for path, leaf in pytree.tree_leaves_with_path(inputs)]
+
+
+def _mark(leaf: object) -> object:
+    return (leaf._version, leaf.shape, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None
+
+
+def _check_inputs(inputs: Inputs, before: list[tuple[str, Any, object]]) -> None:
+    now = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(inputs)}
+    changed = [path for path, leaf, mark in before if now.get(path, ABSENT) is not leaf or _mark(leaf) != mark]
+    changed += [path for path in now if path not in {p for p, _, _ in before}]
+    if changed:
+        raise CaptureError(
+            f"the forward changes its inputs: at {', '.join(changed[:3])} of (args, kwargs)\n  what to do: let it work on a copy "
+            f"(x = x.clone(), batch = dict(batch))"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- as it was before
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[None]:
+    """Inside, the model's own forward may run; afterwards its buffers, attributes, and what its code keeps elsewhere are as before."""
+    with _as_before(model, State.take(model, loss)):
+        yield
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, start: State) -> Iterator[None]:
+    """Everything is as before afterwards: registries, the values of buffers and plain tensors, all that the State shows."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    others = [(t, t._version, t.detach().clone()) for t in start.tensors.values() if not t.is_inference()]
+    try:
+        yield
+    finally:
+        start.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:  # all of them: batch norm writes without raising their versions
+                buffer.copy_(value)
+            for tensor, version, value in others:
+                if tensor._version != version:
+                    tensor.detach().copy_(value)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, inputs: object = None, *, outside: bool = True) -> Iterator[None]:
+    """Every run inside draws the same random numbers; the random states are restored after it."""
+    devices = sorted({t.device.index or 0 for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), _outside_kept():
+        torch.manual_seed(seed)
+        if outside:
+            random.seed(seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _outside_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)
+
+
+@contextlib.contextmanager
+def drawn_outside() -> Iterator[list[str]]:
+    """Holds, after it, the generators other than torch's that the code inside drew from; their states are as before."""
+    drawn: list[str] = []
+    with _outside_kept():
+        numpy = sys.modules.get("numpy")
+        before = (random.getstate(), _numpy_state(numpy))
+        yield drawn
+        drawn += [name for name, a, b in zip(("random", "numpy.random"), before, (random.getstate(), _numpy_state(numpy))) if a != b]
+
+
+def _numpy_state(numpy: Any) -> object:
+    if numpy is None:
+        return None
+    name, keys, position, *rest = numpy.random.get_state()
+    return name, keys.tobytes(), position, tuple(rest)
+
+
+@contextlib.contextmanager
+def lowest_draws() -> Iterator[None]:
+    """Inside, Python's and numpy's global generators give the lowest number they can, a few hundred times. (The Mersenne twister's
+    words are zero; the last ones are not, so that loops which wait for a number end.)"""
+    words = (*(0,) * 500, *range(1, 125))
+    with _outside_kept():
+        random.setstate((3, (*words, 0), None))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
+        yield
+
+
+# What a model's own code may end with.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+
+
+@contextlib.contextmanager
+def _own_errors(model: nn.Module, number: int) -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as e:
+        which = "" if number == 0 else ", called a second time,"
+        remedy = "check that model(*args, **kwargs) and backward() run on the example inputs, twice in a row"
+        if "backward through the graph a second time" in str(e):
+            remedy = "detach what the forward keeps for the next call: self.ema = 0.9 * self.ema + x.detach()"
+        raise CaptureError(f"{type(model).__name__} itself{which} fails: {first_line(e)}\n  what to do: {remedy}") from e
+

@@ -1,0 +1,172 @@
+"""What one traced call of the user's model does to its own registries and to tensors outside of the graph.
+
+A buffer that the forward assigns anew (`self.ema = 0.9 * self.ema + x`) is a mutation of the buffer: at the end of the trace the
+new value is copied into the old tensor, which the registry gets back. What a graph cannot follow is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar.capture.source import running_line
+from autopar.errors import CaptureError
+
+__all__ = ["AtTheBorder", "Registries"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Registry:
+    prefix: str
+    module: nn.Module
+    buffers: dict[str, torch.Tensor | None]
+    params: dict[str, nn.Parameter | None]
+    modules: dict[str, nn.Module | None]
+    training: bool
+    trained: frozenset[str]  # the names of the parameters that require a gradient
+
+
+class Registries:
+    """The tensors that the registries of a model hold before a call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [
+            _Registry(
+                f"{name}." if name else "", m, dict(m._buffers), dict(m._parameters), dict(m._modules), m.training, _trained(m)
+            )  # fmt: skip
+            for name, m in model.named_modules()
+        ]
+
+    def follow(self) -> None:
+        """Copies what the call assigned to buffers into the tensors that they were, and puts these back. Raises CaptureError if it
+        changed anything else that is registered, or the training mode of a module."""
+        names = Counter(id(b) for r in self._before for b in r.buffers.values() if b is not None)
+        assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for registry in self._before:
+            self._check(registry)
+            for name, old in registry.buffers.items():
+                new = registry.module._buffers.get(name)
+                if old is None or new is old:
+                    continue
+                _check_assigned(f"{registry.prefix}{name}", old, new, names[id(old)])
+                assert new is not None
+                assigned.append((old, new))
+        olds = {_storage(b) for r in self._before for b in r.buffers.values() if b is not None}
+        with torch.no_grad():
+            values = [new.clone() if _storage(new) in olds else new for _, new in assigned]  # buffers may be swapped, or be views
+            for (old, _), value in zip(assigned, values, strict=True):
+                old.copy_(value)
+        self.restore()
+
+    def restore(self) -> None:
+        """The registries hold the objects that they held."""
+        for registry in self._before:
+            for now, before in ((registry.module._buffers, registry.buffers), (registry.module._parameters, registry.params)):
+                if not _holds(now, before):
+                    now.clear()
+                    now.update(before)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _check(registry: _Registry) -> None:
+        module, prefix = registry.module, registry.prefix
+        for what, now, before in (("parameter", module._parameters, registry.params), ("module", module._modules, registry.modules)):
+            for name in dict.fromkeys((*now, *before)):
+                if now.get(name) is not before.get(name):
+                    raise CaptureError(
+                        f"the forward replaces the {what} {prefix}{name}\n  what to do: do so before compiling the model, and let the "
+                        f"forward compute with what is there"
+                    )
+        for name in _trained(module) ^ registry.trained:
+            raise CaptureError(
+                f"the forward changes requires_grad of the parameter {prefix}{name}\n  what to do: freeze and unfreeze parameters between "
+                f"the calls"
+            )
+        if module.training is not registry.training:
+            raise CaptureError(
+                f"the forward sets {prefix}training from {registry.training} to {module.training}\n  what to do: choose the mode of "
+                f"each module before the call"
+            )
+
+
+def _check_assigned(path: str, old: torch.Tensor, new: torch.Tensor | None, names: int) -> None:
+    found = "nothing" if new is None else f"{_type(new)}"
+    if new is None or new.shape != old.shape or new.dtype != old.dtype:
+        raise CaptureError(
+            f"the forward makes the buffer {path}, which is {_type(old)}, {found}\n  what to do: keep the shape and dtype of a buffer, "
+            f"and write where a mask or an index says"
+        )
+    if names > 1:
+        raise CaptureError(
+            f"the forward assigns the buffer {path}, whose tensor is also another buffer, so that the two part\n  what to do: register "
+            f"a tensor for each"
+        )
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _holds(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    return list(now) == list(before) and all(now[k] is v for k, v in before.items())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _trained(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, p in module._parameters.items() if p is not None and p.requires_grad)
+
+
+_READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class AtTheBorder(TorchFunctionMode):
+    """What a trace would not see or get wrong, of the torch functions that the code inside calls.
+
+    Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
+    constant. `.data` is traced as what it does: a detached alias, and a write to it.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """names: of the model's parameters, by id."""
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _READS_DATA and isinstance(args[0], FakeTensor):
+            return args[0].detach()
+        if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):
+            with torch.no_grad():
+                args[0].detach().copy_(args[1])
+            return None
+        if not getattr(func, "__name__", "").startswith("__get"):
+            for x in pytree.tree_leaves((args, kwargs)):
+                if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and x.requires_grad:
+                    self._refuse(x)
+        return func(*args, **kwargs)
+
+    def _refuse(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._names:
+            raise CaptureError(
+                f"the code uses the parameter {self._names[id(tensor)]} that something else than the model holds (a list or a closure "
+                f"made before compiling): it would be a constant\n  at {running_line()}\n  what to do: reach it through the model inside "
+                f"the function, as with model.parameters() or model.get_parameter(...)"
+            )
+        if torch.is_grad_enabled():
+            kind = "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor that requires a gradient"
+            raise CaptureError(
+                f"the code uses {kind} {_type(tensor)} that is not the model's: it would be a constant, and get no gradient\n"
+                f"  at {running_line()}\n  what to do: register it as a parameter of the model, or detach it if it is constant"
+            )

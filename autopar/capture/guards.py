@@ -1,0 +1,139 @@
+"""What capture froze, watched: is it still as it was when the model was captured?
+
+A call of the module must not pay for it: `changed` compares identities, entry by entry in C, and looks at values only where an
+identity differs. Kept out: training modes (`modes`), requires_grad, and the contents of the registries of parameters and buffers,
+of which only the names are watched.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.state import ABSENT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, State
+
+__all__ = ["Guards"]
+
+_SAID = 3  # changes that a message names
+_UNWATCHED = TABLES | {"training"}
+
+
+class Guards:
+    """The picture of a model and its loss at the moment of capture."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str]) -> None:
+        self._model, self._loss, self._state, self._ignored = model, loss, state, ignored
+        self._modules = list(model.modules())
+        self._index(state)
+
+    @staticmethod
+    def take(model: nn.Module, loss: Callable[..., Any] | None = None) -> Guards:
+        """All that the forward and the loss may read beside parameters, buffers and inputs, as it is now."""
+        return Guards(model, loss, State.take(model, loss), frozenset())
+
+    def without(self, paths: Iterable[str]) -> Guards:
+        """The same without what the forward itself writes."""
+        return Guards(self._model, self._loss, self._state, self._ignored | frozenset(paths))
+
+    def modes(self) -> tuple[bool, ...]:
+        """The training flag of every module, now."""
+        return tuple([m.training for m in self._modules])
+
+    def changed(self) -> str | None:
+        """None if everything is as it was; else what changed, from what to what."""
+        if self._same_objects():
+            return None
+        now = State.take(self._model, self._loss, self._state)
+        found = [change for change in self._state.changes(now) if self._counts(change)]
+        if not found:  # equal values, in other objects
+            self._index(now)
+            return None
+        more = f" and {len(found) - _SAID} more" if len(found) > _SAID else ""
+        return "; ".join(map(str, found[:_SAID])) + more
+
+    # ---------------------------------------------------------------------------------------------------------- private
+    def _counts(self, change: Change) -> bool:
+        path = change.path
+        if any(path == ignored or path.startswith((f"{ignored}[", f"{ignored}.")) for ignored in self._ignored):
+            return False
+        if change.before is not ABSENT:
+            return True
+        name = path.rpartition(".")[2].partition("[")[0]  # of a new attribute: one that no code reads is the user's own affair
+        return name in self._state.reached.names or name in WATCHED_HOOKS or name == "forward"
+
+    def _same_objects(self) -> bool:
+        return (
+            list(map(len, self._containers)) == self._lengths
+            and all(map(operator.is_, map(dict.get, self._dicts, self._keys, repeat(ABSENT)), self._values))
+            and all(map(dict.__contains__, self._registries, self._names))
+            and all(map(operator.is_, map(operator.getitem, self._lists, self._positions), self._elements))
+            and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
+            and [t._version for t in self._tensors] == self._versions
+            and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
+        )
+
+    def _index(self, state: State) -> None:
+        """Lays what is watched out in flat lists."""
+        self._containers: list[Any] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._registries: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._lists: list[Any] = []
+        self._positions: list[int] = []
+        self._elements: list[Any] = []
+        self._cells: list[CellType] = []
+        self._cell_contents: list[Any] = []
+        self._owners: list[type | FunctionType] = []
+        self._attributes: list[str] = []
+        self._attribute_values: list[Any] = []
+        for held in state.held:
+            self._add(held)
+        self._lengths = list(map(len, self._containers))
+        self._tensors: list[torch.Tensor] = [state.tensors[path] for path in state.versions]
+        self._versions = list(state.versions.values())
+
+    def _add(self, held: Held) -> None:
+        holder, items = held.holder, held.items
+        if isinstance(holder, CellType):
+            self._cells.append(holder)
+            self._cell_contents.append(items)
+        elif isinstance(holder, (type, FunctionType)):
+            pairs = [(k, v) for k, v in items.items() if getattr(holder, k, ABSENT) is v]
+            self._owners += [holder] * len(pairs)
+            self._attributes += [k for k, _ in pairs]
+            self._attribute_values += [v for _, v in pairs]
+        elif isinstance(items, dict):
+            if held.table in REGISTRIES[:2]:
+                self._registries += [holder] * len(items)
+                self._names += list(items)
+                items = {}
+            elif held.table and held.table not in (*WATCHED_HOOKS, "_modules"):
+                return
+            pairs = [(k, v) for k, v in items.items() if held.keys is not None or k not in _UNWATCHED]
+            self._dicts += [holder] * len(pairs)
+            self._keys += [k for k, _ in pairs]
+            self._values += [v for _, v in pairs]
+            if held.keys is None:
+                self._containers.append(holder)
+        elif isinstance(items, tuple):
+            self._containers.append(holder)
+            self._lists += [holder] * len(items)
+            self._positions += range(len(items))
+            self._elements += items
+        else:
+            self._containers.append(holder)
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT

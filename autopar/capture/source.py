@@ -1,0 +1,49 @@
+"""Lines of the user's source: where a traced value or a running call comes from."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import re
+import sys
+from types import FrameType
+
+import torch
+
+__all__ = ["first_line", "in_library", "running_line", "source_line"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
+
+
+def in_library(path: str) -> bool:
+    return path.startswith((_TORCH, _OWN, "<")) or f"{os.sep}contextlib.py" in path
+
+
+@functools.cache
+def source_line(stack_trace: str) -> str:
+    """'file.py:12: the code' of the innermost line of a stack trace that is not torch's; '' if there is none."""
+    for frame in reversed(_FRAME.findall(stack_trace)):
+        path, line = frame
+        if not in_library(path):
+            return _text(path, int(line))
+    return ""
+
+
+def running_line() -> str:
+    """The same of the code that is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and in_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _text(path: str, line: int) -> str:
+    return f"{os.path.basename(path)}:{line}: {linecache.getline(path, line).strip()}".rstrip(": ")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), '')}"

@@ -1,0 +1,692 @@
+"""What a forward does besides computing is followed exactly, or refused with its name and a remedy, whether the model has data or not."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import Captured, capture, run_program
+from autopar.capture.calls import left_as_it_was
+from autopar.errors import CaptureError
+
+pytestmark = pytest.mark.pure
+
+BATCH, DIM = 4, 6
+SCALE = 1.0
+SEEN: list[int] = []
+MASKS: dict[int, Tensor] = {}
+
+
+class Model(nn.Module):
+    """A linear layer, state of every kind, and a forward that is a parameter of the test."""
+
+    shared: list[int] = []
+
+    def __init__(self, fn: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.inner = Inner()
+        self.register_buffer("ema", torch.zeros(DIM))
+        self.register_buffer("other", torch.ones(DIM))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("lazy", None)
+        self.plain = torch.zeros(DIM)
+        self.count, self.flag, self.history, self.table = 0, False, [1.0], {"a": 1}
+        self.options = SimpleNamespace(deep=SimpleNamespace(calls=0))
+        self.cache: Any = None
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self, x).pow(2).sum()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return x - self.mean
+
+
+def build(fn: Callable[[Any, Tensor], Tensor], device: str = "cpu") -> tuple[Model, tuple[Tensor]]:
+    with torch.device(device):
+        model = Model(fn)
+    return model, (torch.randn(BATCH, DIM),)
+
+
+def snapshot(model: nn.Module) -> list[object]:
+    state = [t.clone() if isinstance(t, Tensor) and not t.is_meta else id(t) for t in (*model.parameters(), *model.buffers(), model.plain)]
+    own = [str(vars(m).get(k)) for m in model.modules() for k in sorted(vars(m)) if not k.startswith("_")]
+    return [*state, own, str(SEEN), str(MASKS), SCALE, str(Model.shared)]
+
+
+def equal(a: list[object], b: list[object]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ buffers that are followed
+def average(m: Any, x: Tensor) -> Tensor:
+    m.ema = 0.9 * m.ema + 0.1 * x.mean(0)
+    return m.linear(x) - m.ema
+
+
+def average_of_activations(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    m.ema = 0.9 * m.ema + 0.1 * h.mean(0).detach()
+    return h * m.ema
+
+
+def average_that_the_loss_does_not_use(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    m.ema = 0.9 * m.ema + h.mean(0)  # which keeps the graph; no gradient flows through it
+    return h
+
+
+def old_value_in_the_loss(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x) * m.ema.view(-1, 2).flatten() + m.ema * m.other
+    m.ema = 0.9 * m.ema + h.detach().mean(0)
+    m.other = m.other * 1.5
+    return h
+
+
+def data_assigned(m: Any, x: Tensor) -> Tensor:
+    m.ema.data = 0.9 * m.ema.data + x.mean(0)
+    return m.linear(x) * m.ema
+
+
+def data_written(m: Any, x: Tensor) -> Tensor:
+    m.ema.data.mul_(0.9).add_(m.linear(x).data.mean(0))
+    return m.linear(x) * m.ema
+
+
+def counter(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.steps = m.steps + 1
+    return m.linear(x) / m.steps
+
+
+def registered_again(m: Any, x: Tensor) -> Tensor:
+    m.register_buffer("ema", m.ema + x.mean(0))
+    return m.linear(x) - m.ema
+
+
+def swapped(m: Any, x: Tensor) -> Tensor:
+    m.ema, m.other = m.other, m.ema + x.mean(0)
+    return m.linear(x) * m.ema
+
+
+def rotated_view(m: Any, x: Tensor) -> Tensor:
+    old = m.ema
+    m.ema = m.other.view(2, 3).t().reshape(-1)
+    m.other = old.view(3, 2).t().reshape(-1) + x.mean(0)
+    return m.linear(x) * m.ema
+
+
+def in_a_submodule_twice(m: Any, x: Tensor) -> Tensor:
+    return m.inner(m.inner(m.linear(x)))
+
+
+def assigned_then_written(m: Any, x: Tensor) -> Tensor:
+    m.ema = m.ema + x.mean(0)
+    m.ema.mul_(2)
+    m.other.add_(m.ema)
+    return m.linear(x) * m.other
+
+
+FOLLOWED = [
+    average, average_of_activations, average_that_the_loss_does_not_use, old_value_in_the_loss, data_assigned, data_written,
+    counter, registered_again, swapped, rotated_view, in_a_submodule_twice, assigned_then_written,
+]  # fmt: skip
+
+
+def run_three_times(captured: Captured, model: Model, batches: list[Tensor]) -> None:
+    """The program and the model go through the same losses and buffers, from batch to batch."""
+    program = captured.program
+    values = {k: v.detach().clone() for k, v in captured.tensors.items()}
+    for x in batches:
+        values[program.inputs[0].value] = x
+        found = run_program(program, values)
+        torch.testing.assert_close(found, model(x).detach(), rtol=1e-5, atol=1e-6)
+        for buffer in program.buffers:
+            if buffer.fqn is not None:
+                torch.testing.assert_close(values[buffer.value], model.get_buffer(buffer.fqn).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fn", FOLLOWED, ids=lambda f: f.__name__)
+def test_buffers_that_the_forward_assigns_are_mutated(fn: Callable[..., Tensor]) -> None:
+    model, inputs = build(fn)
+    before, objects = snapshot(model), [id(b) for b in model.buffers()]
+    captured = capture(model, inputs)
+    assert captured.program.mutations
+    assert equal(before, snapshot(model))
+    assert objects == [id(b) for b in model.buffers()]
+    assert captured.guards is not None and captured.guards.changed() is None
+    with torch.no_grad():
+        run_three_times(captured, model, [torch.randn(BATCH, DIM) for _ in range(3)])
+
+
+@pytest.mark.parametrize("fn", FOLLOWED, ids=lambda f: f.__name__)
+def test_without_data_the_program_is_the_same(fn: Callable[..., Tensor]) -> None:
+    real, meta = (capture(*build(fn, device)).program for device in ("cpu", "meta"))
+    assert real.mutations == meta.mutations and real.ops == meta.ops
+
+
+# ------------------------------------------------------------------------------------------------------------ what is refused
+def number(m: Any, x: Tensor) -> Tensor:
+    m.count += 1
+    return m.linear(x) * m.count
+
+
+def number_that_nothing_reads(m: Any, x: Tensor) -> Tensor:
+    m.inner.calls += 1
+    return m.linear(x)
+
+
+def list_that_grows(m: Any, x: Tensor) -> Tensor:
+    m.history.append(m.linear(x).detach())
+    return m.linear(x)
+
+
+def dict_entry(m: Any, x: Tensor) -> Tensor:
+    m.table["a"] *= 2
+    return m.linear(x) * m.table["a"]
+
+
+def deep_object(m: Any, x: Tensor) -> Tensor:
+    m.options.deep.calls += 1
+    return m.linear(x)
+
+
+def class_attribute(m: Any, x: Tensor) -> Tensor:
+    type(m).shared.append(1)
+    return m.linear(x)
+
+
+def global_number(m: Any, x: Tensor) -> Tensor:
+    global SCALE
+    SCALE = SCALE * 0.5
+    return m.linear(x) * SCALE
+
+
+def global_list(m: Any, x: Tensor) -> Tensor:
+    SEEN.append(len(SEEN))
+    return m.linear(x)
+
+
+def plain_average(m: Any, x: Tensor) -> Tensor:
+    m.plain = 0.9 * m.plain + x.mean(0)
+    return m.linear(x) - m.plain
+
+
+def plain_average_that_is_not_used(m: Any, x: Tensor) -> Tensor:
+    m.plain = 0.9 * m.plain + x.mean(0)
+    return m.linear(x)
+
+
+def average_that_begins_with_none(m: Any, x: Tensor) -> Tensor:
+    m.cache = x.mean(0) if m.cache is None else 0.9 * m.cache + 0.1 * x.mean(0)
+    return m.linear(x)
+
+
+def lazy_buffer_average(m: Any, x: Tensor) -> Tensor:
+    m.lazy = x.mean(0) if m.lazy is None else 0.9 * m.lazy + 0.1 * x.mean(0)
+    return m.linear(x)
+
+
+def memory(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    if m.cache is not None:
+        h = h + m.cache
+    m.cache = x
+    return h
+
+
+def plain_in_place(m: Any, x: Tensor) -> Tensor:
+    m.plain.add_(x.mean(0))
+    return m.linear(x) - m.plain
+
+
+def first_call_only(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    if not m.flag:
+        m.flag, h = True, h * 2
+    return h
+
+
+def counting_closure() -> Callable[..., Tensor]:
+    calls = 0
+
+    def closure(m: Any, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return m.linear(x) * calls
+
+    return closure
+
+
+def ticking_closure() -> Callable[..., Tensor]:
+    ticks = itertools.count()
+
+    def ticks_on(m: Any, x: Tensor) -> Tensor:
+        next(ticks)
+        return m.linear(x)
+
+    return ticks_on
+
+
+def other_shape(m: Any, x: Tensor) -> Tensor:
+    m.ema = torch.cat([m.ema, m.ema])
+    return m.linear(x)
+
+
+def other_dtype(m: Any, x: Tensor) -> Tensor:
+    m.steps = m.steps + 0.5
+    return m.linear(x)
+
+
+def buffer_removed(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x) * m.ema
+    m.ema = None
+    return y
+
+
+def parameter_replaced(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x)
+    m.linear.weight = nn.Parameter(m.linear.weight.detach() * 0.9)
+    return y
+
+
+def parameter_clamped(m: Any, x: Tensor) -> Tensor:
+    m.linear.weight.data.clamp_(-0.1, 0.1)
+    return m.linear(x)
+
+
+def parameter_data_assigned(m: Any, x: Tensor) -> Tensor:
+    m.linear.weight.data = m.linear.weight.data * 0.9
+    return m.linear(x)
+
+
+def frozen_in_the_forward(m: Any, x: Tensor) -> Tensor:
+    m.linear.bias.requires_grad_(False)
+    return m.linear(x)
+
+
+def seed_set(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return m.linear(x) * torch.rand(DIM, device=x.device)
+
+
+def tensors_for_someone_else() -> Callable[..., Tensor]:
+    kept: dict[str, Tensor] = {}
+
+    def keeps(m: Any, x: Tensor) -> Tensor:
+        kept["h"] = h = m.linear(x)
+        return h
+
+    return keeps
+
+
+def mode_changed(m: Any, x: Tensor) -> Tensor:
+    m.inner.eval()
+    return m.linear(x)
+
+
+def input_written(m: Any, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return m.linear(x)
+
+
+def input_written_through_a_view(m: Any, x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return m.linear(x)
+
+
+def input_turned(m: Any, x: Tensor) -> Tensor:
+    x.unsqueeze_(0)
+    return m.linear(x)
+
+
+def python_draw(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) * 2 if random.random() < 0.02 else m.linear(x)
+
+
+def with_graph(m: Any, x: Tensor) -> Tensor:
+    m.ema = 0.9 * m.ema + m.linear(x).mean(0)
+    return m.linear(x) - m.ema
+
+
+REFUSED: dict[Callable[..., Tensor], str] = {
+    number: r"count from 1 to 2",
+    number_that_nothing_reads: r"inner\.calls from 1 to 2",
+    list_that_grows: r"history from list of 2 to list of 3",
+    dict_entry: r"table\['a'\] from 2 to 4",
+    deep_object: r"options\.deep\.calls",
+    class_attribute: r"Model\.shared",
+    global_number: r"SCALE of .*test_capture_state from 0\.5 to 0\.25",
+    global_list: "SEEN of",
+    plain_average: "changes plain",
+    plain_average_that_is_not_used: "changes plain",
+    average_that_begins_with_none: "changes cache",
+    lazy_buffer_average: "changes lazy",
+    memory: "cache",
+    plain_in_place: "changes plain",
+    first_call_only: "flag from False to True",
+    counting_closure(): r"calls, which .*closure closes over from 1 to 2",
+    ticking_closure(): r"ticks, which .* closes over from count\(\d\) to count\(\d\)",
+    other_shape: r"buffer ema, which is float32\[6\], float32\[12\]",
+    other_dtype: r"buffer steps, which is int64\[\], float32\[\]",
+    buffer_removed: "buffer ema, which is .* nothing",
+    parameter_replaced: r"replaces the parameter linear\.weight",
+    parameter_clamped: r"changes a parameter in place: linear\.weight",
+    parameter_data_assigned: r"changes a parameter in place: linear\.weight",
+    frozen_in_the_forward: r"requires_grad of the parameter linear\.bias",
+    seed_set: "sets the seed",
+    tensors_for_someone_else(): r"kept, which .* closes over\['h'\]",
+    mode_changed: r"inner\.training from True to False",
+    input_written: "writes to its input x",
+    input_written_through_a_view: "writes to its input x",
+    input_turned: "what to do",
+    python_draw: "random numbers drawn from random",
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda f: f.__name__)
+def test_other_state_is_refused(fn: Callable[..., Tensor], device: str) -> None:
+    model, inputs = build(fn, device)
+    before, drawn = snapshot(model), random.getstate()
+    with pytest.raises(CaptureError, match=REFUSED[fn]) as refused:
+        capture(model, inputs)
+    assert "what to do:" in str(refused.value)
+    assert equal(before, snapshot(model))
+    assert random.getstate() == drawn
+    assert not any(isinstance(t, torch._subclasses.FakeTensor) for t in (*model.buffers(), *model.parameters()))
+
+
+def test_the_line_that_writes_to_an_input_is_named() -> None:
+    class Masked(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            input[:, 0].zero_()
+            return super().forward(input).sum()
+
+    with pytest.raises(CaptureError, match=r"its input input\n  at test_capture_state.py:\d+: input\[:, 0\].zero_\(\)"):
+        capture(Masked(DIM, DIM), (torch.randn(BATCH, DIM),))
+
+
+def test_a_graph_that_is_kept_from_call_to_call_is_refused() -> None:
+    with pytest.raises(CaptureError, match="called a second time, fails: .*\n.*detach"):
+        capture(*build(with_graph))
+
+
+def test_an_alias_of_a_buffer_is_not_parted() -> None:
+    model, inputs = build(average)
+    model.inner.register_buffer("alias", model.ema)
+    with pytest.raises(CaptureError, match="whose tensor is also another buffer"):
+        capture(model, inputs)
+
+
+def test_an_input_that_is_a_dict_is_not_emptied() -> None:
+    class Popped(nn.Linear):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(batch.pop("x")).sum()
+
+    with pytest.raises(CaptureError, match=r"changes its inputs: at .*'x'"):
+        capture(Popped(DIM, DIM), ({"x": torch.randn(BATCH, DIM)},))
+
+
+# -------------------------------------------------------------------------------------------------- what is no obstacle
+def mask_made_once(m: Any, x: Tensor) -> Tensor:
+    if m.cache is None:
+        m.cache = torch.ones(DIM, DIM, device=x.device).tril()
+    return m.linear(x) @ m.cache
+
+
+def masks_by_size(m: Any, x: Tensor) -> Tensor:
+    if DIM not in MASKS:
+        MASKS[DIM] = torch.arange(DIM, dtype=torch.float32, device=x.device)
+    return m.linear(x) * MASKS[DIM]
+
+
+def lazy_buffer(m: Any, x: Tensor) -> Tensor:
+    if m.lazy is None:
+        m.lazy = torch.arange(DIM, dtype=torch.float32, device=x.device)
+    return m.linear(x) * m.lazy
+
+
+def size_remembered(m: Any, x: Tensor) -> Tensor:
+    m.count = max(m.count, x.shape[0])
+    return m.linear(x)
+
+
+def activations_left(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    m.cache = [h, {"mean": h.mean()}]
+    return h + m.cache[1]["mean"]
+
+
+def list_made_anew(m: Any, x: Tensor) -> Tensor:
+    m.history = []
+    for _ in range(2):
+        m.history.append(m.linear(x))
+    return sum(m.history)  # type: ignore[return-value]
+
+
+def draw_without_effect(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) * 2 if random.random() < 0.0 else m.linear(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("fn", [mask_made_once, masks_by_size, lazy_buffer, size_remembered, draw_without_effect], ids=lambda f: f.__name__)
+def test_caches_are_no_state(fn: Callable[..., Tensor], device: str) -> None:
+    MASKS.clear()
+    model, inputs = build(fn, device)
+    before = snapshot(model)
+    captured = capture(model, inputs)
+    assert equal(before, snapshot(model)) and not captured.written
+    assert captured.guards is not None and captured.guards.changed() is None
+    assert model.lazy is None
+    if device == "cpu":
+        model(*inputs)  # what the forward itself writes is not watched
+        assert captured.guards.changed() is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("fn", [activations_left, list_made_anew], ids=lambda f: f.__name__)
+def test_tensors_that_each_call_leaves_are_named(fn: Callable[..., Tensor], device: str) -> None:
+    model, inputs = build(fn, device)
+    before = snapshot(model)
+    captured = capture(model, inputs)
+    assert equal(before, snapshot(model))
+    assert captured.written and all(path.startswith(("cache", "history")) for path in captured.written)
+    assert any("the forward leaves tensors in" in note for note in captured.program.notes)
+
+
+@functools.lru_cache
+def causal(n: int, device: str = "cpu") -> Tensor:
+    return torch.ones(n, n, device=device).tril()
+
+
+@functools.cache
+def tables(n: int, device: str = "cpu") -> tuple[dict[str, Tensor], int]:
+    return {"sin": torch.arange(n, device=device).sin()}, n
+
+
+def cached_functions(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) @ causal(DIM, x.device.type) + tables(DIM, x.device.type)[0]["sin"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_function_caches_keep_no_tensor_without_data(device: str) -> None:
+    for function in (causal, tables):
+        function.cache_clear()
+    captured = capture(*build(cached_functions, device))
+    assert type(causal(DIM, device)) is Tensor
+    assert type(tables(DIM, device)[0]["sin"]) is Tensor
+    assert device == "meta" or torch.equal(tables(DIM, "cpu")[0]["sin"], torch.arange(DIM).sin())
+    assert captured.program.mutations == ()
+    again = capture(*build(cached_functions))  # with real tensors in the caches
+    with torch.no_grad():
+        model, (x,) = build(cached_functions)
+        values = {**capture(model, (x,)).tensors, again.program.inputs[0].value: x}
+        torch.testing.assert_close(run_program(capture(model, (x,)).program, values), model(x))
+
+
+def test_weight_norm_and_spectral_norm_of_both_kinds() -> None:
+    """Their pre-forward hooks assign the weight anew."""
+    with pytest.warns(FutureWarning):
+        old = nn.utils.weight_norm(nn.Linear(DIM, DIM))
+    model = nn.Sequential(
+        old, nn.utils.spectral_norm(nn.Linear(DIM, DIM)), nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM)),
+    )  # fmt: skip
+    captured = capture(model, (torch.randn(BATCH, DIM),), loss=torch.sum)
+    assert captured.guards is not None and captured.guards.changed() is None
+    assert len(captured.program.mutations) >= 2
+
+
+def test_forward_hooks_run_in_the_trace_if_they_only_compute() -> None:
+    model, inputs = build(lambda m, x: m.linear(x))
+    plain = capture(model, inputs).program
+    handle = model.linear.register_forward_hook(lambda m, args, out: out * 2)
+    assert len(capture(model, inputs).program.ops) == len(plain.ops) + 1
+    handle.remove()
+    calls: list[int] = []
+    model.linear.register_forward_hook(lambda m, args, out: calls.append(1))
+    with pytest.raises(CaptureError, match="calls, which .* closes over"):
+        capture(model, inputs)
+    assert calls == []
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+def test_a_loss_over_a_list_of_parameters_is_refused_and_over_the_model_is_right() -> None:
+    model = nn.Linear(DIM, DIM)
+    params, x = list(model.parameters()), (torch.randn(BATCH, DIM),)
+    with pytest.raises(CaptureError, match=r"the parameter weight that(.|\n)*test_capture_state.py(.|\n)*model.parameters\(\)"):
+        capture(model, x, loss=lambda out: out.sum() + sum(p.pow(2).sum() for p in params))
+    captured = capture(model, x, loss=lambda out: out.sum() + sum(p.pow(2).sum() for p in model.parameters()))
+    assert {"pow"} <= {op.target.split(".")[1] for op in captured.program.ops}
+
+
+@pytest.mark.parametrize("outside", [nn.Parameter(torch.ones(DIM)), torch.ones(DIM, requires_grad=True)], ids=["parameter", "tensor"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_with_gradients_that_are_not_the_models_are_refused(outside: Tensor, device: str) -> None:
+    model, inputs = build(lambda m, x: m.linear(x), device)
+    weights = outside.detach().to(device).requires_grad_()
+    weights = nn.Parameter(weights) if isinstance(outside, nn.Parameter) else weights
+    with pytest.raises(CaptureError, match="requires a gradient|a parameter(.|\n)*not the model's"):
+        capture(nn.Linear(DIM, DIM, device=device), inputs, loss=lambda out: (out * weights).sum())
+    model.history = [weights]
+    model.fn = lambda m, x: m.linear(x) * m.history[0]
+    with pytest.raises(CaptureError, match="requires a gradient|a parameter(.|\n)*not the model's"):
+        capture(model, inputs)
+
+
+def test_a_frozen_teacher_is_a_constant() -> None:
+    teacher = nn.Linear(DIM, DIM)
+
+    def distilled(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return m.linear(x) - target
+
+    model, inputs = build(distilled)
+    captured = capture(model, inputs)
+    assert captured.guards is not None and captured.guards.changed() is None
+    with torch.no_grad():
+        teacher.weight.mul_(2)
+    assert "teacher" in str(captured.guards.changed())
+
+
+def test_a_loss_that_keeps_state_is_refused() -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, out: Tensor) -> Tensor:
+            self.scale = 0.9 * self.scale + 0.1 * out.detach().abs().mean()
+            return out.sum() / self.scale
+
+    with pytest.raises(CaptureError, match=r"loss\.scale"):
+        capture(nn.Linear(DIM, DIM), (torch.randn(BATCH, DIM),), loss=Averaged())
+
+
+# --------------------------------------------------------------------------------------------------- arguments and numbers
+class Variadic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, *parts: Tensor, scale: float = 2.0, bias: float = 1.0) -> Tensor:
+        return sum(self.linear(p).sum() for p in parts) * scale + bias  # type: ignore[return-value]
+
+
+def test_star_args_and_defaults() -> None:
+    captured = capture(Variadic(), (torch.randn(BATCH, DIM), torch.randn(BATCH, DIM)))
+    assert [i.path for i in captured.program.inputs] == [(0,), (1,)]
+    assert dict(captured.defaults) == {"scale": 2.0, "bias": 1.0}
+
+
+def complex_numbers(m: Any, x: Tensor) -> Tensor:
+    z = torch.view_as_complex(m.linear(x).view(BATCH, -1, 2).contiguous())
+    y = torch.view_as_complex(torch.stack([x[:, :3], x[:, 3:]], -1))
+    return torch.view_as_real((z * y.conj()).conj() * torch.fft.fft(z).conj()).flatten(1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_conjugated_complex_tensors(device: str) -> None:
+    capture(*build(complex_numbers, device))
+
+
+def conjugated_constant(m: Any, x: Tensor) -> Tensor:
+    z = torch.view_as_complex(m.linear(x).view(BATCH, -1, 2).contiguous())
+    return torch.view_as_real(z * m.cache).flatten(1)
+
+
+def test_a_conjugated_constant() -> None:
+    model, inputs = build(conjugated_constant)
+    model.cache = torch.randn(3, dtype=torch.complex64).conj()
+    captured = capture(model, inputs)
+    assert captured.guards is not None and captured.guards.changed() is None
+
+
+def scalar_that_is_asserted(m: Any, x: Tensor) -> Tensor:
+    limit = int(x.abs().max()) + 1
+    torch._check(limit > 0)
+    return m.linear(x) * torch.clamp(x, max=limit)
+
+
+def test_values_that_become_numbers_are_refused_as_such() -> None:
+    with pytest.raises(CaptureError, match="what to do:"):
+        capture(*build(scalar_that_is_asserted))
+
+
+def test_a_forward_of_the_users_own_can_be_undone() -> None:
+    """As verify=True does, which runs the original once."""
+
+    def everything(m: Any, x: Tensor) -> Tensor:
+        m.ema, m.count, m.cache = m.ema + 1, m.count + 1, x
+        m.history.append(2.0)
+        m.plain.add_(1)
+        m.other.mul_(3)
+        SEEN.append(1)
+        return m.linear(x)
+
+    model, (x,) = build(everything)
+    before, objects = snapshot(model), [id(b) for b in model.buffers()]
+    with left_as_it_was(model):
+        model(x)
+        assert not equal(before, snapshot(model))
+    assert equal(before, snapshot(model))
+    assert objects == [id(b) for b in model.buffers()] and model.cache is None

@@ -1,0 +1,201 @@
+"""`autopar.compile` of models whose forward assigns buffers: on two workers they have, step for step, the losses, parameters and
+buffers of one process; what capture cannot follow is refused on every rank before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.run import WorkerPool
+
+pytestmark = pytest.mark.gloo
+
+BATCH, WIDTH, CLASSES = 16, 8, 4
+TOLERANCE = 1e-12  # relative, in float64
+PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean of what it was given, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.linear(x))
+        y = h * (1 + self.mean) - self.mean  # the old value: backward needs it too
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * h.mean(0)
+            self.calls = self.calls + 1
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Centred() for _ in range(4))
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("usage", torch.zeros(CLASSES))
+        self.register_buffer("previous", torch.zeros(CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.last(x) - 0.1 * self.previous
+        self.usage, self.previous = self.usage + F.one_hot(y, CLASSES).sum(0), logits.detach().mean(0)
+        return F.cross_entropy(logits, y)
+
+
+class Normaliser(nn.Module):
+    """Keeps a running scale of the inputs alone, registered anew at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, CLASSES))
+        self.register_buffer("scale", torch.ones(WIDTH), persistent=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            self.register_buffer("scale", self.scale.lerp(x.abs().mean(0), 0.2))
+        return F.cross_entropy(self.net(x / self.scale), y)
+
+
+MODELS = {"net": Net, "normaliser": Normaliser}
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def train(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def on_two(name: str, pins: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    parallel = autopar.compile(build(name), gpus=2, example_inputs=batch(9), cluster="cpu", pins=pins)
+    return train(parallel), parallel.full_state_dict()
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_assigned_buffers_are_those_of_one_process(pair: WorkerPool, name: str, pins: dict[str, Any]) -> None:
+    model = build(name)
+    losses, state = train(model), model.state_dict()
+    for found, parallel_state in pair.run(on_two, name, pins, timeout_s=120):
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        assert parallel_state.keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(parallel_state[key], value, rtol=1e-9, atol=1e-11)
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x, y) * self.calls
+
+
+class Writing(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x[:, 0] = 0
+        return super().forward(x, y)
+
+
+def refusal(kind: str, pins: dict[str, Any]) -> str:
+    """What compiling says to a forward that counts its calls, one that writes to its input, and a loss over a list of parameters."""
+    inputs: tuple[Tensor, ...] = batch(0)
+    model: nn.Module = {"counting": Counting, "writing": Writing, "closure": Net}[kind]().double()
+    loss = None
+    if kind == "closure":
+        model, inputs = nn.Sequential(nn.Linear(WIDTH, 1)).double(), inputs[:1]
+        params = list(model.parameters())
+
+        def loss(out: Tensor) -> Tensor:
+            return out.sum() + sum(p.pow(2).sum() for p in params)  # type: ignore[return-value]
+
+    try:
+        autopar.compile(model, 2, example_inputs=inputs, cluster="cpu", pins=pins, loss=loss)
+    except autopar.CaptureError as e:
+        return str(e)
+    return "compiled"
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=str)
+def test_other_state_is_refused_on_every_rank(pair: WorkerPool, pins: dict[str, Any]) -> None:
+    refused = {
+        "counting": "calls from 1 to 2",
+        "writing": "writes to its input x",
+        "closure": "the parameter 0.weight that something else than the model holds",
+    }
+    for kind, says in refused.items():
+        for said in pair.run(refusal, kind, pins, timeout_s=60):
+            assert says in said
+
+
+def with_regularisation(pins: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    weights = torch.linspace(0.5, 1.5, BATCH, dtype=torch.float64)[:, None]
+    x = (batch(3)[0],)
+
+    def loss(out: Tensor) -> Tensor:
+        return (out * weights).pow(2).mean() + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())  # type: ignore[return-value]
+
+    def losses_of(step: Any, module: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            value = step(*x)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(value.item())
+        return found
+
+    if not pins:
+        return losses_of(lambda x: loss(model(x)), model), dict(model.state_dict())
+    parallel = autopar.compile(model, gpus=2, example_inputs=x, cluster="cpu", pins=pins, loss=loss)
+    return losses_of(parallel, parallel), parallel.full_state_dict()
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=str)
+def test_a_loss_over_the_models_parameters_and_weights_of_samples(pair: WorkerPool, pins: dict[str, Any]) -> None:
+    losses, state = with_regularisation({})
+    for found, parallel_state in pair.run(with_regularisation, pins, timeout_s=60):
+        assert found == pytest.approx(losses, rel=1e-9)
+        for key, value in state.items():
+            torch.testing.assert_close(parallel_state[key], value, rtol=1e-9, atol=1e-11)

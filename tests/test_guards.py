@@ -1,0 +1,250 @@
+"""Guards notice whatever capture froze and a user may change later, say what it was and is, and cost little."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable
+from itertools import repeat
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.capture.guards import Guards
+
+pytestmark = pytest.mark.pure
+
+DIM = 4
+TEMPERATURE = 2.0
+SETTINGS: dict[str, Any] = {"scale": 1.0, "sizes": [1, 2]}
+TABLE = torch.ones(DIM)
+
+
+def helper(x: Tensor) -> Tensor:
+    return x / TEMPERATURE * SETTINGS["scale"] + TABLE
+
+
+class Child(nn.Linear):
+    kind = "child"
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.rate, self.names, self.pair = 0.5, {"a", "b"}, (1, (2.0, "x"))
+
+    def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+        return super().forward(x) * self.rate + shift
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.drop = Child(), nn.Dropout(0.1)
+        self.weights, self.steps, self.history = torch.ones(DIM), 0, [1, [2, 3]]
+        self.config = SimpleNamespace(alpha=1.0, inner=SimpleNamespace(beta=[1.0]))
+        self.table: dict[str, Any] = {"a": {"b": 1}}
+        self.register_buffer("seen", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(self.drop(self.child(x))) * self.config.alpha * getattr(self, "optional", 1.0)
+
+
+def build() -> tuple[Net, Callable[[Tensor], Tensor], Guards, dict[str, Any]]:
+    model, held = Net(), {"classes": torch.ones(DIM), "margin": 1.0}
+    margin, classes, options = 1.0, torch.ones(DIM), held
+
+    def loss(out: Tensor, smoothing: float = 0.1) -> Tensor:
+        return (out * classes * options["margin"]).sum() * margin * smoothing
+
+    return model, loss, Guards.take(model, loss), held
+
+
+def set_global(name: str, value: Any) -> Callable[[Net, Any], None]:
+    return lambda model, loss: globals().__setitem__(name, value)
+
+
+def cell(loss: Any, name: str) -> Any:
+    return loss.__closure__[loss.__code__.co_freevars.index(name)]
+
+
+def set_cell(name: str, value: Any) -> Callable[[Net, Any], None]:
+    return lambda model, loss: setattr(cell(loss, name), "cell_contents", value)
+
+
+CHANGES: dict[str, tuple[Callable[[Net, Any], object], str]] = {
+    "number": (lambda m, f: setattr(m.child, "rate", 0.25), "child.rate from 0.5 to 0.25"),
+    "number of torch's module": (lambda m, f: setattr(m.drop, "p", 0.2), "drop.p from 0.1 to 0.2"),
+    "type": (lambda m, f: setattr(m, "steps", False), "steps from 0 to False"),
+    "plain tensor": (lambda m, f: setattr(m, "weights", torch.ones(DIM)), "weights from tensor .* to another tensor"),
+    "plain tensor in place": (lambda m, f: m.weights.mul_(2), "weights, written in place"),
+    "list": (lambda m, f: m.history.append(1), "history from list of 2 to list of 3"),
+    "list in a list": (lambda m, f: m.history[1].__setitem__(0, 9), r"history\[1\]\[0\] from 2 to 9"),
+    "dict in a dict": (lambda m, f: m.table["a"].update(b=2), r"table\['a'\]\['b'\] from 1 to 2"),
+    "set": (lambda m, f: m.child.names.add("c"), "child.names"),
+    "tuple": (lambda m, f: setattr(m.child, "pair", (1, (2.0, "y"))), "child.pair"),
+    "config": (lambda m, f: setattr(m.config, "alpha", 2.0), "config.alpha from 1.0 to 2.0"),
+    "config, deep": (lambda m, f: m.config.inner.beta.__setitem__(0, 3.0), r"config.inner.beta\[0\] from 1.0 to 3.0"),
+    "attribute removed": (lambda m, f: delattr(m, "steps"), "steps from 0 to nothing"),
+    "attribute added that the code reads": (lambda m, f: setattr(m, "optional", 2.0), "optional from nothing to 2.0"),
+    "class attribute": (lambda m, f: setattr(Child, "kind", "other"), "Child.kind from 'child' to 'other'"),
+    "global": (set_global("TEMPERATURE", 3.0), "TEMPERATURE of .* from 2.0 to 3.0"),
+    "global container": (lambda m, f: SETTINGS.update(scale=2.0), r"SETTINGS of .*\['scale'\] from 1.0 to 2.0"),
+    "global tensor": (lambda m, f: TABLE.add_(1), "TABLE of .*, written in place"),
+    "cell": (set_cell("margin", 2.0), "margin, which .*loss closes over from 1.0 to 2.0"),
+    "tensor in a cell": (set_cell("classes", torch.ones(DIM)), "classes, which .*loss closes over"),
+    "container in a cell": (lambda m, f: cell(f, "options").cell_contents.update(margin=3.0), r"options.*\['margin'\] from 1.0 to 3.0"),
+    "default": (lambda m, f: setattr(f, "__defaults__", (0.2,)), "the defaults of .*loss from .0.1,. to .0.2,."),
+    "keyword default": (
+        lambda m, f: Child.forward.__kwdefaults__.update(shift=1.0),
+        r"the keyword defaults of Child.forward\['shift'\] from 0.0 to 1.0",
+    ),
+    "submodule": (lambda m, f: setattr(m, "child", Child()), r"child \(the module\)"),
+    "submodule added": (lambda m, f: m.add_module("more", nn.Identity()), "_modules from the names child, drop"),
+    "parameter added": (lambda m, f: m.child.register_parameter("gain", nn.Parameter(torch.ones(1))), "child._parameters"),
+    "buffer removed": (lambda m, f: delattr(m, "seen"), "_buffers"),
+    "hook": (lambda m, f: m.child.register_forward_hook(lambda *_: None), "child._forward_hooks"),
+    "pre-hook": (lambda m, f: m.drop.register_forward_pre_hook(lambda *_: None), "drop._forward_pre_hooks"),
+    "backward hook": (lambda m, f: m.drop.register_full_backward_hook(lambda *_: None), "drop._backward_hooks"),
+    "forward of an instance": (lambda m, f: setattr(m.drop, "forward", lambda x: x), "drop.forward"),
+    "forward of a class": (lambda m, f: setattr(Child, "forward", nn.Linear.forward), "Child.forward"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Any:
+    forward, defaults = Child.forward, dict(Child.forward.__kwdefaults__ or {})
+    yield
+    Child.forward, Child.kind = forward, "child"  # type: ignore[method-assign]
+    Child.forward.__kwdefaults__ = defaults
+    globals().update(TEMPERATURE=2.0)
+    SETTINGS.update(scale=1.0)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_is_named(what: str) -> None:
+    change, says = CHANGES[what]
+    model, loss, guards, _ = build()
+    assert guards.changed() is None
+    change(model, loss)
+    for _ in range(2):
+        found = guards.changed()
+        assert found is not None
+        assert re.search(says, found), found
+
+
+def test_a_hook_that_is_removed_is_a_change() -> None:
+    model = Net()
+    handle = model.child.register_forward_hook(lambda *_: None)
+    guards = Guards.take(model)
+    handle.remove()
+    assert "child._forward_hooks" in str(guards.changed())
+
+
+def test_what_the_runtime_and_training_do_is_no_change() -> None:
+    model, _, guards, _ = build()
+    modes = guards.modes()
+    model.child.eval()
+    assert guards.modes() != modes
+    model.child.weight = nn.Parameter(torch.zeros(2, 2))
+    model.child._parameters["bias"] = nn.Parameter(torch.zeros(1), requires_grad=False)
+    model._buffers["seen"] = torch.ones(2)
+    model.child.weight.requires_grad_(False)
+    model.child.weight.grad = None
+    model.note = "of the user's own, which no code reads"  # type: ignore[assignment]
+    assert guards.changed() is None
+
+
+def test_equal_values_in_other_objects_are_no_change_and_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, guards, _ = build()
+    model.child.rate = float("0.5")
+    model.history = [1, [2, 3]]
+    model.table = {"a": {"b": 1}}
+    taken: list[int] = []
+    take = Guards.changed.__globals__["State"].take
+    monkeypatch.setattr(Guards.changed.__globals__["State"], "take", lambda *a: (taken.append(1), take(*a))[1])
+    assert guards.changed() is None and guards.changed() is None
+    assert len(taken) == 1
+    model.history[1].append(4)  # the new objects are watched
+    assert "history[1]" in str(guards.changed())
+
+
+def test_recurrent_layers_may_get_other_parameters() -> None:
+    """They hold their parameters in a list beside the registry."""
+    model = nn.Sequential(nn.GRU(DIM, DIM))
+    guards = Guards.take(model)
+    model[0].weight_ih_l0 = nn.Parameter(torch.zeros(1))
+    assert guards.changed() is None
+    model[0].num_layers = 2
+    assert "0.num_layers from 1 to 2" in str(guards.changed())
+
+
+def test_callable_objects_partials_and_methods_as_loss() -> None:
+    class Weighted:
+        def __init__(self) -> None:
+            self.factor = 1.0
+
+        def __call__(self, out: Tensor) -> Tensor:
+            return out.sum() * self.factor * TEMPERATURE
+
+        def method(self, out: Tensor) -> Tensor:
+            return self(out)
+
+    def partly(weight: list[float], out: Tensor) -> Tensor:
+        return out.sum() * weight[0]
+
+    owner, weight = Weighted(), [1.0]
+    for loss in (owner, owner.method, functools.partial(partly, weight), functools.partial(owner.method)):
+        guards = Guards.take(nn.Linear(DIM, DIM), loss)
+        assert guards.changed() is None
+        owner.factor, weight[0] = owner.factor * 2, weight[0] * 2
+        assert guards.changed() is not None, loss
+
+
+def test_a_module_as_loss() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(DIM), label_smoothing=0.1)
+    guards = Guards.take(nn.Linear(DIM, DIM), criterion)
+    criterion.label_smoothing = 0.2
+    assert "label_smoothing from 0.1 to 0.2" in str(guards.changed())
+    criterion.label_smoothing = 0.1
+    assert guards.changed() is None
+    criterion.weight.mul_(2)
+    assert "loss.weight, written in place" in str(guards.changed())
+
+
+def test_containers_that_load_on_access_are_not_asked() -> None:
+    class Loading(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: object) -> object:
+            raise AssertionError("asked")
+
+        __iter__ = keys = values = items = __getitem__  # type: ignore[assignment]
+
+    model = Net()
+    model.table = Loading(a=1)
+    guards = Guards.take(model)
+    assert guards.changed() is None
+    dict.__setitem__(model.table, "a", 2)
+    assert "table['a'] from 1 to 2" in str(guards.changed())
+
+
+def test_capture_hands_on_guards_that_hold() -> None:
+    model, loss, _, held = build()
+    captured = capture(model, (torch.randn(3, DIM),), loss=loss)
+    assert captured.guards is not None
+    assert captured.guards.changed() is None
+    held["margin"] = 2.0
+    assert "'margin'" in str(captured.guards.changed())
+
+
+def test_an_unchanged_model_is_asked_without_a_call_into_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 modules: a few thousand comparisons by identity, and no picture is taken."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(500)))
+    guards = Guards.take(model)
+    monkeypatch.setattr(Guards.changed.__globals__["State"], "take", lambda *_: pytest.fail("a picture was taken"))
+    assert guards.changed() is None
+    entries = sum(len(x) for x in (guards._dicts, guards._containers, guards._lists, guards._cells, guards._owners, guards._registries))
+    assert entries < 15 * 500
+    assert all(map(operator.is_, map(dict.get, guards._dicts, guards._keys, repeat(None)), guards._values))
