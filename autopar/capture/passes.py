@@ -17,6 +17,7 @@ from autopar.capture.export import Step, export, frozen_model, own_gradients
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.infer import Inference
 from autopar.capture.normalise import as_reshapes, drops_randomness, has_effect, may_run_earlier, normalise, remove_dead, split_label_means
+from autopar.capture.regions import Regions
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
 from autopar.ir import Buffer, Program, Ref
@@ -56,9 +57,7 @@ def capture(
     step = Step(model, loss)
     infer = Inference()
     with frozen_model(model):
-        with own_gradients() as unseen:
-            exported = export(step, *_copied(args, kwargs))
-        trace = flatten(model, exported)
+        trace, unseen = _traced(model, step, args, kwargs)
         trace, mutations = functionalize(trace, infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
@@ -78,6 +77,22 @@ def capture(
     return Captured(program, dict(trace.tensors), model.training)
 
 
+def _traced(model: nn.Module, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Trace, list[str]]:
+    """The trace, in which the smallest submodules around what cannot be exported are one operator each; and what makes gradients of its
+    own outside of these."""
+    regions = Regions(model, step, args, kwargs)
+    first: CaptureError | None = None
+    while True:
+        try:
+            with own_gradients() as unseen, regions.standing_in():
+                exported = export(step, *_copied(args, kwargs))
+            return flatten(model, exported, regions), unseen
+        except CaptureError as error:
+            first = first or error
+            if not regions.include(error):
+                raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+
+
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = tuple(t.op for t in trace.ops)
     types = {name: meta.type for name, meta in trace.metas.items()}
@@ -86,7 +101,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
     changed |= {copy for copy, first in trace.buffer_copies if first in changed}
     buffers = tuple(
-        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed) for b in trace.buffers
+        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed, region=b.region) for b in trace.buffers
     )
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}

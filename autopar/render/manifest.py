@@ -56,7 +56,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             shape=program.types[b.value].shape,
             dtype=_dtype(program.types[b.value]),
             persistent=b.persistent and b.fqn is not None,
-            constant=b.fqn is None,
+            constant=b.fqn is None or b.region,
+            region=b.region,
             layouts=_layouts(b.layouts),
             stages=tuple(used.get(b.value, (0,))),
         )

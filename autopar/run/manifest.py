@@ -32,13 +32,15 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferSpec:
-    """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict)."""
+    """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict). region: the name stands
+    for a submodule of the model that the stages run as it is written, which is given with the tensors."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     persistent: bool = True
     constant: bool = False
+    region: bool = False
     layouts: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[int, ...] = (0,)
 

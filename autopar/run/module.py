@@ -24,6 +24,7 @@ from autopar.run.inputs import Batch, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
+from autopar.run.region import regions_of
 from autopar.run.schedule import Pipeline, accumulate
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
@@ -302,6 +303,7 @@ class ParallelModule(nn.Module):
             inputs = {**dict(zip(first.manifest.positional, args, strict=False)), **kwargs} if kwargs else args
             emitted, tensors = self._another(self, self.training, inputs)
             constants = {spec.name: rest(spec, full, self.mesh) for spec, full in self._constants_of(emitted.MANIFEST, tensors)}
+            constants |= regions_of(emitted.MANIFEST, tensors)
             self._forms[key] = Form(emitted, constants, self.mesh, self.device, local_batch=False)
         if key in self._forms:
             return self._forms[key]
@@ -315,13 +317,13 @@ class ParallelModule(nn.Module):
         return first
 
     def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[tuple[BufferSpec, Tensor]]:
-        constants = [spec for spec in manifest.buffers if spec.constant]
+        constants = [spec for spec in manifest.buffers if spec.constant and not spec.region]
         return ((spec, full) for spec, full in state.distribute(constants, tensors, self.mesh, self.device) if self._holds(spec))  # type: ignore[misc]
 
     def _take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keep this rank's parts of the global tensors, under their original names; returns those of the constants."""
-        constants: dict[str, Tensor] = {}
-        specs: tuple[ParamSpec | BufferSpec, ...] = (*self.manifest.params, *self.manifest.buffers)
+        constants = regions_of(self.manifest, tensors)
+        specs: tuple[ParamSpec | BufferSpec, ...] = (*self.manifest.params, *(b for b in self.manifest.buffers if not b.region))
         aliases: list[tuple[str, nn.Parameter]] = []
         for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
             if not self._holds(spec):
