@@ -141,7 +141,7 @@ def test_equals_the_original(name: str, pins: dict[str, Any], workers: WorkerPoo
     ref = reference(model(), inputs())
     report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins), workers, timeout_s=120)
     assert report.ok, report
-    assert "L.region(w[" in report.source
+    assert "L.region(" in report.source
 
 
 def in_training(pins: dict[str, Any]) -> list[float]:

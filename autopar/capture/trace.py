@@ -276,8 +276,8 @@ class _Flattener:
         self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
         state = tuple(Ref(self.value_of_fqn[f"{call.region.path}.{name}"]) for name in call.region.state)
         outputs = []
-        for i, result in enumerate(node.meta["val"]):
-            outputs.append(self.names.fresh(_getitem_name(node, i)))
+        for result in node.meta["val"]:
+            outputs.append(self.names.fresh(call.region.path.rpartition(".")[2]))
             self.metas[outputs[-1]] = meta_of(result)
             self.storages[outputs[-1]] = _storage(result)
         dtypes = tuple(str(r.dtype).removeprefix("torch.") for r in node.meta["val"])
