@@ -144,13 +144,17 @@ def test_equals_the_original(name: str, pins: dict[str, Any], workers: WorkerPoo
     assert "L.region(" in report.source
 
 
-def in_training(pins: dict[str, Any]) -> list[float]:
-    """In a worker: losses of steps of two sizes, and in evaluation, beside the model on one process."""
+def in_training(pins: dict[str, Any]) -> tuple[list[float], float, bool]:
+    """In a worker: losses of steps of two sizes, and in evaluation, beside the model on one process; how far the parameters differ
+    then; whether those of an expert that no token is sent to are as they were."""
     torch.manual_seed(0)
     alone, model = m.Mixture().double(), m.Mixture().double()
+    with torch.no_grad():
+        alone.layers[1].routed.router.bias[0] = -100.0
     model.load_state_dict(alone.state_dict())
+    unused = {k: v.clone() for k, v in model.state_dict().items() if k.startswith("layers.1.routed.experts.0.")}
     module = autopar.compile(model, gpus=4, example_inputs=m.tokens(), cluster="cpu", pins=pins)
-    ours, theirs = torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
+    ours, theirs = (torch.optim.AdamW(x.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3) for x in (module, alone))
     found = []
     for batch in (8, 4, 8):
         torch.manual_seed(batch)
@@ -165,14 +169,17 @@ def in_training(pins: dict[str, Any]) -> list[float]:
     alone.eval()
     with torch.no_grad():
         found += [module(**inputs).item(), alone(**inputs).item()]
-    return found
+    full = module.full_state_dict()
+    apart = max(float((full[name] - p).abs().max()) for name, p in alone.state_dict().items())
+    return found, apart, all(torch.equal(full[name], p) for name, p in unused.items())
 
 
 @gloo
 @pytest.mark.parametrize("pins", [{"dp": 4}, {"dp": 4, "zero": 3}, {"pp": 2, "dp": 2}], ids=str)
 def test_other_batches_and_evaluation(pins: dict[str, Any], workers: WorkerPool) -> None:
-    for found in workers.run(in_training, pins):
+    for found, apart, as_it_was in workers.run(in_training, pins):
         assert found[::2] == pytest.approx(found[1::2], rel=1e-9)
+        assert apart < 1e-9 and as_it_was
 
 
 def without_the_model(source: str) -> str:

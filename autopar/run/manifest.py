@@ -16,7 +16,8 @@ class ParamSpec:
     """One parameter. shape: global. layouts: axis -> layout at its use ('S(0)', 'R', 'I'; axes not named: 'I').
     stages: the pipeline stages that use it (more than one: tied across stages). zero_dim: the dim on which it is also
     sharded at rest over the dp axis (of its tp-local shape), or None if it rests whole. gather: 'step' (ZeRO-1: gathered
-    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after), then with all parameters of its unit (None: alone)."""
+    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after), then with all parameters of its unit (None: alone).
+    regions_only: none but opaque regions read it, whose samples may all leave it unused."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,6 +29,7 @@ class ParamSpec:
     zero_dim: int | None = None
     gather: str = "step"
     unit: int | None = None
+    regions_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

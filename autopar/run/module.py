@@ -24,7 +24,7 @@ from autopar.run.inputs import Batch, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.region import regions_of
+from autopar.run.region import Region, regions_of, without_unreached
 from autopar.run.schedule import Pipeline, accumulate
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
@@ -57,6 +57,8 @@ class Form:
         if len(emitted.STAGES) != mesh.pp.size:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
         self.manifest, self.constants = manifest, constants
+        others: Mapping[str, Any] = constants  # submodules stand where tensors do
+        self.regions = tuple(r for r in others.values() if isinstance(r, Region))
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
         self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
@@ -178,6 +180,8 @@ class ParallelModule(nn.Module):
         )
         form.stage.train(self.training)
         form.stage.weights = Weights(step)
+        for r in form.regions:
+            r.reached.clear()
         with self._random_numbers():
             extra = _run_prologue(form, mesh, inputs)
             torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
@@ -205,7 +209,7 @@ class ParallelModule(nn.Module):
             whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
             if whole:
                 loss.backward(grad)
-            found = step.finish()
+            found = without_unreached(step.finish(), manifest.params, form.regions, self._names, (mesh.dp, mesh.tp))
             if not whole:
                 for value in found.values():
                     value.mul_(grad)

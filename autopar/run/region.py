@@ -10,7 +10,7 @@ import importlib.util
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
-from autopar.run.manifest import Manifest
+from autopar.run import comm
+from autopar.run.manifest import Manifest, ParamSpec
+from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Region", "region", "regions_of"]
+__all__ = ["REGION", "Region", "region", "regions_of", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -38,6 +40,7 @@ class Region:
     state: tuple[str, ...]
     arguments: Any
     modes: tuple[bool, ...]
+    reached: set[str] = field(default_factory=set)  # of this step: the parameters that a gradient has come to
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -60,7 +63,9 @@ class Region:
         for m, mode in zip(modules, self.modes, strict=True):
             m.training = mode
         try:
-            returned = functional_call(self.module, dict(zip(self.state, state, strict=True)), args, kwargs)
+            named = zip(self.state, state, strict=True)
+            noted = {name: _Noted.apply(t, self.reached, name) if t.requires_grad else t for name, t in named}
+            returned = functional_call(self.module, noted, args, kwargs)
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
@@ -70,7 +75,7 @@ class Region:
         """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""
         names = {type(m).__module__ for m in self.module.modules()} - {"__main__"}
         files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
         return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
 
 
@@ -84,6 +89,20 @@ def _loaded(files: Sequence[tuple[str, str | None]], paths: Sequence[str], field
             sys.modules[name] = module
             spec.loader.exec_module(module)
     return Region(**pickle.loads(fields))
+
+
+class _Noted(torch.autograd.Function):
+    """A parameter, of which it is noted whether a gradient comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reached: set[str], name: str) -> Tensor:
+        ctx.reached, ctx.name = reached, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.reached.add(ctx.name)
+        return grad, None, None
 
 
 class _Reached(torch.autograd.Function):
@@ -143,6 +162,22 @@ def region(
     if first is None or not trained or not torch.is_grad_enabled():
         return results
     return (*results[:first], _Reached.apply(results[first], *trained), *results[first + 1 :])
+
+
+def without_unreached(
+    found: dict[str, Tensor], params: Sequence[ParamSpec], regions: Sequence[Region], names: Mapping[str, str], axes: Sequence[Axis]
+) -> dict[str, Tensor]:
+    """Collective over the axes: the gradients of a step without those of parameters that regions alone read, and that none of them used
+    on any rank. They have none in the original model, and an optimizer leaves them as they are. names: any name -> the parameter's."""
+    optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found]
+    if not optional:
+        return found
+    reached = {names[f"{r.path}.{name}"] for r in regions for name in r.reached}
+    flags = torch.tensor([float(name in reached) for name in optional], device=found[optional[0]].device)
+    for axis in axes:
+        comm.all_reduce_(flags, axis, torch.distributed.ReduceOp.MAX)
+    unused = {name for name, flag in zip(optional, flags.tolist(), strict=True) if not flag}
+    return {name: grad for name, grad in found.items() if name not in unused}
 
 
 def regions_of(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
