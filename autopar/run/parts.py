@@ -163,6 +163,8 @@ class _Parted:
         if name in _OF_THE_SHAPE and is_part(first):
             with _plain():
                 return func(torch.empty(first._lies.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients(func, args, kwargs)
         if name.startswith("_foreach_"):
             return _foreach(func, name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -303,6 +305,15 @@ def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
     with _plain():
         return x.register_hook(on_part)
+
+
+def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad, whose results are parts where the inputs are."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+    with _plain():
+        found = func(*args, **kwargs)
+    return tuple(part_like(g, x._lies) if g is not None and is_part(x) else g for g, x in zip(found, inputs, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------- elementwise
