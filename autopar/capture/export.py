@@ -17,7 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from autopar.capture.follow import AtTheBorder, Registries
+from autopar.capture.follow import AtTheBorder, Registries, follow
 from autopar.capture.source import in_library
 from autopar.capture.state import State
 from autopar.errors import CaptureError
@@ -47,14 +47,17 @@ class Step(nn.Module):
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            registries = Registries(model)
+            with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
+                registries = Registries(model)
             try:
                 with AtTheBorder(names):
                     output = model(*args, **kwargs)
                     self.returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     result = loss_of(output, loss)
-                ends.append(State.take(model, loss, start))
-                registries.follow()
+                with torch._C.DisableTorchFunction():
+                    ends.append(State.take(model, loss, start))
+                    assigned = registries.assigned()
+                follow(assigned)
             finally:
                 registries.restore()
             return result
