@@ -4,7 +4,7 @@ refused."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
 from autopar.capture.export import Step, export, own_gradients
 from autopar.capture.reach import LruCache
-from autopar.capture.state import ABSENT, Change, State
+from autopar.capture.state import ABSENT, Change, Opaque, State, describe
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
 
@@ -105,6 +105,13 @@ def check_border(
         written = calls.written
         _clear_traced(start.reached.caches)
     if not checked:
+        iterators = [path for path, x in start.leaves.items() if isinstance(x, Opaque) and isinstance(x.value, Iterator)]
+        for path in iterators:
+            if path.rpartition(".")[2] in start.reached.names or " " in path:
+                raise CaptureError(
+                    f"{path} is an iterator ({describe(start.leaves[path])}), and whether calls of {trace.name} take from it cannot be "
+                    f"seen without data\n  what to do: capture with real (not meta) tensors, or keep no iterator where the forward can reach it"
+                )
         flags = [c for c in found.changes if isinstance(c.before, bool) and isinstance(c.after, bool)]
         if flags:
             raise CaptureError(
@@ -129,6 +136,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _same_constants(a: Trace, b: Trace) -> bool:
+    """Whether the constants are equal. Of two without data, those are that an attribute or a closure holds, not those made in the call."""
+    pairs = [(x.value, a.tensors[x.value], b.tensors[y.value]) for x, y in zip(a.buffers, b.buffers, strict=True) if x.fqn is None]
+    return all(name in a.outside if x.is_meta or y.is_meta else torch.equal(x, y) for name, x, y in pairs)
+
+
 def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None) -> None:
     """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
     with lowest_draws():
@@ -138,7 +151,7 @@ def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, fou
         else:
             again = traced(model, loss, copied(inputs), start)
             first, second = (flatten(model, call.exported, start) for call in (found, again))
-            differs = [t.op for t in first.ops] != [t.op for t in second.ops]
+            differs = [t.op for t in first.ops] != [t.op for t in second.ops] or not _same_constants(first, second)
     if differs:
         raise CaptureError(
             f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "
