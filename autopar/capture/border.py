@@ -110,7 +110,8 @@ def check_border(
             if path.rpartition(".")[2] in start.reached.names or " " in path:
                 raise CaptureError(
                     f"{path} is an iterator ({describe(start.leaves[path])}), and whether calls of {trace.name} take from it cannot be "
-                    f"seen without data\n  what to do: capture with real (not meta) tensors, or keep no iterator where the forward can reach it"
+                    f"seen without data\n  what to do: capture with real (not meta) tensors, or keep no iterator where the forward can "
+                    f"reach it"
                 )
         flags = [c for c in found.changes if isinstance(c.before, bool) and isinstance(c.after, bool)]
         if flags:
