@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
-from autopar.capture.export import Step, export, own_gradients
+from autopar.capture.export import End, Step, export, own_gradients
 from autopar.capture.reach import LruCache
 from autopar.capture.state import ABSENT, Change, Opaque, State, describe
 from autopar.capture.trace import Trace, flatten
@@ -39,13 +39,13 @@ class TracedCall:
 
 def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> TracedCall:
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions."""
-    ends: list[State] = []
+    ends: list[End] = []
     state = torch.get_rng_state()
     step = Step(model, loss, start, ends)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs)
-        changes = tuple(start.changes(ends[-1]))
+        changes = tuple(start.changes(ends[-1].state))
         if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
             raise CaptureError(
                 f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
@@ -55,7 +55,7 @@ def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> Traced
         torch.set_rng_state(state)
         start.restore()
         _clear_traced(start.reached.caches)
-    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=step.returns)
+    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns)
 
 
 def _clear_traced(caches: list[Any]) -> None:
