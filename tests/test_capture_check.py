@@ -134,3 +134,15 @@ def test_histograms_of_integers_are_captured_without_data() -> None:
     assert casts == [torch.int32, torch.float64, torch.int32]
     assert [op for op in program.ops if op.target == "aten.histc.default"]
     capture(Histogram(), (torch.randn(BATCH, DIM),))
+
+
+class Returning(nn.Linear):
+    def forward(self, input: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(input)
+        return {"loss": logits.sum(), "logits": logits}
+
+
+def test_what_the_model_returns_beside_the_loss_is_said() -> None:
+    x = (torch.randn(BATCH, DIM),)
+    assert capture(Returning(DIM, DIM), x).returns == "dict with keys ['loss', 'logits']"
+    assert capture(nn.Linear(DIM, DIM), x, loss=torch.sum).returns == ""

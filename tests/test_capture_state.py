@@ -37,6 +37,7 @@ class Model(nn.Module):
         self.register_buffer("ema", torch.zeros(DIM))
         self.register_buffer("other", torch.ones(DIM))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table_of_keys", torch.arange(2.0 * BATCH * DIM).reshape(2 * BATCH, DIM))
         self.register_buffer("lazy", None)
         self.plain = torch.zeros(DIM)
         self.count, self.flag, self.history, self.table = 0, False, [1.0], {"a": 1}
@@ -100,6 +101,13 @@ def old_value_in_the_loss(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def queue(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    keys = m.table_of_keys.clone().detach()
+    m.table_of_keys = torch.cat([h.detach(), m.table_of_keys[:-BATCH]])
+    return h @ keys.T
+
+
 def data_assigned(m: Any, x: Tensor) -> Tensor:
     m.ema.data = 0.9 * m.ema.data + x.mean(0)
     return m.linear(x) * m.ema
@@ -145,7 +153,7 @@ def assigned_then_written(m: Any, x: Tensor) -> Tensor:
 
 
 FOLLOWED = [
-    average, average_of_activations, average_that_the_loss_does_not_use, old_value_in_the_loss, data_assigned, data_written,
+    average, average_of_activations, average_that_the_loss_does_not_use, old_value_in_the_loss, queue, data_assigned, data_written,
     counter, registered_again, swapped, rotated_view, in_a_submodule_twice, assigned_then_written,
 ]  # fmt: skip
 
@@ -361,6 +369,12 @@ def python_draw(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * 2 if random.random() < 0.02 else m.linear(x)
 
 
+def python_shuffle(m: Any, x: Tensor) -> Tensor:
+    order = list(range(DIM))
+    random.shuffle(order)
+    return m.linear(x)[:, order] * x
+
+
 def with_graph(m: Any, x: Tensor) -> Tensor:
     m.ema = 0.9 * m.ema + m.linear(x).mean(0)
     return m.linear(x) - m.ema
@@ -397,6 +411,7 @@ REFUSED: dict[Callable[..., Tensor], str] = {
     input_written: "writes to its input x",
     input_written_through_a_view: "writes to its input x",
     input_turned: "what to do",
+    python_shuffle: "random numbers drawn from random",
     python_draw: "random numbers drawn from random",
 }
 
@@ -427,6 +442,19 @@ def test_the_line_that_writes_to_an_input_is_named() -> None:
 def test_a_graph_that_is_kept_from_call_to_call_is_refused() -> None:
     with pytest.raises(CaptureError, match="called a second time, fails: .*\n.*detach"):
         capture(*build(with_graph))
+
+
+def takes_from_an_iterator(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) * next(m.cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_iterators_that_the_forward_takes_from_are_refused(device: str) -> None:
+    for made in (itertools.cycle([1.0, 2.0]), iter([1.0, 2.0, 3.0, 4.0]), (k / 2 for k in range(9))):
+        model, inputs = build(takes_from_an_iterator, device)
+        model.cache = made
+        with pytest.raises(CaptureError, match="cache is an iterator|the captured program's loss is"):
+            capture(model, inputs)
 
 
 def test_an_alias_of_a_buffer_is_not_parted() -> None:

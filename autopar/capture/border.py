@@ -4,7 +4,7 @@ refused."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
-from autopar.capture.export import Step, export, own_gradients
+from autopar.capture.export import End, Step, export, own_gradients
 from autopar.capture.reach import LruCache
 from autopar.capture.regions import Regions
-from autopar.capture.state import ABSENT, Change, State
+from autopar.capture.state import ABSENT, Change, Opaque, State, describe
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
 
@@ -40,13 +40,13 @@ class TracedCall:
 
 def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> TracedCall:
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions."""
-    ends: list[State] = []
+    ends: list[End] = []
     state = torch.get_rng_state()
     step = Step(model, loss, start, ends)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs)
-        changes = tuple(c for c in start.changes(ends[-1]) if not _stands_in(c))
+        changes = tuple(c for c in start.changes(ends[-1].state) if not _stands_in(c))
         if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
             raise CaptureError(
                 f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
@@ -56,7 +56,7 @@ def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> Traced
         torch.set_rng_state(state)
         start.restore()
         _clear_traced(start.reached.caches)
-    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=step.returns)
+    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns)
 
 
 def _stands_in(change: Change) -> bool:
@@ -111,6 +111,14 @@ def check_border(
         written = calls.written
         _clear_traced(start.reached.caches)
     if not checked:
+        iterators = [path for path, x in start.leaves.items() if isinstance(x, Opaque) and isinstance(x.value, Iterator)]
+        for path in iterators:
+            if path.rpartition(".")[2] in start.reached.names or " " in path:
+                raise CaptureError(
+                    f"{path} is an iterator ({describe(start.leaves[path])}), and whether calls of {trace.name} take from it cannot be "
+                    f"seen without data\n  what to do: capture with real (not meta) tensors, or keep no iterator where the forward can "
+                    f"reach it"
+                )
         flags = [c for c in found.changes if isinstance(c.before, bool) and isinstance(c.after, bool)]
         if flags:
             raise CaptureError(
@@ -135,6 +143,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _same_constants(a: Trace, b: Trace) -> bool:
+    """Whether the constants are equal. Of two without data, those are that an attribute or a closure holds, not those made in the call."""
+    pairs = [(x.value, a.tensors[x.value], b.tensors[y.value]) for x, y in zip(a.buffers, b.buffers, strict=True) if x.fqn is None]
+    return all(name in a.outside if x.is_meta or y.is_meta else torch.equal(x, y) for name, x, y in pairs)
+
+
 def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None) -> None:
     """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
     with lowest_draws():
@@ -145,7 +159,7 @@ def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, fou
             again = traced(model, loss, copied(inputs), start)
             none = Regions(model, loss, inputs)  # which need data
             first, second = (flatten(model, call.exported, start, none) for call in (found, again))
-            differs = [t.op for t in first.ops] != [t.op for t in second.ops]
+            differs = [t.op for t in first.ops] != [t.op for t in second.ops] or not _same_constants(first, second)
     if differs:
         raise CaptureError(
             f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "

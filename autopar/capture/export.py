@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +18,24 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from autopar.capture.follow import AtTheBorder, Registries
+from autopar.capture.follow import AtTheBorder, Registries, follow
 from autopar.capture.source import in_library
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 
-__all__ = ["PREFIX", "Step", "export", "own_gradients", "without_key_value_cache"]
+__all__ = ["PREFIX", "End", "Step", "export", "own_gradients", "without_key_value_cache"]
 
 PREFIX = "model"  # the name of the user's model inside Step
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss."""
+
+    state: State
+    returns: str
 
 
 class Step(nn.Module):
@@ -37,24 +46,26 @@ class Step(nn.Module):
     else loss(output).
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[State]) -> None:
-        """start: what the model holds now. ends: takes what it holds at the end of each call (torch.export sets attributes back)."""
+    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End]) -> None:
+        """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back)."""
         super().__init__()
         self.model = model
         self.training = model.training
-        self.returns = ""  # what the model returns, in words; "" for what is the loss
         names = {id(p): name for name, p in model.named_parameters()}
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            registries = Registries(model)
+            with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
+                registries = Registries(model)
             try:
                 with AtTheBorder(names):
                     output = model(*args, **kwargs)
-                    self.returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     result = loss_of(output, loss)
-                ends.append(State.take(model, loss, start))
-                registries.follow()
+                with torch._C.DisableTorchFunction():
+                    returns = "" if _is_scalar(output) or loss is not None else _describe(output)
+                    ends.append(End(State.take(model, loss, start), returns))
+                    assigned = registries.assigned()
+                follow(assigned)
             finally:
                 registries.restore()
             return result

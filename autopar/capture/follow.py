@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 
-__all__ = ["AtTheBorder", "Registries"]
+__all__ = ["AtTheBorder", "Registries", "follow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,15 @@ class _Registry:
     trained: frozenset[str]  # the names of the parameters that require a gradient
 
 
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A buffer's tensor and the one that was assigned in its place. shared: that is some buffer too, or a view of one."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    shared: bool
+
+
 class Registries:
     """The tensors that the registries of a model hold before a call."""
 
@@ -45,11 +54,11 @@ class Registries:
             for name, m in model.named_modules()
         ]
 
-    def follow(self) -> None:
-        """Copies what the call assigned to buffers into the tensors that they were, and puts these back. Raises CaptureError if it
-        changed anything else that is registered, or the training mode of a module."""
+    def assigned(self) -> list[Assigned]:
+        """What the call assigned to buffers. Raises CaptureError if it changed anything else that is registered, or a training mode."""
         names = Counter(id(b) for r in self._before for b in r.buffers.values() if b is not None)
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        olds = {_storage(b) for r in self._before for b in r.buffers.values() if b is not None}
         for registry in self._before:
             self._check(registry)
             for name, old in registry.buffers.items():
@@ -59,12 +68,7 @@ class Registries:
                 _check_assigned(f"{registry.prefix}{name}", old, new, names[id(old)])
                 assert new is not None
                 assigned.append((old, new))
-        olds = {_storage(b) for r in self._before for b in r.buffers.values() if b is not None}
-        with torch.no_grad():
-            values = [new.clone() if _storage(new) in olds else new for _, new in assigned]  # buffers may be swapped, or be views
-            for (old, _), value in zip(assigned, values, strict=True):
-                old.copy_(value)
-        self.restore()
+        return [Assigned(old, new, shared=_storage(new) in olds) for old, new in assigned]
 
     def restore(self) -> None:
         """The registries hold the objects that they held."""
@@ -127,6 +131,14 @@ def _trained(module: nn.Module) -> frozenset[str]:
 
 
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def follow(assigned: Sequence[Assigned]) -> None:
+    """Copies what was assigned to buffers into the tensors that they were."""
+    with torch.no_grad():
+        values = [a.new.clone() if a.shared else a.new for a in assigned]  # buffers may be swapped
+        for a, value in zip(assigned, values, strict=True):
+            a.old.copy_(value)
 
 
 class AtTheBorder(TorchFunctionMode):

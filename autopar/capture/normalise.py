@@ -205,15 +205,16 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
     return dataclasses.replace(trace, ops=tuple(reversed(kept)))
 
 
-def with_old_values(trace: Trace, changed: Collection[str]) -> Trace:
+def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str, str]) -> Trace:
     """Reads of buffers that the forward changes go to a copy where the backward pass may need what was read: the buffer has its new
-    value by then."""
+    value by then. renamed: dropped values and what they are called now, as `normalise` returns it: a dropped copy is the buffer."""
     ops: list[Traced] = []
     metas = dict(trace.metas)
+    memory = {name: {trace.storages.get(v) for v in (name, *(old for old, new in renamed.items() if new == name))} for name in changed}
 
     def needed(op: Op, buffer: str) -> bool:
         made = [o for o in op.outputs if o is not None]
-        return any(trace.metas[o].grad or trace.storages.get(o) == trace.storages.get(buffer, -1) for o in made)
+        return any(trace.metas[o].grad or trace.storages.get(o, -1) in memory[buffer] for o in made)
 
     def with_copies(traced: Traced) -> Traced:
         copies = {name: trace.names.fresh(f"{name}_before") for name in refs(traced.op) if name in changed and needed(traced.op, name)}

@@ -87,7 +87,7 @@ def capture(
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
         mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
-        trace = with_old_values(trace, {buffer for buffer, _ in mutations})
+        trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
         whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
         program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))

@@ -22,7 +22,7 @@ from torch import nn
 
 from autopar.capture.reach import HOOKS, LruCache, Reached, is_foreign, reached
 
-__all__ = ["ABSENT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "State", "describe", "same"]
+__all__ = ["ABSENT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "Opaque", "State", "describe", "same"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OTHER_TABLES = (
@@ -70,7 +70,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is compared by a copy of its value: a random generator's state, a small array, a set."""
+    """What is compared by a copy of its value: the state of a random generator, a small array, a set."""
 
     kind: str
     value: object
@@ -351,7 +351,7 @@ class _Walk:
         elif isinstance(value, (set, frozenset)):
             if isinstance(value, set):
                 self.held.append(Held(path, value, contents(value)))
-            self.leaves[path] = Value(f"a set of {len(value)}", frozenset(id(x) if not isinstance(x, _SIMPLE) else x for x in value))
+            self.leaves[path] = Value(f"set of {len(value)}", frozenset(id(x) if not isinstance(x, _SIMPLE) else x for x in value))
             return
         elif isinstance(value, nn.Module):
             self.seen.add(id(value))
@@ -390,11 +390,11 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
 def _by_value(value: Any) -> Value | None:
     """What is neither simple nor a container but can be told apart by a value of its own."""
     if isinstance(value, random.Random):
-        return Value("a random generator", value.getstate())
+        return Value("random generator", value.getstate())
     if isinstance(value, torch.Generator):
-        return Value("a random generator", value.get_state().cpu().numpy().tobytes())
+        return Value("random generator", value.get_state().cpu().numpy().tobytes())
     if isinstance(value, itertools.count):
         return Value(repr(value), repr(value))
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", 1 << 20) <= 1 << 16:
-        return Value(f"an array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
+        return Value(f"array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
     return None

@@ -38,7 +38,7 @@ def render(lowered: Lowered, manifest: Manifest) -> str:
     writer = _Writer(lowered, manifest)
     parts = [writer.header(), IMPORTS, manifest_source(writer.manifest)]
     parts += [writer.block(function) for function in writer.blocks]
-    if lowered.prologue:
+    if lowered.prologue_outputs:  # of its operators, or constants that are cut over time
         parts.append(writer.prologue())
     parts += [writer.stage(stage) for stage in lowered.stages]
     parts.append("\n".join(_tuple("STAGES", tuple(f"Stage{stage.index}" for stage in lowered.stages), depth=0)) + "\n")
