@@ -12,9 +12,12 @@ class AutoparError(Exception):
 
 
 class CaptureError(AutoparError):
-    """The model cannot be captured as a graph, or its capture does not compute what the model computes."""
+    """The model cannot be captured as a graph, or its capture does not compute what the model computes. module, line: of the model, where
+    that is known."""
 
     exit_code = 4
+    module: str | None = None
+    line: str = ""
 
 
 class UnsupportedOp(AutoparError):

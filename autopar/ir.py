@@ -218,12 +218,14 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
-    """A buffer (fqn is its name in the model) or a constant tensor that capture lifted (fqn None)."""
+    """A buffer (fqn is its name in the model) or a constant tensor that capture lifted (fqn None). region: it stands for a submodule
+    that an operator runs (see capture/regions.py), and has no data."""
 
     value: str
     fqn: str | None
     persistent: bool = True
     mutated: bool = False
+    region: bool = False
     layouts: tuple[tuple[str, Layout], ...] = ()
 
 

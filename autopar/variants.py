@@ -57,7 +57,7 @@ class Variants:
                 f"{size} cannot run as it was planned ({planned}): "
                 f"{e}. Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
             ) from e
-        constants = {b.value for b in captured.program.buffers if b.fqn is None}
+        constants = {b.fqn or b.value for b in captured.program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards
 

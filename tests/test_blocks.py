@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.blocks import without_lead
-from autopar.ir import Op, Program, Ref, refs
+from autopar.ir import Op, Program, Ref, map_refs, refs
 
 pytestmark = pytest.mark.pure
 
@@ -137,3 +139,37 @@ def test_what_may_not_run_earlier_stays() -> None:
     in_place = list(range(len(ops)))
     assert without_lead(ops, calls, {"w": ("param", True)}, lambda op: op.name != "y") == (in_place, calls)
     assert without_lead(ops, calls, {"w": ("buffer", True)}, lambda op: True) == (in_place, calls), "a buffer that the step changes"
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [lambda x, k: x * (0.5 + k), lambda x, k: F.layer_norm(x, (8,), eps=(1e-5, 1e-6)[k % 2]), lambda x, k: x.roll(1 + k, 1),
+     lambda x, k: x.clamp(min=-1.0 - k), lambda x, k: x.masked_fill(x > 1, (0, False)[k % 2]), lambda x, k: F.dropout(x, 0.1 + 0.1 * k),
+     lambda x, k: x.sum((0, 1)[k % 2], keepdim=True) + x],
+)  # fmt: skip
+def test_layers_with_other_constants_are_not_alike(constant: Callable[[Tensor, int], Tensor]) -> None:
+    """An instance of a block is run with the constants of the first."""
+
+    class Layer(nn.Linear):
+        def __init__(self, number: int) -> None:
+            super().__init__(8, 8)
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            return constant(torch.tanh(super().forward(x)).exp(), self.number)
+
+    first = nn.Linear(8, 8)  # so that all layers take what has a gradient
+    alike = captured(nn.Sequential(first, *(Layer(0) for _ in range(4))), 8, 8)
+    others = captured(nn.Sequential(first, *(Layer(k) for k in range(4))), 8, 8)
+    assert max(len(b.spans) for b in alike.blocks) == 4
+    for block in others.blocks:
+        for first, second in itertools.combinations(block.spans, 2):
+            pairs = zip(others.ops[first.start : first.stop], others.ops[second.start : second.stop], strict=True)
+            assert all(repr(literals(a)) == repr(literals(b)) for a, b in pairs)
+    assert all(len(b.spans) < 4 for b in others.blocks)
+
+
+def literals(op: Op) -> tuple[object, ...]:
+    """The arguments of an operator that are no values."""
+    plain = map_refs(op, lambda _: None)
+    return op.target, plain.args, plain.kwargs

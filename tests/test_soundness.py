@@ -145,7 +145,10 @@ def products_and_views() -> Iterator[tuple[Any, ...]]:
         yield "aten.matmul.default", x(*a), x(*b)
     for equation, shapes in (("bqhd,bkhd->bhqk", ((4, 8, 4, 6), (4, 8, 4, 6))), ("bij,jk->bik", ((4, 8, 4), (4, 8)))):
         yield "aten.einsum.default", equation, [x(*s) for s in shapes]
-    for before, after in (((4, 8, 12), (32, 12)), ((4, 24), (4, 3, 8)), ((4, 24), (4, 8, 3)), ((32, 6), (4, 8, 6)), ((4, 3, 8), (4, 24)),
+    for repeats in ((2, 3), (1, 2), (3, 1, 1), (2, 2, 3)):
+        yield "aten.repeat.default", x(4, 12), repeats
+    for before, after in (((6, 4), (4, 6)), ((4, 6), (6, 4)), ((2, 12), (3, 8)), ((8, 3, 4), (4, 24)), ((12, 4), (8, 6)),
+                          ((4, 8, 12), (32, 12)), ((4, 24), (4, 3, 8)), ((4, 24), (4, 8, 3)), ((32, 6), (4, 8, 6)), ((4, 3, 8), (4, 24)),
                           ((4, 8, 3), (96,)), ((1, 4, 8), (4, 1, 8)), ((4, 6, 8), (4, 2, 3, 8))):  # fmt: skip
         for name in ("view", "reshape"):
             yield f"aten.{name}.default", x(*before), after

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
 from autopar.capture.export import Step, export, own_gradients
 from autopar.capture.reach import LruCache
+from autopar.capture.regions import Regions
 from autopar.capture.state import ABSENT, Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
@@ -45,7 +46,7 @@ def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> Traced
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs)
-        changes = tuple(start.changes(ends[-1]))
+        changes = tuple(c for c in start.changes(ends[-1]) if not _stands_in(c))
         if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
             raise CaptureError(
                 f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
@@ -56,6 +57,11 @@ def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> Traced
         start.restore()
         _clear_traced(start.reached.caches)
     return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=step.returns)
+
+
+def _stands_in(change: Change) -> bool:
+    """Whether the change is that of a region's forward for the time of the trace."""
+    return bool(getattr(getattr(change.after, "value", change.after), "stands_in", False))
 
 
 def _clear_traced(caches: list[Any]) -> None:
@@ -137,7 +143,8 @@ def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, fou
             differs = not torch.allclose(other.loss, calls.calls[0].loss, rtol=1e-5, atol=0.0, equal_nan=True)
         else:
             again = traced(model, loss, copied(inputs), start)
-            first, second = (flatten(model, call.exported, start) for call in (found, again))
+            none = Regions(model, loss, inputs)  # which need data
+            first, second = (flatten(model, call.exported, start, none) for call in (found, again))
             differs = [t.op for t in first.ops] != [t.op for t in second.ops]
     if differs:
         raise CaptureError(

@@ -37,7 +37,7 @@ def check_program(program: Program, calls: Calls, tensors: Mapping[str, torch.Te
     calls: with the gradients of `trainable_tensors`. inputs: by value name. Nothing that is given is changed.
     """
     trainable = trainable_tensors(program, tensors)
-    fqn = {p.value: p.fqn for p in program.params}
+    fqn_of = {p.value: p.fqn for p in program.params}
     state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
     for number, call in enumerate(calls.calls):
         which = "" if number == 0 else f" at call {number + 1} in a row"
@@ -62,14 +62,15 @@ def check_program(program: Program, calls: Calls, tensors: Mapping[str, torch.Te
         for value, expected_grad, found_grad in zip(trainable, call.gradients, gradients, strict=True):
             zero = torch.zeros_like(trainable[value])
             if not _close(zero if expected_grad is None else expected_grad, zero if found_grad is None else found_grad, tolerance * scale):
-                wrong.append(fqn[value])
+                wrong.append(fqn_of[value])
         if wrong:
             raise CaptureError(
                 f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
                 f"largest\n  what to do: look for torch.no_grad, .detach(), .data or custom autograd functions on the way to these "
                 f"parameters"
             )
-        wrong = [b.fqn for b in program.buffers if b.fqn is not None and not _same_buffer(call.buffers[b.fqn], state[b.value], tolerance)]
+        named = {b.fqn: b.value for b in program.buffers if b.fqn is not None and not b.region}
+        wrong = [fqn for fqn, value in named.items() if not _same_buffer(call.buffers[fqn], state[value], tolerance)]
         if wrong:
             raise CaptureError(
                 f"the captured program's buffers {_listed(wrong)} differ{which} from what the model's forward makes of them{_of(calls)}\n"

@@ -20,6 +20,7 @@ from autopar.capture.interpret import resolve
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Op, Ref, map_refs, refs
+from autopar.run.region import REGION
 
 __all__ = ["EFFECTS", "functionalize"]
 
@@ -73,7 +74,8 @@ class _Functionalizer:
     def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
         for traced in self.trace.ops:
             self.origin, op = traced, traced.op
-            written = [a.name for a in resolve(op.target)._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            arguments = resolve(op.target)._schema.arguments if op.target != REGION else ()
+            written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
             if not written:
                 self._read_only(op)
             elif op.target.split(".")[1] in _METADATA_ONLY:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 import torch
 
 from autopar.ir import Arg, Op, Program, Ref
+from autopar.run.region import REGION, region
 
 __all__ = ["resolve", "run_op", "run_ops", "run_program"]
 
@@ -43,6 +44,9 @@ def run_op(op: Op, env: Mapping[str, torch.Tensor], device: torch.device | None 
 
     args = [value(a) for a in op.args]
     kwargs = {k: value(v) for k, v in op.kwargs}
+    if op.target == REGION:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not op.no_grad):
+            return region(*args, **kwargs)  # type: ignore[arg-type]
     if device is not None and _is_factory(op.target):
         kwargs["device"] = device
     with torch.set_grad_enabled(torch.is_grad_enabled() and not op.no_grad):

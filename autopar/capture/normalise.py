@@ -12,6 +12,7 @@ from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
 from autopar.ir import Arg, Op, Ref, map_refs, refs
+from autopar.run.region import REGION
 
 __all__ = [
     "drops_randomness", "has_effect", "may_run_earlier", "normalise", "remove_dead", "split_label_means",
@@ -141,7 +142,7 @@ def _typed(op: Op, infer: Inference, metas: Mapping[str, Meta]) -> tuple[Op, tup
 
 def _explicit_dtype(op: Op, traced: Mapping[str, Meta]) -> Op:
     """A factory that leaves its floating dtype to torch's default says it."""
-    arguments = [a.name for a in resolve(op.target)._schema.arguments]
+    arguments = [a.name for a in resolve(op.target)._schema.arguments] if op.target != REGION else []
     output = op.outputs[0]
     if op.kwarg("dtype") is not None or refs(op) or "dtype" not in arguments or output is None:
         return op
@@ -242,7 +243,7 @@ _VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 
 def drops_randomness(before: Trace, after: Trace) -> bool:
     """Whether some operators that draw random numbers went while others stayed: those draw other numbers from then on."""
-    drawing = [sum(torch.Tag.nondeterministic_seeded in resolve(t.op.target).tags for t in trace.ops) for trace in (before, after)]
+    drawing = [sum(_may_draw(t.op) for t in trace.ops) for trace in (before, after)]
     return drawing[0] > drawing[1] > 0
 
 
@@ -253,4 +254,10 @@ def has_effect(op: Op) -> bool:
 
 def may_run_earlier(op: Op) -> bool:
     """Whether the operator may stand anywhere after its operands: it neither updates buffers nor draws random numbers."""
-    return not has_effect(op) and torch.Tag.nondeterministic_seeded not in resolve(op.target).tags
+    return not has_effect(op) and not _may_draw(op)
+
+
+def _may_draw(op: Op) -> bool:
+    if op.target == REGION:
+        return bool(op.kwarg("draws"))
+    return torch.Tag.nondeterministic_seeded in resolve(op.target).tags

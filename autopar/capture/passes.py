@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.blocks import find_blocks, without_lead
-from autopar.capture.border import check_border, observed, traced
-from autopar.capture.calls import copied
+from autopar.capture.border import TracedCall, check_border, observed, traced
+from autopar.capture.calls import Inputs, copied
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
@@ -30,6 +30,7 @@ from autopar.capture.normalise import (
     split_label_means,
     with_old_values,
 )  # fmt: skip
+from autopar.capture.regions import Regions
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError
@@ -81,8 +82,7 @@ def capture(
     infer, guards = Inference(), Guards.take(model, loss)
     with without_key_value_cache(model):
         start = State.take(model, loss)
-        found = traced(model, loss, copied(inputs), start)
-        trace = flatten(model, found.exported, start)
+        found, trace = _traced(model, loss, inputs, start)
         trace, mutations = functionalize(trace, infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
@@ -110,6 +110,23 @@ def capture(
     return Captured(program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns)
 
 
+def _traced(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State
+) -> tuple[TracedCall, Trace]:
+    """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
+    regions = Regions(model, loss, inputs)
+    first: CaptureError | None = None
+    while True:
+        try:
+            with regions.standing_in():
+                found = traced(model, loss, copied(inputs), start)
+            return found, flatten(model, found.exported, start, regions)
+        except CaptureError as error:
+            first = first or error
+            if not regions.include(error):
+                raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+
+
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = tuple(t.op for t in trace.ops)
     types = {name: meta.type for name, meta in trace.metas.items()}
@@ -118,7 +135,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
     changed |= {copy for copy, first in trace.buffer_copies if first in changed}
     buffers = tuple(
-        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed) for b in trace.buffers
+        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed, region=b.region) for b in trace.buffers
     )
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}

@@ -16,10 +16,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import PREFIX
 from autopar.capture.infer import Meta, meta_of
+from autopar.capture.regions import Regions
 from autopar.capture.source import source_line
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
+from autopar.run.region import REGION
 
 __all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
 
@@ -84,27 +86,29 @@ class Trace:
         return [i.value for i in self.inputs] + [p.value for p in self.params] + [b.value for b in self.buffers]
 
 
-def flatten(model: nn.Module, exported: ExportedProgram, start: State) -> Trace:
+def flatten(model: nn.Module, exported: ExportedProgram, start: State, regions: Regions) -> Trace:
     """The trace of an exported Step of the model. start: what the model held when it was traced."""
-    return _Flattener(model, exported, start).run()
+    return _Flattener(model, exported, start, regions).run()
 
 
 class _Symbolic:
     """A number that exists only at run time, and the line it comes from."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, source: str, module: str) -> None:
+        self.source, self.module = source, module
 
     def error(self) -> CaptureError:
-        return CaptureError(
+        error = CaptureError(
             f"cannot capture a shape or an argument that depends on the values of a tensor\n  at {self.source}\n  what to do: use masking "
             f"or a fixed capacity, so that every shape follows from the shapes of the inputs"
         )
+        error.module, error.line = self.module, self.source
+        return error
 
 
 class _Flattener:
-    def __init__(self, model: nn.Module, exported: ExportedProgram, start: State) -> None:
-        self.model, self.exported = model, exported
+    def __init__(self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions) -> None:
+        self.model, self.exported, self.regions = model, exported, regions
         self.outside = {_storage(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
         self.names = Names()
         self.ops: list[Traced] = []
@@ -114,6 +118,7 @@ class _Flattener:
         self.inputs: list[Input] = []
         self.constant_inputs: list[tuple[tuple[str | int, ...], Arg]] = []
         self.constants: list[Buffer] = []
+        self.handles: list[Buffer] = []
 
     def run(self) -> Trace:
         params, buffers, copies = self._state()
@@ -124,8 +129,8 @@ class _Flattener:
         assert isinstance(loss, Ref), loss
         return Trace(
             name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
-            buffers=(*buffers, *self.constants), buffer_copies=copies, ops=tuple(self.ops), loss=loss.name, storages=self.storages,
-            metas=self.metas, tensors=self.tensors, names=self.names,
+            buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss.name,
+            storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names, notes=self.regions.notes(),
             outside={c.value: path for c in self.constants if (path := self.outside.get(_storage(self.tensors[c.value])))},
         )  # fmt: skip
 
@@ -198,7 +203,12 @@ class _Flattener:
             elif node.op == "output":
                 return tuple(env[n] if isinstance(n, fx.Node) else n for n in node.args[0])
             elif node.op == "call_function":
-                self._call(node, env, no_grad=no_grad, autocast=autocast)
+                try:
+                    self._call(node, env, no_grad=no_grad, autocast=autocast)
+                except CaptureError as error:
+                    if error.module is None:
+                        error.module, error.line = _module_stack(node)[1], self._source(node)
+                    raise
             else:
                 raise CaptureError(f"cannot capture {node.op} {node.target}\n  at {self._source(node)}")
         raise AssertionError("a graph without output")
@@ -218,6 +228,8 @@ class _Flattener:
             operands: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
             container, index = operands
             env[node] = container if isinstance(container, _Symbolic) else container[index]
+        elif target is torch.ops.autopar_region.call.default:
+            self._region_call(node, env, no_grad=no_grad)
         elif isinstance(target, torch._ops.OpOverload):
             if any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS):
                 env[node] = None
@@ -255,21 +267,54 @@ class _Flattener:
         inner = [n for n in body.graph.nodes if n.op == "placeholder"]
         env[node] = self._inline(body, dict(zip(inner, operands, strict=True)), no_grad=no_grad, autocast=autocast)
 
+    def _region_call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool) -> None:
+        """A submodule as one operator: of its handle, the tensors that it is given, its parameters and buffers."""
+        key = str(node.args[0])
+        call = self.regions.call(key)
+        given: Any = node.args[1]
+        operands = [env[n] for n in given]
+        if symbolic := next((x for x in operands if isinstance(x, _Symbolic)), None):
+            raise symbolic.error()
+        fqn = f"{call.region.path}.region_{key.rpartition('@')[2]}"
+        handle = self.names.fresh(f"region_{fqn}")
+        self.tensors[handle] = call.region  # type: ignore[assignment]  # which is asked for what tensors are
+        self.metas[handle] = meta_of(torch.empty(0))
+        self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
+        state = tuple(Ref(self.value_of_fqn[f"{call.region.path}.{name}"]) for name in call.region.state)
+        outputs = []
+        for result in node.meta["val"]:
+            outputs.append(self.names.fresh(call.region.path.rpartition(".")[2]))
+            self.metas[outputs[-1]] = meta_of(result)
+            self.storages[outputs[-1]] = _storage(result)
+        dtypes = tuple(str(r.dtype).removeprefix("torch.") for r in node.meta["val"])
+        kwargs: tuple[tuple[str, Arg], ...] = (
+            ("shapes", tuple(tuple(r.shape) for r in node.meta["val"])), ("dtypes", dtypes),
+            ("grads", tuple(r.requires_grad for r in call.results)), ("rows", call.rows), ("flops", call.flops), ("saved", call.saved),
+            ("draws", call.draws),
+        )  # fmt: skip
+        args = (Ref(handle), self._arg(operands), state)
+        op = Op(
+            target=REGION, args=args, kwargs=kwargs, outputs=tuple(outputs), multi=True, no_grad=no_grad, module=call.region.path,
+            source=call.line,
+        )  # fmt: skip
+        self.ops.append(Traced(op=op, calls=_module_stack(node)[0]))
+        env[node] = [Ref(o) for o in outputs]
+
     def _operator(self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
         source = self._source(node)
         val = node.meta.get("val")
         if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or target is torch.ops.aten.item.default:
-            env[node] = _Symbolic(source)
+            env[node] = _Symbolic(source, _module_stack(node)[1])
             return
         multi = isinstance(val, (tuple, list))
         results: list[Any] = list(val) if multi else [val]  # type: ignore[arg-type]
         if not all(r is None or isinstance(r, torch.Tensor) for r in results):
-            env[node] = _Symbolic(source)
+            env[node] = _Symbolic(source, _module_stack(node)[1])
             return
         operands = [*node.args, *node.kwargs.values()]
         symbolic = next((s for a in pytree.tree_leaves(operands) if isinstance(a, fx.Node) and isinstance(s := env[a], _Symbolic)), None)
         if symbolic is None and any(not _is_static(r) for r in results if r is not None):
-            symbolic = _Symbolic(source)
+            symbolic = _Symbolic(source, _module_stack(node)[1])
         if symbolic is not None:
             if target._schema.is_mutable:
                 raise symbolic.error()

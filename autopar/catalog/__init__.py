@@ -14,6 +14,7 @@ from autopar.catalog import (
     random_numbers,
     rearrange,
     reductions,
+    regions,
     transitions,
     views,
 )
@@ -24,5 +25,5 @@ __all__ = ["OpView", "localized", "needs_transition", "rule_of", "strategies_of"
 
 FAMILIES = (
     attention, contraction, convolution, embedding, experts, factories, indexing, losses, norms, pointwise, random_numbers,
-    rearrange, reductions, transitions, views,
+    rearrange, reductions, regions, transitions, views,
 )  # fmt: skip

@@ -165,6 +165,8 @@ def draws(op: Op) -> bool:
     """Whether this call draws random numbers: always, or for a dropout that is part of it (attention, recurrent layers)."""
     if op.target in ("autopar.L.dropout", "autopar.L.draw"):
         return True
+    if op.target == "autopar.L.region":
+        return bool(op.kwarg("draws"))
     bound = bind(op)
     if is_random(op.target):
         return op.target.split(".")[1] != "rrelu" or bool(bound["training"])

@@ -85,6 +85,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     same = _SAME_WORK.get(target)
     if same is not None:
         return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
+    if target == "autopar.L.region":
+        return _as_counted(op, read, written, len(ins) if differentiable else 0)
     if cls == "view" or target.startswith("autopar."):
         read, written = (0, 0) if cls == "view" else (read, written)
         kept = (0,) if target.startswith("autopar.L.") and differentiable else ()
@@ -137,6 +139,15 @@ def _as_plain(same: str, op: Op, ins: tuple[TensorType, ...], outs: tuple[Tensor
     args = (*op.args, op.kwarg("p"), True) if same.startswith("aten.dropout") else op.args
     kwargs = tuple((k, v) for k, v in op.kwargs if k not in ("axis", "p"))
     return _count(same, args, kwargs, op.no_grad, ins, outs)
+
+
+def _as_counted(op: Op, read: int, written: int, kept: int) -> Counts:
+    """An opaque region: what was counted while it ran at capture. kept: how many operands autograd keeps, if any."""
+    flops, saved = (float(str(op.kwarg(k))) for k in ("flops", "saved"))
+    return Counts(
+        op_class="matmul" if flops else "pointwise", flops=flops, backward_flops=2 * flops if kept else 0.0, bytes_read=read,
+        bytes_written=written, saved_inputs=tuple(range(1, kept)), saved_other_bytes=int(saved) if kept else 0,
+    )  # fmt: skip
 
 
 def _attention_flops(op: Op, ins: tuple[TensorType, ...]) -> float:

@@ -102,6 +102,8 @@ def _run(op: Op, env: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
         return run_op(op, env)
 
     def value(arg: object) -> object:
+        if isinstance(arg, tuple):
+            return tuple(map(value, arg))
         return env[arg.name] if isinstance(arg, Ref) else arg
 
     kwargs = {k: _ALONE if k == "axis" else value(v) for k, v in op.kwargs}

@@ -11,6 +11,7 @@ from autopar.errors import RenderError
 from autopar.ir import Arg, Op, Ref, TensorType, refs
 from autopar.render.forms import FORMS, REDUCTION
 from autopar.render.literals import Code, literal
+from autopar.run.region import REGION
 
 __all__ = ["call", "generic_call", "makes_new_tensor"]
 
@@ -100,7 +101,8 @@ def _autopar_call(op: Op, ref: RefCode, axes: Mapping[str, int]) -> Code:
             raise RenderError(f"{op.target} over {axis!r}, which is no axis of the mesh ({', '.join(axes)})")
         meshes = [f"mesh.{name}" for name in names]
         items.insert(tensors, meshes[0] if len(meshes) == 1 else f"({', '.join(meshes)})")
-    items += [f"{_keyword(k)}={literal(v, ref)}" for k, v in op.kwargs if k != "axis"]
+    told = ("shapes", "grads") if op.target == REGION else tuple(k for k, _ in op.kwargs if k != "axis")
+    items += [f"{_keyword(k)}={literal(v, ref)}" for k, v in op.kwargs if k in told]
     return Code(f"{parts[1]}.{parts[2]}(", tuple(items), ")")
 
 

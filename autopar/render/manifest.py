@@ -13,6 +13,7 @@ from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
 from autopar.planner.units import gather_units
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+from autopar.run.region import REGION
 from cost_models.recipe import AUTOPAR
 
 __all__ = ["make_manifest", "positional_names"]
@@ -34,6 +35,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     everywhere = tuple(stage.index for stage in lowered.stages)
     used |= {value: list(everywhere) for op in lowered.prologue for value in refs(op)}
     parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.mesh["dp"]).items() if p.in_parts}
+    readers = [(r, op.target) for op in program.ops for r in refs(op)]
+    only = {r for r, target in readers if target == REGION} - {r for r, target in readers if target != REGION}
     units = gather_units(local, parts, AUTOPAR.unit_bytes) if plan.zero == 3 else {}
     params = tuple(
         ParamSpec(
@@ -47,6 +50,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             zero_dim=plan.zero_dims.get(p.fqn),
             gather="use" if plan.zero == 3 else "step",
             unit=units.get(p.value),
+            regions_only=p.value in only,
         )
         for p in local.params
     )
@@ -56,7 +60,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             shape=program.types[b.value].shape,
             dtype=_dtype(program.types[b.value]),
             persistent=b.persistent and b.fqn is not None,
-            constant=b.fqn is None,
+            constant=b.fqn is None or b.region,
+            region=b.region,
             layouts=_layouts(b.layouts),
             stages=tuple(used.get(b.value, (0,))),
         )

@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from autopar.run import comm
 from autopar.run.mesh import Axis
+from autopar.run.region import region
 
-__all__ = ["attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "sync_batch_norm"]
+__all__ = ["attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "region", "sync_batch_norm"]
 
 
 def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:

@@ -16,7 +16,8 @@ class ParamSpec:
     """One parameter. shape: global. layouts: axis -> layout at its use ('S(0)', 'R', 'I'; axes not named: 'I').
     stages: the pipeline stages that use it (more than one: tied across stages). zero_dim: the dim on which it is also
     sharded at rest over the dp axis (of its tp-local shape), or None if it rests whole. gather: 'step' (ZeRO-1: gathered
-    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after), then with all parameters of its unit (None: alone)."""
+    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after), then with all parameters of its unit (None: alone).
+    regions_only: none but opaque regions read it, whose samples may all leave it unused."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,17 +29,20 @@ class ParamSpec:
     zero_dim: int | None = None
     gather: str = "step"
     unit: int | None = None
+    regions_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferSpec:
-    """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict)."""
+    """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict). region: the name stands
+    for a submodule of the model that the stages run as it is written, which is given with the tensors."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     persistent: bool = True
     constant: bool = False
+    region: bool = False
     layouts: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[int, ...] = (0,)
 

@@ -25,6 +25,7 @@ from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import as_returned
 from autopar.run.parts import Lies, local
+from autopar.run.region import Region, regions_of, without_unreached
 from autopar.run.schedule import Pipeline, accumulate
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
@@ -73,6 +74,8 @@ class Form:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
         self.manifest, self.constants, self.guards = manifest, constants, guards
         self.trained: frozenset[str] | None = None  # the parameters that have a gradient, on any rank
+        others: Mapping[str, Any] = constants  # submodules stand where tensors do
+        self.regions = tuple(r for r in others.values() if isinstance(r, Region))
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
         self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
@@ -175,7 +178,9 @@ class ParallelModule(nn.Module):
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
         tied = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
         keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
-        tree.take(state.distribute((*manifest.params, *manifest.buffers), tensors, mesh, device))
+        specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
+        tree.take(state.distribute(specs, tensors, mesh, device))
+        tree.constants.update(regions_of(manifest, tensors))
         keep["_buckets"] = make_buckets(tree.held.values(), mesh)
         keep["_units"] = Units(make_units(tree.held.values(), mesh))
         keep["_orders"] = {}
@@ -215,6 +220,8 @@ class ParallelModule(nn.Module):
         )
         form.stage.train(self.training)
         form.stage.weights = Weights(step)
+        for r in form.regions:
+            r.reached.clear()
         with self._random_numbers():
             extra = _run_prologue(form, mesh, inputs)
             torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
@@ -242,7 +249,7 @@ class ParallelModule(nn.Module):
             whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
             if whole:
                 loss.backward(grad)
-            found = step.finish()
+            found = without_unreached(step.finish(), manifest.params, form.regions, tree.names, (mesh.dp, mesh.tp))
             if not whole:
                 for value in found.values():
                     value.mul_(grad)
@@ -437,7 +444,7 @@ class ParallelModule(nn.Module):
                 )
             inputs = {**dict(zip(first.manifest.positional, args, strict=False)), **kwargs} if kwargs else args
             emitted, tensors, guards = self._another(self, inputs)
-            constants = self._constants_of(emitted.MANIFEST, tensors)
+            constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
             form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards)
             self._forms.setdefault(key, []).append(form)
             return form
@@ -463,12 +470,12 @@ class ParallelModule(nn.Module):
         return True
 
     def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        specs = [spec for spec in manifest.buffers if spec.constant]
+        specs = [spec for spec in manifest.buffers if spec.constant and not spec.region]
         found = ((spec, Lies(spec, self.mesh), full) for spec, full in state.distribute(specs, tensors, self.mesh, self.device))
         return {spec.name: lies.cut(full).clone() for spec, lies, full in found if lies.holds}
 
     def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
-        return (*self.manifest.params, *(b for b in self.manifest.buffers if b.persistent and not b.constant))
+        return (*self.manifest.params, *(b for b in self.manifest.buffers if b.persistent and not b.constant and not b.region))
 
     def _buffer(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
         return constants[name] if name in constants else self._tree.buffer(name)

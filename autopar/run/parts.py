@@ -222,6 +222,8 @@ def become_whole(param: nn.Parameter, whole: Tensor) -> None:
     with _plain():
         param.__class__ = nn.Parameter
         param.grad = None
+        if param.requires_grad:  # a change of dtype makes autograd forget the shape that graphs which are alive have given it
+            param.data = whole.new_empty(0, dtype=torch.float16 if whole.dtype != torch.float16 else torch.float32)
         param.data = whole
 
 

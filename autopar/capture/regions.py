@@ -1,0 +1,240 @@
+"""Opaque regions: the smallest submodules around what torch.export cannot capture stand in the trace as one operator each.
+
+A submodule can be one if what it takes and returns has fixed shapes, and if it changes nothing but what it returns. It is run, as it is
+written, to find that out, what it costs, and whether it works on every sample by itself (`samples`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.capture.calls import Inputs, left_as_it_was
+from autopar.capture.export import loss_of
+from autopar.capture.samples import works_by_samples
+from autopar.errors import CaptureError
+from autopar.run.region import Region
+
+__all__ = ["Call", "Regions"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_AUTOPAR = os.path.dirname(os.path.dirname(__file__)) + os.sep
+MOST = 64  # exports that are tried
+
+_LIBRARY = torch.library.Library("autopar_region", "DEF")
+_LIBRARY.define("call(str key, Tensor[] tensors, int results) -> Tensor[]")
+_TRACED: dict[str, Call] = {}  # while a model is exported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of a submodule. arguments: what it was given, detached. results: what it returned; structure: the leaves of which they
+    are the tensors. rows: which of its tensors are cut where it works by samples. line: what made it necessary."""
+
+    region: Region
+    arguments: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    structure: Any
+    flops: int
+    saved: int
+    draws: bool
+    rows: tuple[int, ...]
+    line: str
+
+
+def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
+    like = next((t for t in tensors), torch.empty(0))
+    return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in _TRACED[key].results]
+
+
+torch.library.register_fake("autopar_region::call", _made, lib=_LIBRARY)
+_LIBRARY.impl("call", _made, "CompositeExplicitAutograd")
+
+
+class Regions:
+    """The regions of a model for one capture."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> None:
+        self.model, self.loss, self.inputs = model, loss, inputs
+        self.calls: dict[str, list[Call]] = {}
+        self.tried = 0
+        self.refused: dict[str, str] = {}  # path -> why it cannot be a region
+        self._paths = {id(m): path for path, m in model.named_modules(remove_duplicate=False)}
+
+    def include(self, error: CaptureError) -> bool:
+        """Make a region of the smallest submodule around an error of capture; whether there is one."""
+        path = error.module if error.module is not None else self._innermost(error.__cause__)
+        self.tried += 1
+        leaves = [*self.model.parameters(), *self.model.buffers(), *pytree.tree_leaves(self.inputs)]
+        if self.tried > MOST or path is None or any(isinstance(x, Tensor) and x.device.type == "meta" for x in leaves):
+            return False
+        line = error.line or _line_of(error.__cause__)
+        while path:
+            module = self.model.get_submodule(path)
+            if path not in self.calls and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                alike = [p for m in self.model.modules() if type(m) is type(module) and (p := self._paths[id(m)])]
+                found = self._run([p for p in alike if not any(p.startswith(f"{q}.") for q in alike)], line)
+                if path in found:
+                    self.calls = {p: c for p, c in self.calls.items() if not any(p.startswith(f"{q}.") for q in found)} | found
+                    return True
+            path = path.rpartition(".")[0]
+        return False
+
+    def _innermost(self, error: BaseException | None) -> str | None:
+        """The path of the innermost submodule whose code the error came from."""
+        found, trace = None, error.__traceback__ if error is not None else None
+        while trace is not None:
+            frame = trace.tb_frame
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None  # what the author calls self
+            found = self._paths.get(id(owner), found) if isinstance(owner, nn.Module) else found
+            trace = trace.tb_next
+        return found
+
+    def _run(self, paths: list[str], line: str) -> dict[str, list[Call]]:
+        """Run the model, and keep the calls of those of these submodules that can be regions."""
+        found: dict[str, list[Call]] = {}
+
+        def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                output, call = _observed(path, module, forward, args, kwargs, line)
+                if isinstance(call, str):
+                    self.refused[path] = call
+                else:
+                    found.setdefault(path, []).append(call)
+                return output
+
+            return run
+
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
+        with left_as_it_was(self.model, self.loss):
+            try:
+                forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
+                with _replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)
+                    loss_of(self.model(*args, **kwargs), self.loss)
+            except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError):
+                return {}
+        return {p: calls for p, calls in found.items() if p not in self.refused}
+
+    def why_not(self) -> str:
+        """Lines to add to the error of capture."""
+        return "".join(f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items())
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Inside, every region is one operator of the trace."""
+
+        def replaced(path: str, calls: list[Call]) -> Callable[..., Any]:
+            left = iter(range(len(calls)))
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                index = next(left)
+                call = calls[index]
+                tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
+                leaves, spec = pytree.tree_flatten(call.structure)
+                given = iter(results)
+                return pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+            forward.stands_in = True  # type: ignore[attr-defined]
+            return forward
+
+        _TRACED.clear()
+        _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
+        with _replaced({path: replaced(path, calls) for path, calls in self.calls.items()}, self.model):
+            yield
+
+    def call(self, key: str) -> Call:
+        path, _, index = key.rpartition("@")
+        return self.calls[path][int(index)]
+
+    def notes(self) -> tuple[str, ...]:
+        """What explain says of them."""
+        made = []
+        for path, calls in self.calls.items():
+            how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
+            name = type(calls[0].region.module).__name__
+            made.append(f"{path} ({name}) runs as it is written, {how}, for no graph holds {calls[0].line}")
+        return tuple(made)
+
+
+@contextlib.contextmanager
+def _replaced(forwards: Mapping[str, Callable[..., Any]], model: nn.Module) -> Iterator[None]:
+    """Inside, these submodules have another forward."""
+    modules = [(model.get_submodule(path), forward) for path, forward in forwards.items()]
+    before = [vars(m).get("forward") for m, _ in modules]
+    for m, forward in modules:
+        vars(m)["forward"] = forward
+    try:
+        yield
+    finally:
+        for (m, _), own in zip(modules, before, strict=True):
+            if own is None:
+                vars(m).pop("forward", None)
+            else:
+                vars(m)["forward"] = own
+
+
+def _observed(
+    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str
+) -> tuple[Any, Call | str]:
+    """What a submodule returns, and the call, or why it cannot be a region."""
+    given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    copies = tuple(t.detach().clone() for t in given)
+    versions = [t._version for t in (*given, *own.values())]
+    attributes = _attributes(module)
+    state = torch.get_rng_state()
+    known = {t.untyped_storage()._cdata for t in (*given, *own.values())}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage()._cdata not in known:
+            saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = forward(*args, **kwargs)
+    results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+    if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
+        return output, "it changes what it is given, a buffer or an attribute"
+    if not results or any(t.layout != torch.strided for t in (*given, *results)):
+        return output, "it does not return dense tensors"
+    if any(t.untyped_storage()._cdata in known for t in results):
+        return output, "what it returns shares memory with what it is given"
+    draws = not torch.equal(state, torch.get_rng_state())
+    region = Region(
+        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs)),
+        modes=tuple(m.training for m in module.modules()),
+    )  # fmt: skip
+    structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0), output)
+    call = Call(
+        region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
+        structure=structure, flops=int(counter.get_total_flops()), saved=sum(saved.values()), draws=draws, rows=(), line=line,
+    )  # fmt: skip
+    with _replaced({"": forward}, module):
+        steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
+    return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
+
+
+def _line_of(error: BaseException | None) -> str:
+    """'file.py:12: the code' of the innermost line of the user's code that an error came from."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    own = [f for f in frames if not f.filename.startswith((_TORCH, _AUTOPAR, "<"))]
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def _attributes(module: nn.Module) -> list[dict[str, int]]:
+    """Which tensors and numbers its modules hold."""
+    held = [{**vars(m), **m._buffers} for m in module.modules()]
+    return [{name: id(x) for name, x in of.items() if isinstance(x, Tensor | int | float)} for of in held]

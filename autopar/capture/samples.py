@@ -1,0 +1,146 @@
+"""Does a region work on every sample by itself? It is run in float64, whole and in parts, on what it was given and on variations of it.
+
+What is said of an operator without a rule (autopar/catalog/probe.py) holds here: agreement on all samples, of results and gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.run.region import Region
+
+__all__ = ["works_by_samples"]
+
+TOLERANCE = 1e-10  # relative to the largest of what is compared
+AT_ONCE = 4  # tensors of which every subset is tried
+LARGE = 1 << 26  # elements of parameters and buffers, beyond which it is not copied in order to be tried
+REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
+
+
+def works_by_samples(
+    region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor], *, draws: bool
+) -> tuple[bool, tuple[int, ...]]:
+    """Whether the shapes of its results do not depend on values, and which of its tensors may be cut along dim 0, so that its results
+    are cut alike (none if it cannot)."""
+    shapes = [tuple(r.shape) for r in results]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for tensors in _variations(given):
+            found = _results(region, tensors, state)
+            if found is not None and [tuple(r.shape) for r in found] != shapes:
+                return False, ()
+    sizes = {shape[0] if shape else 0 for shape in shapes}
+    if draws or len(sizes) != 1 or not min(sizes) > 1 or sum(t.numel() for t in state) > LARGE:
+        return True, ()
+    (size,) = sizes
+    rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
+    exact = dataclasses.replace(region, module=copy.deepcopy(region.module).double())
+    doubles = [_double(t) for t in given]
+    weights = [_double(t) for t in state]
+    least = 1 if len(rows) <= AT_ONCE else len(rows)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for count in range(len(rows), least - 1, -1):
+            for split in itertools.combinations(rows, count):
+                if _holds(exact, doubles, weights, frozenset(split), size):
+                    return True, split
+    return True, ()
+
+
+def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int) -> bool:
+    tried = 0
+    for tensors in _variations(given):
+        whole = _differentiated(region, tensors, state, None)
+        if whole is None:
+            continue
+        tried += 1
+        for parts in {2, 3, size}:
+            if size % parts == 0 and not _same(region, tensors, state, split, parts, whole):
+                return False
+    return tried > 1
+
+
+Ran = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # results, gradients given to them, of tensors, of the state
+
+
+def _same(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], parts: int, whole: Ran) -> bool:
+    found = []
+    for k in range(parts):
+        own = [t.chunk(parts)[k] if i in split else t for i, t in enumerate(tensors)]
+        part = _differentiated(region, own, state, [g.chunk(parts)[k] for g in whole[1]])
+        if part is None or any(r.shape[:1] != (w.shape[0] // parts,) for r, w in zip(part[0], whole[0], strict=True)):
+            return False
+        found.append(part)
+    results, _, of_tensors, of_state = whole
+    joined = [(torch.cat([p[0][k] for p in found]), r) for k, r in enumerate(results)]
+    for k, g in enumerate(of_tensors):
+        pieces = [p[2][k] for p in found]
+        joined.append((torch.cat(pieces) if k in split else torch.stack(pieces).sum(0), g))
+    joined += [(torch.stack([p[3][k] for p in found]).sum(0), g) for k, g in enumerate(of_state)]
+    return all(_close(a, b) for a, b in joined)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.dtype.is_floating_point or not a.numel():
+        return torch.equal(a, b)
+    return bool(((a - b).abs() <= TOLERANCE * b.abs().amax().clamp(min=1e-2)).all())
+
+
+def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """What was given; its rows in another order; numbers of another scale and sign; all rows the same, which fills whatever has a
+    capacity."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(t: Tensor, scale: float) -> Tensor:
+        if not t.dtype.is_floating_point:
+            return t
+        return torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) * scale
+
+    yield list(given)
+    yield [t.roll(1, 0) if t.dim() else t for t in given]
+    yield [noise(t, 1.0) for t in given]
+    yield [noise(t, 10.0) for t in given]
+    yield [t[:1].expand_as(t).clone() if t.dim() > 1 and t.dtype.is_floating_point else t for t in given]
+
+
+def _results(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    try:
+        return region(tensors, state)
+    except REFUSALS:
+        return None
+
+
+def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
+    """None if the region refuses these tensors. Gradients are of what has floating numbers; zeros where none flows."""
+    operands = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in tensors]
+    weights = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in state]
+    found = _results(region, operands, weights)
+    if found is None:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in found]
+    given = arriving if arriving is not None else drawn
+    if [g.shape for g in given] != [r.shape for r in found]:
+        return None
+    leaves = [t for t in (*operands, *weights) if t.requires_grad]
+    flowing = [k for k, r in enumerate(found) if r.requires_grad]
+    grads = {}
+    if flowing and leaves:
+        left = torch.autograd.grad([found[k] for k in flowing], leaves, [given[k] for k in flowing], allow_unused=True)
+        grads = {id(t): g for t, g in zip(leaves, left, strict=True)}
+
+    def of(t: Tensor) -> Tensor:
+        g = grads.get(id(t))
+        return torch.zeros_like(t) if g is None else g
+
+    return [r.detach() for r in found], list(given), [of(t) for t in operands], [of(t) for t in weights]
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.detach().double() if t.dtype.is_floating_point else t.detach()

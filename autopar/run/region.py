@@ -1,0 +1,192 @@
+"""An opaque region: a submodule that no graph can hold, run as its author wrote it.
+
+The emitted code calls it with the tensors that it takes and with its parameters and buffers, as they are used on this rank; autograd
+differentiates what it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from autopar.errors import LaunchError
+from autopar.run import comm
+from autopar.run.manifest import Manifest, ParamSpec
+from autopar.run.mesh import Axis
+
+__all__ = ["REGION", "Region", "region", "regions_of", "without_unreached"]
+
+REGION = "autopar.L.region"  # the operator of a program that is one
+
+
+@dataclass(eq=False)
+class Region:
+    """One call of a submodule. path: where it is in the model. state: the names of its parameters and buffers, in the order in which
+    it is given them. arguments: (args, kwargs) of its forward as captured, in which a tensor stands for a place of one.
+
+    It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
+
+    path: str
+    module: nn.Module
+    state: tuple[str, ...]
+    arguments: Any
+    modes: tuple[bool, ...]
+    reached: set[str] = field(default_factory=set)  # of this step: the parameters that a gradient has come to
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+    shape = torch.Size((0,))
+    requires_grad = False
+
+    def detach(self) -> Region:
+        return self
+
+    def clone(self) -> Region:
+        return self
+
+    def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors that the forward returns, in order."""
+        leaves, spec = pytree.tree_flatten(self.arguments)
+        given = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+        modules = list(self.module.modules())
+        before = [m.training for m in modules]
+        for m, mode in zip(modules, self.modes, strict=True):
+            m.training = mode
+        try:
+            named = zip(self.state, state, strict=True)
+            noted = {name: _Noted.apply(t, self.reached, name) if t.requires_grad else t for name, t in named}
+            returned = functional_call(self.module, noted, args, kwargs)
+        finally:
+            for m, mode in zip(modules, before, strict=True):
+                m.training = mode
+        return tuple(x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
+
+    def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
+        """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""
+        names = {type(m).__module__ for m in self.module.modules()} - {"__main__"}
+        files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
+        return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
+
+
+def _loaded(files: Sequence[tuple[str, str | None]], paths: Sequence[str], fields: bytes) -> Region:
+    sys.path.extend(p for p in paths if p not in sys.path)
+    for name, path in files:
+        if name not in sys.modules and path is not None and importlib.util.find_spec(name.partition(".")[0]) is None:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None, (name, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+    return Region(**pickle.loads(fields))
+
+
+class _Noted(torch.autograd.Function):
+    """A parameter, of which it is noted whether a gradient comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reached: set[str], name: str) -> Tensor:
+        ctx.reached, ctx.name = reached, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.reached.add(ctx.name)
+        return grad, None, None
+
+
+class _Reached(torch.autograd.Function):
+    """A result, from which a gradient reaches every parameter: of zeros to those that this rank's samples do not use. Ranks reduce
+    the gradients of all parameters, whichever their samples use."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *state: Tensor) -> Tensor:
+        ctx.like = [(t.shape, t.dtype, t.device) for t in state]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return (grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+
+
+class _StandIn(torch.autograd.Function):
+    """What a region returns, where its module is not there to be run (fake tensors): its results' shapes, and what it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: Any, dtypes: Any, grads: Any, saved: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*operands, operands[0].new_empty(saved, dtype=torch.uint8))
+        made = tuple(operands[0].new_empty(s, dtype=getattr(torch, d)) for s, d in zip(shapes, dtypes, strict=True))
+        ctx.mark_non_differentiable(*(t for t, g in zip(made, grads, strict=True) if not g))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        operands = ctx.saved_tensors[:-1]
+        return (None, None, None, None, *(torch.zeros_like(t) if t.is_floating_point() else None for t in operands))
+
+
+def region(
+    handle: Region | Tensor,
+    tensors: Sequence[Tensor],
+    state: Sequence[Tensor],
+    shapes: tuple[tuple[int, ...], ...],
+    *,
+    dtypes: tuple[str, ...] = (),
+    grads: tuple[bool, ...] = (),
+    saved: int = 0,
+    **_: object,
+) -> tuple[Tensor, ...]:
+    """Runs a region on tensors and its parameters and buffers. shapes: of its results. RuntimeError if they have others."""
+    if isinstance(handle, Tensor):
+        found: tuple[Tensor, ...] = _StandIn.apply(shapes, dtypes, grads, saved, *tensors, *state)
+        return found
+    results = handle(tensors, state)
+    if tuple(tuple(r.shape) for r in results) != tuple(map(tuple, shapes)):
+        raise RuntimeError(
+            f"{handle.path} ({type(handle.module).__name__}) returned tensors of shapes {[tuple(r.shape) for r in results]}, and "
+            f"{list(shapes)} when it was captured: what a region returns must not have sizes that depend on values\n  what to do: use a "
+            "fixed capacity, or let the module that calls it compute what is done with these values"
+        )
+    trained = [t for t in state if t.requires_grad]
+    first = next((k for k, r in enumerate(results) if r.dtype.is_floating_point and grads[k]), None)
+    if first is None or not trained or not torch.is_grad_enabled():
+        return results
+    return (*results[:first], _Reached.apply(results[first], *trained), *results[first + 1 :])
+
+
+def without_unreached(
+    found: dict[str, Tensor], params: Sequence[ParamSpec], regions: Sequence[Region], names: Mapping[str, str], axes: Sequence[Axis]
+) -> dict[str, Tensor]:
+    """Collective over the axes: the gradients of a step without those of parameters that regions alone read, and that none of them used
+    on any rank. They have none in the original model, and an optimizer leaves them as they are. names: any name -> the parameter's."""
+    optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found]
+    if not optional:
+        return found
+    reached = {names[f"{r.path}.{name}"] for r in regions for name in r.reached}
+    flags = torch.tensor([float(name in reached) for name in optional], device=found[optional[0]].device)
+    for axis in axes:
+        comm.all_reduce_(flags, axis, torch.distributed.ReduceOp.MAX)
+    unused = {name for name, flag in zip(optional, flags.tolist(), strict=True) if not flag}
+    return {name: grad for name, grad in found.items() if name not in unused}
+
+
+def regions_of(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The regions among what a parallel module is given. LaunchError if one is missing."""
+    names = [b.name for b in manifest.buffers if b.region]
+    missing = [name for name in names if not isinstance(tensors.get(name), Region)]
+    if missing:
+        raise LaunchError(
+            f"{manifest.model} runs submodules as they are written ({', '.join(missing)}), and the emitted source does not hold them\n  "
+            "what to do: make the module with autopar.compile(model, plan=...), or give them with the tensors, as tensors_of(captured) does"
+        )
+    return {name: tensors[name] for name in names}

@@ -1,0 +1,175 @@
+"""Models with a submodule that no graph holds: sizes in it depend on values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH, LENGTH, HIDDEN, CLASSES, EXPERTS = 8, 6, 16, 12, 3
+
+
+class Routed(nn.Module):
+    """Experts that compute the tokens which a router sends them; capacity: the most that each takes."""
+
+    def __init__(self, capacity: int | None = None, noise: bool = False) -> None:
+        super().__init__()
+        self.router, self.capacity, self.noise = nn.Linear(HIDDEN, EXPERTS), capacity, noise
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, 32), nn.GELU(), nn.Linear(32, HIDDEN)) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        logits = self.router(tokens) + (torch.randn(len(tokens), EXPERTS) if self.noise else 0)
+        weights, chosen = logits.softmax(-1).topk(2, -1)
+        out = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            rows, places = torch.nonzero(chosen == index, as_tuple=True)
+            rows, places = rows[: self.capacity], places[: self.capacity]
+            if len(rows):
+                out.index_add_(0, rows, expert(tokens[rows]) * weights[rows, places].unsqueeze(-1))
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.norm, self.mix, self.routed = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), Routed(**options)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.mix(self.norm(x)))
+        return x + self.routed(x)
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers: int = 2, **options: object) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(layers))
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+class Messages(nn.Module):
+    """Along the edges of a graph, which are selected by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.scale = nn.Linear(2 * HIDDEN, HIDDEN), nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, nodes: Tensor, near: Tensor) -> Tensor:
+        source, target = (near > 0.5).nonzero(as_tuple=True)
+        sent = torch.relu(self.message(torch.cat([nodes[source], nodes[target]], -1))) * self.scale
+        return nodes.new_zeros(nodes.shape).index_add(0, target, sent)
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(5, HIDDEN), nn.Linear(HIDDEN, 3)
+        self.passes = nn.ModuleList(Messages() for _ in range(2))
+
+    def forward(self, nodes: Tensor, near: Tensor, y: Tensor) -> Tensor:
+        x = self.inside(nodes)
+        for one in self.passes:
+            x = x + one(x, near)
+        return F.cross_entropy(self.outside(x), y)
+
+
+class Merge(nn.Module):
+    """Frames of sound take the places of a marked token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(5, HIDDEN)
+        self.register_buffer("gain", torch.linspace(0.5, 1.5, HIDDEN))
+
+    def forward(self, x: Tensor, ids: Tensor, *, sound: dict[str, Tensor]) -> tuple[Tensor, None]:
+        marked = ids == CLASSES - 1
+        count = int(marked.sum())
+        frames = (self.project(sound["frames"]) * self.gain).flatten(0, 1)[:count]
+        return x.masked_scatter(marked.unsqueeze(-1).expand_as(x), frames), None
+
+
+class Speech(nn.Module):
+    """The head is the embedding's own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.merge, self.mix = nn.Embedding(CLASSES, HIDDEN), Merge(), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids: Tensor, frames: Tensor, y: Tensor) -> Tensor:
+        x, _ = self.merge(self.tokens(ids), ids, sound={"frames": frames})
+        return F.cross_entropy((x + torch.tanh(self.mix(x))).flatten(0, 1) @ self.tokens.weight.T, y.flatten())
+
+
+class Select(nn.Module):
+    """Works on the rows of positive sum, with a weight that is the model's too."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, positive = torch.zeros_like(x), x.sum(-1) > 0
+        out[positive] = x[positive] @ self.weight.T.softmax(-1) @ self.weight
+        return out
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.select = Select(self.tokens.weight)
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        return F.cross_entropy(self.head(x + self.select(self.select(x))).flatten(0, 1), y.flatten())
+
+
+class Cut(nn.Module):
+    """Its outermost forward has a size that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[x[:, 0] > 0]).square().mean()
+
+
+class Counting(nn.Module):
+    """A region that would change a buffer."""
+
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = (x[:, 0] > 0).nonzero()[:, 0]
+            self.seen += len(rows)
+            return torch.zeros_like(x).index_add(0, rows, self.inner(x[rows]))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.count = nn.Linear(4, 4), self.Count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.count(self.outer(x)).square().mean()
+
+
+def tokens(batch: int = BATCH) -> dict[str, Tensor]:
+    return {"ids": torch.randint(CLASSES, (batch, LENGTH)), "y": torch.randint(CLASSES, (batch, LENGTH))}
+
+
+def nodes() -> dict[str, Tensor]:
+    return {"nodes": torch.randn(8, 5), "near": torch.rand(8, 8), "y": torch.randint(3, (8,))}
+
+
+def speech() -> dict[str, Tensor]:
+    return {**tokens(), "frames": torch.randn(BATCH, LENGTH, 5)}
