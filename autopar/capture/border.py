@@ -29,7 +29,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
-    that ran. drawn: the generators other than torch's that it drew from."""
+    that ran. drawn: the generators other than torch's that it drew from. returns: what it returns, in words; '' for the loss alone."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -41,8 +41,9 @@ class TracedCall:
 def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> TracedCall:
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions."""
     ends: list[State] = []
+    returned: list[str] = []
     state = torch.get_rng_state()
-    step = Step(model, loss, start, ends)
+    step = Step(model, loss, start, ends, returned)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs)
@@ -56,7 +57,7 @@ def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> Traced
         torch.set_rng_state(state)
         start.restore()
         _clear_traced(start.reached.caches)
-    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=step.returns)
+    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=returned[-1])
 
 
 def _stands_in(change: Change) -> bool:

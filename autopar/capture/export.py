@@ -37,12 +37,14 @@ class Step(nn.Module):
     else loss(output).
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[State]) -> None:
-        """start: what the model holds now. ends: takes what it holds at the end of each call (torch.export sets attributes back)."""
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[State], returned: list[str]
+    ) -> None:
+        """start: what the model holds now. Of each call (torch.export sets attributes back) ends takes what it holds at the end, and
+        returned what it returns, in words; '' for what is the loss."""
         super().__init__()
         self.model = model
         self.training = model.training
-        self.returns = ""  # what the model returns, in words; "" for what is the loss
         names = {id(p): name for name, p in model.named_parameters()}
 
         @functools.wraps(model.forward)
@@ -51,7 +53,7 @@ class Step(nn.Module):
             try:
                 with AtTheBorder(names):
                     output = model(*args, **kwargs)
-                    self.returns = "" if _is_scalar(output) or loss is not None else _describe(output)
+                    returned.append("" if _is_scalar(output) or loss is not None else _describe(output))
                     result = loss_of(output, loss)
                 ends.append(State.take(model, loss, start))
                 registries.follow()
