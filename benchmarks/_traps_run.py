@@ -224,8 +224,8 @@ def _same(model: nn.Module, *, loss: Callable[[Any], Any] | None = None, **_: An
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        whole = value.detach()
-        return (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+        found = value.detach()
+        return found.clone() if type(found) in (Tensor, nn.Parameter) else torch.tensor(found.tolist(), dtype=found.dtype)
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

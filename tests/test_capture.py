@@ -541,3 +541,21 @@ def test_a_wrong_gradient_is_noticed() -> None:
     check_program(captured.program, calls, captured.tensors, inputs)
     with pytest.raises(CaptureError, match="gradients of bias differ"):
         check_program(wrong, calls, captured.tensors, inputs)
+
+
+@pytest.mark.parametrize(
+    "wrap,returns",
+    [
+        (lambda loss: loss, ""),
+        (lambda loss: {"loss": loss, "more": loss}, "dict with keys ['loss', 'more']"),
+        (lambda loss: (loss, loss), "tuple of 2"),
+    ],
+    ids=["loss", "dict", "tuple"],
+)
+def test_what_the_forward_returns_is_said(wrap: Any, returns: str) -> None:
+    class Wrapped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap(super().forward(x).square().mean())
+
+    assert capture(Wrapped(4, 4), (torch.randn(2, 4),)).returns.startswith(returns)
+    assert bool(capture(Wrapped(4, 4), (torch.randn(2, 4),)).returns) == bool(returns)
