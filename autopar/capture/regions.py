@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.capture.export import Step
 from autopar.capture.samples import works_by_samples
 from autopar.errors import CaptureError
-from autopar.run.region import Region
+from autopar.run.region import Place, Region
 
 __all__ = ["Call", "Regions"]
 
@@ -215,7 +215,7 @@ def _observed(
         return output, "what it returns shares memory with what it is given"
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(
-        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs)),
+        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
         modes=tuple(m.training for m in module.modules()),
     )  # fmt: skip
     structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0), output)
@@ -231,10 +231,10 @@ def _observed(
 def _as_traced(call: Call, args: Any, kwargs: Any) -> Call:
     """The call with the arguments that it has while it is traced: code that asks whether it is may give others than it gave when it ran
     (a mask where there was none). The results tell, when the program is compared with the model, and it is not cut by samples then."""
-    traced = pytree.tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
+    traced = pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs))
     same = pytree.tree_structure(traced) == pytree.tree_structure(call.region.arguments)
     pairs = zip(pytree.tree_leaves(traced), pytree.tree_leaves(call.region.arguments), strict=False)
-    if same and all(isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in pairs):
+    if same and all(isinstance(a, Place) == isinstance(b, Place) for a, b in pairs):
         return call
     return dataclasses.replace(call, region=dataclasses.replace(call.region, arguments=traced), rows=())
 
