@@ -21,7 +21,7 @@ from autopar.measure import count
 from autopar.planner.shard import view_of
 from autopar.render import load
 from autopar.run import ParallelModule, WorkerPool
-from autopar.run.region import REGION, Region
+from autopar.run.region import REGION, Place, Region
 from autopar.run.region import region as run
 from autopar.verify import reference, verify_plan
 
@@ -101,6 +101,40 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pure
+def test_arguments_are_those_of_the_trace() -> None:
+    """A mask that is made only where values cannot be asked (as many models do) is one more tensor than when the model ran."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer, self.routed = nn.Linear(m.HIDDEN, m.HIDDEN), m.Select(nn.Parameter(torch.randn(m.CLASSES, m.HIDDEN)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(x.shape[0], dtype=torch.bool) if torch.compiler.is_compiling() else None
+            return self.keep(self.outer(x), mask).square().mean()
+
+        def keep(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return self.routed(x if mask is None else x * mask[:, None, None])
+
+    class Layer(m.Select):
+        def forward(self, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * scale if mask is None else super().forward(x).where(mask[:, None, None], 0) * scale
+
+    class Given(Masked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.routed = Layer(self.routed.weight)
+
+        def keep(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return self.routed(x, mask, 0.5)  # type: ignore[no-any-return]
+
+    for kind in (Masked, Given):
+        found = capture(kind(), (torch.randn(4, m.LENGTH, m.HIDDEN),))
+        (region,) = [t for t in found.tensors.values() if isinstance(t, Region)]
+        pickle.dumps(region.arguments)
+
+
+@pure
 def test_a_region_survives_being_sent() -> None:
     found = captured("mixture")
     (first, _) = [t for t in found.tensors.values() if isinstance(t, Region)]
@@ -115,7 +149,7 @@ def test_results_of_other_shapes_are_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x[x[:, 0] > 0]
 
-    region = Region(path="rows", module=Rows(), state=(), arguments=((torch.empty(0),), {}), modes=(True,))
+    region = Region(path="rows", module=Rows(), state=(), arguments=((Place(),), {}), modes=(True,))
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert torch.equal(run(region, [x], [], ((2, 2),), grads=(False,))[0], x)
     with pytest.raises(RuntimeError, match=r"rows \(Rows\) returned tensors of shapes \[\(1, 2\)\]"):

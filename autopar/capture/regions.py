@@ -23,7 +23,7 @@ from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import loss_of
 from autopar.capture.samples import works_by_samples
 from autopar.errors import CaptureError
-from autopar.run.region import Region
+from autopar.run.region import Place, Region
 
 __all__ = ["Call", "Regions"]
 
@@ -132,14 +132,14 @@ class Regions:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Inside, every region is one operator of the trace."""
+        """Inside, every region is one operator of the trace, and distributions do not check their arguments."""
 
         def replaced(path: str, calls: list[Call]) -> Callable[..., Any]:
             left = iter(range(len(calls)))
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 index = next(left)
-                call = calls[index]
+                call = calls[index] = _as_traced(calls[index], args, kwargs)
                 tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
                 results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
                 leaves, spec = pytree.tree_flatten(call.structure)
@@ -149,10 +149,15 @@ class Regions:
             forward.stands_in = True  # type: ignore[attr-defined]
             return forward
 
+        validated = torch.distributions.Distribution._validate_args
+        torch.distributions.Distribution.set_default_validate_args(False)  # it asks values whether they are valid
         _TRACED.clear()
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
-        with _replaced({path: replaced(path, calls) for path, calls in self.calls.items()}, self.model):
-            yield
+        try:
+            with _replaced({path: replaced(path, calls) for path, calls in self.calls.items()}, self.model):
+                yield
+        finally:
+            torch.distributions.Distribution.set_default_validate_args(validated)
 
     def call(self, key: str) -> Call:
         path, _, index = key.rpartition("@")
@@ -214,7 +219,7 @@ def _observed(
         return output, "what it returns shares memory with what it is given"
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(
-        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs)),
+        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
         modes=tuple(m.training for m in module.modules()),
     )  # fmt: skip
     structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0), output)
@@ -225,6 +230,17 @@ def _observed(
     with _replaced({"": forward}, module):
         steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
     return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
+
+
+def _as_traced(call: Call, args: Any, kwargs: Any) -> Call:
+    """The call with the arguments that it has while it is traced: code that asks whether it is may give others than it gave when it ran
+    (a mask where there was none). The results tell, when the program is compared with the model, and it is not cut by samples then."""
+    traced = pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs))
+    same = pytree.tree_structure(traced) == pytree.tree_structure(call.region.arguments)
+    pairs = zip(pytree.tree_leaves(traced), pytree.tree_leaves(call.region.arguments), strict=False)
+    if same and all(isinstance(a, Place) == isinstance(b, Place) for a, b in pairs):
+        return call
+    return dataclasses.replace(call, region=dataclasses.replace(call.region, arguments=traced), rows=())
 
 
 def _line_of(error: BaseException | None) -> str:

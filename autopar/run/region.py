@@ -23,15 +23,20 @@ from autopar.run import comm
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Region", "region", "regions_of", "without_unreached"]
+__all__ = ["REGION", "Place", "Region", "region", "regions_of", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor stands in arguments."""
 
 
 @dataclass(eq=False)
 class Region:
     """One call of a submodule. path: where it is in the model. state: the names of its parameters and buffers, in the order in which
-    it is given them. arguments: (args, kwargs) of its forward as captured, in which a tensor stands for a place of one.
+    it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each tensor.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -57,7 +62,7 @@ class Region:
         """The tensors that the forward returns, in order."""
         leaves, spec = pytree.tree_flatten(self.arguments)
         given = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Place) else x for x in leaves], spec)
         modules = list(self.module.modules())
         before = [m.training for m in modules]
         for m, mode in zip(modules, self.modes, strict=True):
