@@ -9,7 +9,8 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "compile": "compiler", "plan": "compiler", "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
+    "compile": "compiler", "plan": "compiler", "generate": "generation",
+    "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "Infeasible": "errors", "LaunchError": "errors",
     "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",
     "VerificationError": "errors",

@@ -140,18 +140,22 @@ def compile(  # noqa: A001  (the field's word)
     precision: str = "fp32",
     pins: Pins | Mapping[str, Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    outputs: str = "loss",
     verify: bool = False,
 ) -> ParallelModule | DeferredModule:
     """A module that trains `model` on `gpus` processes with the training loop unchanged.
 
     gpus: by default the size of the process group. Without example_inputs the plan is made on the first call, from its
     batch. plan: a Plan or a plan file instead of a search. verify: compare the loss of the example batch with the original
-    model's before anything is trained, else VerificationError. Other arguments as in `autopar.plan`. In a process group of
+    model's before anything is trained, else VerificationError. outputs: 'loss': a call returns the loss alone. 'all': under
+    torch.no_grad() it returns all that the original returns (logits, without labels too), computed with whole parameters on every rank,
+    which needs the memory of the whole model; in training the loss alone. Other arguments as in `autopar.plan`. In a process group of
     this size all ranks call it together, and rank 0 plans for all. Outside of one the result holds the plan and the source,
     and says on the first call which command launches it. Batches of other sizes, and the other of training and evaluation
     mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
     """
     count = world_size() if gpus is None else gpus
+    check_name("outputs", outputs, ("loss", "all"))
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     wanted = wishes(count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
     if given is not None and as_pins(pins) is not None:
@@ -170,7 +174,7 @@ def compile(  # noqa: A001  (the field's word)
         captured = compiled.captured
         module = ParallelModule(
             load(compiled.source), tensors_of(captured), original=model, another=Variants(model, compiled.plan, loss, emit),
-            guards=captured.guards, returns=captured.returns,
+            guards=captured.guards, returns=captured.returns, outputs=outputs,
         )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
@@ -39,10 +40,10 @@ class Variants:
     def __init__(self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str]) -> None:
         self._model, self._plan, self._loss, self._emit = model, plan, loss, emit
 
-    def __call__(self, module: ParallelModule, inputs: Any) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
-        """Collective. Raises ValueError if the plan's decisions do not fit, CaptureError."""
+    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
+        """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
-        with module.captured_at_home():
+        with torch.inference_mode(False), module.captured_at_home():
             captured = done_by_all(
                 lambda: capture(model, inputs, loss=self._loss), same=lambda c: program_hash(c.program), what="capture for other inputs"
             )
@@ -53,10 +54,10 @@ class Variants:
         except PlanError as e:
             size = f"a batch of {fitted.global_batch} in {'training' if captured.training else 'evaluation'} mode"
             planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
-            raise ValueError(
-                f"{size} cannot run as it was planned ({planned}): "
-                f"{e}. Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
-            ) from e
+            remedy = "Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
+            if fitted.global_batch == plan.global_batch:
+                remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
+            raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e
         constants = {b.fqn or b.value for b in captured.program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards

@@ -75,7 +75,7 @@ class _Prepared:
     def __init__(self, forms: Mapping[Call, Form]) -> None:
         self._forms, self.batch = forms, 0
 
-    def __call__(self, module: ParallelModule, inputs: Any) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
+    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
         training = module.training
         form = self._forms.get((training, self.batch))
         if form is None:

@@ -20,9 +20,12 @@ __all__ = ["make_manifest", "positional_names"]
 
 
 def positional_names(model: nn.Module) -> tuple[str, ...]:
-    """The names of the positional parameters of a model's forward, in order."""
+    """The names of the positional parameters of a model's forward, in order. None where it takes any number of them (*args)."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
+    found = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in found):
+        return ()
+    return tuple(p.name for p in found if p.kind in kinds)
 
 
 def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = (), *, training: bool = True) -> Manifest:

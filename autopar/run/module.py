@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from autopar.ir import Layout
 from autopar.run import comm, state
@@ -55,7 +56,7 @@ class Guards(Protocol):
     def changed(self) -> str | None: ...
 
 
-Another = Callable[["ParallelModule", Any], tuple[Emitted, Mapping[str, Tensor], Guards | None]]
+Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None]]
 FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
 
 
@@ -123,7 +124,8 @@ class ParallelModule(nn.Module):
     device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
     batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1). original: the user's model; without
     it the module has the names of its parameters alone. another: makes the form for other inputs or other modes. guards: of the
-    captured program. returns: what the original's forward returns, in words; '' for the loss alone.
+    captured program. returns: what the original's forward returns, in words; '' for the loss alone. outputs: 'all': where gradients
+    are off a call returns all that the original returns, computed with whole parameters on every rank.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -144,6 +146,7 @@ class ParallelModule(nn.Module):
     _forms: dict[Key, list[Form]]
     _another: Another | None
     _returns: str
+    _outputs: str
     _seed: int
     _steps: int
     _mode: bool
@@ -162,6 +165,7 @@ class ParallelModule(nn.Module):
         another: Another | None = None,
         guards: Guards | None = None,
         returns: str = "",
+        outputs: str = "loss",
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
@@ -172,7 +176,7 @@ class ParallelModule(nn.Module):
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
-        keep["original"], keep["_returns"] = original, returns
+        keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
@@ -203,6 +207,8 @@ class ParallelModule(nn.Module):
         mesh, tree = self.mesh, self._tree
         close_steps()
         tree.begin_step()
+        if self._outputs == "all" and not torch.is_grad_enabled():
+            return self._of_the_original(args, kwargs)
         form = self._form_for(args, kwargs)
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
@@ -222,7 +228,7 @@ class ParallelModule(nn.Module):
         form.stage.weights = Weights(step)
         for r in form.regions:
             r.reached.clear()
-        with self._random_numbers():
+        with self._random_numbers(form):
             extra = _run_prologue(form, mesh, inputs)
             torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
             parts = [
@@ -259,6 +265,16 @@ class ParallelModule(nn.Module):
 
         deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable))
         return as_returned(deposited, self._returns)
+
+    def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Collective: what the original returns for the batch, computed on every rank with whole parameters."""
+        if self.original is None:
+            raise ValueError("outputs='all' needs the original model: compile it with autopar.compile")
+        given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
+        with self._tree.as_whole(write=False, buffers=True), torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
+            self.__dict__["_steps"] += 1
+            return self.original(*given[0], **given[1])
 
     def _no_gradient(self, name: str, form: Form) -> Tensor | None:
         """The gradient of a parameter that has none here: empty if another stage has it."""
@@ -443,8 +459,9 @@ class ParallelModule(nn.Module):
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
                 )
             inputs = {**dict(zip(first.manifest.positional, args, strict=False)), **kwargs} if kwargs else args
-            emitted, tensors, guards = self._another(self, inputs)
-            constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
+            emitted, tensors, guards = self._another(self, inputs, changed or "")
+            with torch.inference_mode(False):
+                constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
             form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards)
             self._forms.setdefault(key, []).append(form)
             return form
@@ -481,9 +498,14 @@ class ParallelModule(nn.Module):
         return constants[name] if name in constants else self._tree.buffer(name)
 
     @contextlib.contextmanager
-    def _random_numbers(self) -> Iterator[None]:
-        """Generators that are equal on all ranks and differ from step to step; the user's are left as they were."""
+    def _random_numbers(self, form: Form) -> Iterator[None]:
+        """Generators that are equal on all ranks and differ from step to step. Where the model draws, they begin anew when the
+        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone."""
         devices = [self.device] if self.device.type == "cuda" else []
+        if form.manifest.mode_dependent:
+            if torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()):
+                self.__dict__["_seed"], self.__dict__["_steps"] = self.mesh.agree(torch.initial_seed(), self.device), 0
+            torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1

@@ -41,8 +41,8 @@ class Loss(Tensor):
 
     def _refuse(self, what: str) -> NoReturn:
         raise AttributeError(
-            f"the original returns {self._returns}; the parallel module returns its loss alone, and not {what}. Compute what you want to "
-            f"see from full_state_dict() in the original, or within `with model.full_parameters(write=False):` by calling model.original"
+            f"the original returns {self._returns}; the parallel module returns its loss alone, and not {what}. With "
+            f"autopar.compile(model, ..., outputs='all') a call under torch.no_grad() returns all of it"
         )
 
 

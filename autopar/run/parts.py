@@ -14,8 +14,10 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -250,7 +252,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
         if name in _ATTRIBUTES_OF_THE_SHAPE:
             return func(torch.empty(x._lies.shape, dtype=x.dtype, device="meta"))
         if name in _OF_THE_WHOLE_ATTRIBUTES:
-            return _readable(func(_whole(x)))
+            return _view(func, x, (), {})
     if access == "__set__":
         value = args[1]
         if name == "grad" and isinstance(value, Tensor):
@@ -491,26 +493,67 @@ def _fresh(x: AnyPart) -> Tensor:
     return x._lies.gather(local(x))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """What a view was gathered from: the part here, its version then, and the whole copy that the view is of."""
+
+    part: Tensor
+    lies: Lies
+    version: int
+    whole: Tensor
+
+
 class Gathered(Tensor):
-    """A view of a copy that was gathered from parts: to be read alone."""
+    """A view of a copy of a part's whole. What is written to it goes back into the parts; it is of no use once these have changed."""
+
+    _source: _Source | None
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, _Parted) for kind in types):
+            return NotImplemented  # parts know what to do with it
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], Gathered) and (_writes(name) or name == "__set__"):
-            raise TypeError(
-                f"{name} would write to a copy that was gathered from the parts of a parameter, and be lost. Write to the parameter as a "
-                f"whole, or within `with model.full_parameters():`"
-            )
+        views = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Gathered)]
         with _plain():
+            for source in [x._source for x in views]:
+                if source is not None and source.part._version != source.version:
+                    raise TypeError(
+                        f"{name} of a view of {source.lies.name} that was taken before the parameter changed; the view is a copy that was "
+                        f"gathered from parts. Take the view again"
+                    )
+            if _writes(name) and torch.is_grad_enabled() and args[0].requires_grad:
+                raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
             found = func(*args, **(kwargs or {}))
-        return _readable(found) if name in _VIEWS else found
+            source = views[0]._source
+            if (_writes(name) or name == "__set__") and args[0] is views[0]:
+                if source is not None:
+                    _write_back(views[0], source)
+                return args[0] if _writes(name) and name != "__setitem__" else found
+        return _readable(found, source) if name in _VIEWS or name == "__get__" else found
 
 
-def _readable(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.as_subclass(Gathered), tree)
+def _write_back(view: Gathered, source: _Source) -> None:
+    with torch.no_grad():
+        source.part.copy_(source.lies.cut(source.lies.agreed(source.whole)))
+    view._source = dataclasses.replace(source, version=source.part._version)
+
+
+def _readable(tree: Any, source: _Source | None = None) -> Any:
+    def view(t: Tensor) -> Tensor:
+        found = t.as_subclass(Gathered)
+        found._source = source
+        return found
+
+    return pytree.tree_map_only(Tensor, view, tree)
+
+
+def _view(func: Callable[..., Any], x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a part: of its whole, gathered for it."""
+    whole = _whole(x)
+    here = local(x)
+    return _readable(func(whole, *args, **kwargs), _Source(here, x._lies, here._version, whole.detach()))
 
 
 def _writes(name: str) -> bool:
@@ -522,6 +565,8 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     written: Any = args[0] if args and _writes(name) else None
     if isinstance(written, (list, tuple)):
         written = next((x for x in written if is_part(x)), None)
+    if name in _VIEWS and is_part(args[0] if args else None) and not any(map(is_part, pytree.tree_leaves((args[1:], kwargs)))):
+        return _view(func, args[0], args[1:], kwargs)
     if is_part(kwargs.get("out")):
         raise TypeError(f"{name} with out= a parameter that is held in parts; assign the result instead")
     if not is_part(written):

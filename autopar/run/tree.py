@@ -49,6 +49,11 @@ class Tree:
         self.constants: dict[str, Tensor] = {}
         self._specs = {spec.name: spec for spec in manifest.params}
         self._places: list[tuple[_Place, nn.Parameter, str]] = []
+        self._children = [
+            (module._modules, key, child, f"{path}.{key}".lstrip("."))
+            for path, module in root.named_modules(remove_duplicate=False)
+            for key, child in module._modules.items()
+        ]
         self._devices: dict[str, torch.device] = {}  # of the original, where another form of the model is captured
         self.whole = False  # the parameters are whole for the moment
         self.gone = False  # they have been given back
@@ -154,6 +159,9 @@ class Tree:
             raise LaunchError(f"this parallel {self.model} has given its parameters back: the model was compiled again")
         if self.whole:
             raise LaunchError(f"{self.model} was called within full_parameters(): leave that context first")
+        for registry, key, child, path in self._children:
+            if registry.get(key) is not child:
+                raise ValueError(f"submodule {path} is another one than when the model was compiled. Compile the changed model again")
         with torch._C.DisableTorchFunctionSubclass():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:
@@ -173,9 +181,9 @@ class Tree:
 
     # ---------------------------------------------------------------------------------------------------- whole parameters
     @contextlib.contextmanager
-    def as_whole(self, *, write: bool, home: bool = False) -> Iterator[None]:
+    def as_whole(self, *, write: bool, home: bool = False, buffers: bool = False) -> Iterator[None]:
         """Collective: inside, parameters and buffers are plain and whole on every rank. write: rank 0's values become the model's
-        afterwards. home: they lie on the devices that the original had."""
+        afterwards; buffers: only what is in buffers. home: they lie on the devices that the original had."""
         if self.whole:
             yield
             return
@@ -194,16 +202,16 @@ class Tree:
             yield
         finally:
             self.whole = False
-            buffers = {name: place.registry[place.key] for name, place in self.buffers.items()}
+            held = {name: place.registry[place.key] for name, place in self.buffers.items()}
             for name, place in self.buffers.items():
                 place.registry[place.key] = before[name]
             for place, param, _ in self._places:
                 place.registry[place.key] = param
-        if write:
-            now = {name: whole[id(param)].detach() for name, param in self.params.items()} | buffers
+        if write or buffers:
+            now: dict[str, Tensor | None] = {name: whole[id(p)].detach() for name, p in self.params.items()} if write else {}
             with torch.no_grad():
-                for name, lies in self.lies.items():
-                    tensor = now[name]
+                for name, tensor in (now | held).items():
+                    lies = self.lies[name]
                     if tensor is not None:
                         self.at_rest(name).copy_(lies.cut(lies.agreed(tensor.to(self._device))))
 

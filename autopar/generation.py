@@ -1,0 +1,28 @@
+"""Generation with a decoder that is trained in parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.run import ParallelModule
+from autopar.run.deferred import DeferredModule
+
+__all__ = ["generate"]
+
+
+def generate(model: ParallelModule | DeferredModule, *args: Any, **kwargs: Any) -> Any:
+    """Collective: what the original's own `generate(*args, **kwargs)` returns, with its present parameters, on every rank.
+
+    The parameters are whole on every rank for the time of the call, which needs the memory of the whole model. Numbers that it draws
+    are those of the same seed on all ranks. ValueError if the model is not there yet or has no generate.
+    """
+    module = model.module if isinstance(model, DeferredModule) else model
+    original: Any = model._original if isinstance(model, DeferredModule) else model.original
+    if original is None or not callable(getattr(original, "generate", None)):
+        raise ValueError(f"{type(original).__name__} has no method generate: autopar.generate is for models of Hugging Face's kind")
+    if module is None:
+        return original.generate(*args, **kwargs)
+    with module.full_parameters(write=False), torch.no_grad():
+        return original.generate(*args, **kwargs)
