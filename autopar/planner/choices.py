@@ -15,7 +15,7 @@ import networkx
 
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
-from autopar.measure.count import op_class
+from autopar.measure.count import Counts, count, op_class
 from autopar.planner.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of", "with_matrices_cut", "with_work_split"]
@@ -26,7 +26,7 @@ MAX_GROUPS = 6  # group counts considered for one operator: more are never met i
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """Operators (or one leaf) that share a decision. members: their names. For a leaf, op is None and every strategy has
-    one output and no inputs."""
+    one output and no inputs. counts: of the whole operator."""
 
     key: str
     members: tuple[str, ...]
@@ -34,6 +34,7 @@ class Group:
     strategies: tuple[Strategy, ...]
     ins: tuple[TensorType, ...]
     outs: tuple[TensorType, ...]
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +96,12 @@ def choices(
             counted[source[r], member_of[op.name], k] += 1
     edges = tuple(Edge(s, c, k, count) for (s, c, k), count in counted.items())
     strategies = _strategies(program, representatives, edges, leaf_layouts, n, data, batched)
-    groups = {
-        name: Group(
-            key=name,
-            members=tuple(members[name]),
-            op=op,
-            strategies=strategies[name],
-            ins=tuple(program.types[r] for r in refs(op)),
-            outs=tuple(program.types[o] for o in op.outputs if o is not None),
+    groups: dict[str, Group] = {}
+    for name, op in representatives.items():
+        ins, outs = tuple(program.types[r] for r in refs(op)), tuple(program.types[o] for o in op.outputs if o is not None)
+        groups[name] = Group(
+            key=name, members=tuple(members[name]), op=op, strategies=strategies[name], ins=ins, outs=outs, counts=count(op, ins, outs)
         )
-        for name, op in representatives.items()
-    }
     wanted: dict[str, dict[Layout, None]] = defaultdict(dict)
     for e in edges:
         for s in strategies.get(e.consumer, ()):

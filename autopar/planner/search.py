@@ -277,7 +277,6 @@ class Search:
     # ------------------------------------------------------------------------------------------------- candidates
     def candidates(self) -> Iterator[Candidate]:
         """Priced candidates, the most promising meshes first; infeasible ones leave their reason in `refused`."""
-        start = time.perf_counter()
         self.best_s = math.inf
         order = sorted(self.meshes(), key=lambda m: (m.tp * m.pp, m.pp, m.tp))
         for mesh in order:
@@ -287,10 +286,6 @@ class Search:
                 divides = f"a global batch of {batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
                 self.refused[f"dp={mesh.dp}: {divides if batch is not None else 'no input has a dim that could be the batch'}"] = None
             for count in sorted(counts, key=lambda c: (abs(c - 2 * mesh.pp), c)):
-                if time.perf_counter() - start > self.time_limit_s and self.best_s < math.inf:
-                    note = "the search was stopped at its time limit; meshes with more tensor and pipeline parallelism are unexplored"
-                    self.notes[note] = None
-                    return
                 if self.least_s(mesh, count) >= self.best_s:
                     continue
                 for found in self._of_rank(self.rank(mesh, count), mesh):
