@@ -57,6 +57,15 @@ MODELS = {
             "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "max_position_embeddings": 32768,
         },
     ),
+    "gpt2": Model(kind="GPT2LMHeadModel", batch=64, length=1024, config={"n_embd": 768, "n_layer": 12, "n_head": 12}),
+    "gpt3-175b": Model(
+        kind="GPT2LMHeadModel", batch=1536, length=2048,
+        config={"n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048, "vocab_size": 51200},
+    ),
+    "gpt-1t": Model(
+        kind="GPT2LMHeadModel", batch=3072, length=2048,
+        config={"n_embd": 25600, "n_layer": 128, "n_head": 160, "n_positions": 2048, "vocab_size": 51200},
+    ),
     "t5-11b": Model(
         kind="T5ForConditionalGeneration", batch=64, length=512,
         config={"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128, "decoder_start_token_id": 0},

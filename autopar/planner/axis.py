@@ -24,7 +24,7 @@ from typing import TypeAlias
 from autopar.catalog import needs_transition, transition
 from autopar.ir import Kind, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
-from autopar.measure.costs import _dtype
+from autopar.measure.costs import dtype_of
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, solve
@@ -113,10 +113,10 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     local_out = [_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
     parts = n if s.splits_work else 1
     moved = float(sum(local_in) + sum(local_out)) if counts.op_class != "gather" else float(2 * sum(local_out))
-    forward, backward = problem.pricer.counted_s(counts, _dtype(group.outs, group.ins), parts=parts, nbytes=moved)
+    forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, nbytes=moved)
     if problem.work_first:
         gpu = problem.pricer.cluster.gpu
-        work = (counts.flops + counts.backward_flops) / parts / gpu.peak_flops_per_s(_dtype(group.outs, group.ins))
+        work = (counts.flops + counts.backward_flops) / parts / gpu.peak_flops_per_s(dtype_of(group.outs, group.ins))
         forward, backward = WORK_FIRST * (work + 3 * moved / gpu.memory_bandwidth_bytes_per_s), 0.0
         forward = 0.0 if counts.op_class == "view" else forward
     if not any(t.grad for t in group.outs):
@@ -125,17 +125,17 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
         forward += 3 * problem.pricer.collective_s("all_reduce", min(local_in, default=0), problem.axis)
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
     saved += counts.saved_other_bytes // parts
-    return len(group.members) * (forward + backward + problem.memory_price_s_per_byte * saved)
+    return group.times * (forward + backward + problem.memory_price_s_per_byte * saved)
 
 
 def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     if group.key not in problem.params:
         return 0.0
     layout, t = s.outputs[0], group.outs[0]
-    resting = _bytes(t, layout, problem.n) * len(group.members)
+    resting = _bytes(t, layout, problem.n) * group.times
     cost = problem.state_price_s_per_byte * resting * (WORK_FIRST if problem.work_first else 1.0)
     if layout.kind is Kind.REPLICATE and t.grad and problem.sync_params:
-        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * len(group.members), problem.axis)
+        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * group.times, problem.axis)
     return cost
 
 
@@ -159,7 +159,7 @@ def group_host(problem: AxisProblem, group: Group) -> float:
     """Seconds that the host needs to launch all members, forward and backward, whatever the strategy."""
     if group.op is None or not problem.launched:
         return 0.0
-    return len(group.members) * sum(problem.pricer.launches_s(group.op, group.ins, group.outs))
+    return group.times * sum(problem.pricer.launches_s(group.op, group.ins, group.outs))
 
 
 def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float:
