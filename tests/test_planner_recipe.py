@@ -15,7 +15,7 @@ from autopar.ir import Program, refs
 from autopar.measure import Pricer
 from autopar.measure.costs import GATHER
 from autopar.planner import Pins, lower, make_plan
-from autopar.planner.candidate import Candidate, Mesh
+from autopar.planner.candidate import Candidate, Draft, Mesh
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from cost_models.cluster import Cluster, load_cluster
@@ -232,9 +232,9 @@ def test_equal_micro_batches_cost_what_each_costs_by_itself(gpus: int, tp: int, 
         assert not isinstance(estimators[0], str) and not isinstance(estimators[1], str)
         assert estimators[0].pieces == estimators[1].pieces and estimators[0].least_s() == pytest.approx(estimators[1].least_s())
         drafts = [s._draft(choice, e) for s, e in zip((sharing, each), estimators, strict=True) if not isinstance(e, str)]
-        assert drafts[0] is not None and drafts[1] is not None
+        assert isinstance(drafts[0], Draft) and isinstance(drafts[1], Draft)
         assert (drafts[0].part.cuts, drafts[0].part.recomputed) == (drafts[1].part.cuts, drafts[1].part.recomputed)
-        mine, its = (d.times for d in drafts if d is not None)
+        mine, its = (d.times for d in drafts if isinstance(d, Draft))
         assert (*mine.forwards_s, *mine.backwards_s) == pytest.approx((*its.forwards_s, *its.backwards_s))
         assert (mine.sync_s, mine.optimizer_s, mine.step_s) == pytest.approx((its.sync_s, its.optimizer_s, its.step_s))
         compared += 1

@@ -82,7 +82,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """estimator: what priced it."""
+    """estimator: what priced it. sequence: the form of the tensor axis."""
 
     estimator: Estimator
     rank: Rank
@@ -98,3 +98,4 @@ class Candidate:
     bubble_s: float
     gradient_sync_s: float
     optimizer_s: float
+    sequence: bool | None = None

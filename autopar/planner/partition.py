@@ -25,6 +25,7 @@ __all__ = ["Partition", "Piece", "least_bytes", "partition", "peak_bytes"]
 
 GIB = float(2**30)
 KNAPSACK_NODES = 5000
+GAP = 1e-5  # relative, to which the cuts are proven
 ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 
 
@@ -78,6 +79,10 @@ def partition(
         return rest * path.slowest_s + total_s + path.again_s
 
     best: _Path | None = None
+    if worth_s < math.inf and rest:
+        best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
+        if best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s:
+            return None
     limit_s = evenly_s
     while best is None and limit_s < 2 * total_s:  # the first limit under which there is an answer
         limit_s *= 1.1
@@ -85,24 +90,24 @@ def partition(
     best = best or spans.path(math.inf)
     if best is None:
         raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
-    limit_s = (objective(best) - total_s) / rest * (1 + 1e-12) if rest else math.inf  # a slower stage alone would cost more
-    bound, done = objective(best), False
+    limit_s = (objective(best) - total_s) / rest * (1 + 1e-12) if rest else math.inf
+    bound, done = 0.0, False
     for _ in range(rounds):
         path = spans.path(limit_s)
         if path is None:
-            done = True
+            bound, done = objective(best), True
             break
         if objective(path) < objective(best):
             best = path
-        bound = min(rest * evenly_s + total_s + path.again_s, objective(best))  # whatever comes now runs no less again
-        if bound >= objective(best) * (1 - 1e-12):
+        again_s = path.again_s  # whatever comes now runs no less again
+        bound = min(rest * max(evenly_s, (total_s + again_s) / stages) + total_s + again_s, objective(best))
+        if bound >= min(objective(best), worth_s) * (1 - GAP):
             done = True
             break
         limit_s = path.slowest_s * (1 - 1e-12)
-    bound = objective(best) if done else bound
     if spans.slack_s:
         bound, done = max(0.0, bound - (rest + stages) * spans.slack_s), False
-    if bound >= worth_s or (done and objective(best) >= worth_s):
+    if bound >= worth_s:
         return None
     outcome = Outcome(
         objective=objective(best), bound=bound, gap=(objective(best) - bound) / objective(best) if objective(best) else 0.0,

@@ -8,9 +8,10 @@
 The choice that is foremost in the queue takes the next of these steps and is put back with what it costs at least now; the first one that
 comes out exactly priced is the best. `Plan.bound_s` is the least of what was known of any choice then: explored, left behind, or out of
 budget. No plan of the space is faster than that, where the space is: every choice (space.py); on the data axis the assignment that
-splits the most work; on the tensor axis the assignment that its program finds (axis.py), which is decided before stages and recompute
-are and does not see them; every cut between pieces and every set of recomputed blocks. Within these the answer is exact but for what
-the stages' objective leaves out (reduction, optimizer, transfers), which `bound_s` counts at their least.
+splits the most work; on the tensor axis the assignments that its program finds (axis.py), the fastest one and those of Megatron's
+forms, which are decided before stages and recompute are and do not see them; every cut between pieces and every set of recomputed
+blocks. Within these the answer is exact but for what the stages' objective leaves out (reduction, optimizer, transfers), which
+`bound_s` counts at their least.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Final, Literal
 
 from autopar.errors import Infeasible
 from autopar.ir import Program
@@ -52,6 +54,7 @@ __all__ = ["Search", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
+NO_BETTER: Final = "no better"
 TRIES = 6  # of the stages of one choice, each with less room, where the exact account of memory says more than the pieces
 Ledgers = dict[tuple[int, int, int], Ledger]  # by data-parallel ranks, micro-batches, tensor-parallel ranks
 
@@ -105,7 +108,7 @@ class Search:
 
     def _pinned(self, store: Store) -> Store:
         """What is known, under these pins."""
-        return dataclasses.replace(store, sequence_parallel=self.pins.sequence_parallel, pinned_tp=self.pins.tp is not None)
+        return dataclasses.replace(store, pinned_tp=self.pins.tp is not None)
 
     @property
     def refused(self) -> dict[str, None]:
@@ -142,7 +145,7 @@ class Search:
         start = time.perf_counter()
         said = self.said
         said.refused |= dict.fromkeys(self.space.refused())
-        numbers = itertools.count()
+        self._numbers = numbers = itertools.count()
         queue: list[_Entry] = []
         for choice in self.space.choices():
             least_s = self._least.step_s(choice, self.batch_size)
@@ -177,26 +180,44 @@ class Search:
         """Price the rank's program."""
         choice, mesh = entry.choice, entry.choice.mesh
         self.said.explored += 1
-        rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe)
+        rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
         estimator = self._estimator(rank, choice)
         if isinstance(estimator, str):
-            self.refused[estimator] = None
+            if choice.sequence == self.pins.sequence_parallel:  # of a form that nobody asked for nothing need be said
+                self.refused[estimator] = None
             return
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
         heapq.heappush(queue, entry)
 
     def _stages(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
-        """Cut the stages."""
-        assert entry.estimator is not None
+        """Cut the stages. A choice that is no faster than a draft that there is waits behind it, in case that does not fit after all."""
+        estimator = entry.estimator
+        assert estimator is not None
         self.said.cut += 1
-        draft = self.known.timed("stages", lambda: self._draft(entry.choice, entry.estimator))
-        if draft is None:
-            bounds.pop(entry.choice, None)
+        worth_s = min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        draft = self.known.timed("stages", lambda: self._draft(entry.choice, estimator, worth_s=worth_s))
+        known = entry.choice in bounds
+        if (draft == NO_BETTER or draft is None or draft.part.recomputed) and not known:
+            self._leaner(entry, queue)
+        if draft == NO_BETTER:
+            bounds[entry.choice] = max(entry.least_s, worth_s)
+            entry.least_s = bounds[entry.choice] * (1 + 1e-9)
+            heapq.heappush(queue, entry)
             return
-        bounds.setdefault(entry.choice, draft.bound_s)
-        entry.draft, entry.least_s = draft, draft.times.step_s
-        heapq.heappush(queue, entry)
+        if isinstance(draft, Draft):
+            bounds[entry.choice] = draft.bound_s
+            entry.draft, entry.least_s = draft, draft.times.step_s
+            heapq.heappush(queue, entry)
+        else:
+            bounds.pop(entry.choice, None)
+
+    def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
+        """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster."""
+        for choice in self.space.leaner(entry.choice):
+            self.said.choices += 1
+            least_s = self._least.step_s(choice, self.batch_size)
+            heapq.heappush(queue, _Entry(least_s, choice.simplicity, next(self._numbers), choice))
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
         """Price the choice as it will run."""
@@ -231,9 +252,11 @@ class Search:
         cuts = self._pinned_cuts(estimator)
         return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
 
-    def _draft(self, choice: Choice, estimator: Estimator | None, tight_bytes: float = 0.0) -> Draft | None:
-        """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why."""
-        assert estimator is not None
+    def _draft(
+        self, choice: Choice, estimator: Estimator, tight_bytes: float = 0.0, worth_s: float = math.inf
+    ) -> Draft | Literal["no better"] | None:
+        """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why. tight_bytes: with so
+        much less room. worth_s: NO_BETTER if no step of this choice is faster."""
         room = estimator.room_bytes(self.memory_limit_bytes)
         cuts = self._pinned_cuts(estimator)
         assert not isinstance(cuts, str)
@@ -241,11 +264,13 @@ class Search:
             part = partition(
                 estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
                 limit_bytes=room - tight_bytes, recompute=self.pins.recompute or "auto", cuts=cuts,
+                worth_s=worth_s - estimator.least_update_s(),
             )  # fmt: skip
         except Infeasible:
             self._note_shortfall(choice, estimator, room, tight_bytes)
             return None
-        assert part is not None
+        if part is None:
+            return NO_BETTER
         times = estimator.times(part, estimator.seconds())
         return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_update_s()))
 
@@ -253,7 +278,7 @@ class Search:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
         were."""
         mesh = choice.mesh
-        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe)
+        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
         if ledgers is not None and not isinstance(rank, str):
             key, program, pricer = (mesh.dp, rank.micro_batches, mesh.tp), rank.program, self.known.pricer(mesh, self.recipe, live)
             if key not in ledgers:
@@ -266,12 +291,12 @@ class Search:
         tight = 0.0
         for _ in range(TRIES):
             draft = self._draft(choice, estimator, tight)
-            if draft is None:
+            if not isinstance(draft, Draft):
                 return None
             found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
             over = max(s.memory.total_bytes for s in found.stages) - self.memory_limit_bytes
             if over <= 0:
-                return found
+                return dataclasses.replace(found, sequence=choice.sequence)
             tight += over + 1
         self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(over))
         return None
@@ -329,7 +354,7 @@ class Search:
         ledgers: Ledgers = {}
         again: list[Candidate] = []
         for c in found:
-            choice = Choice(mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, zero=c.zero)
+            choice = Choice(mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, zero=c.zero, sequence=c.sequence)
             priced = self._exact(choice, live, ledgers)
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
                 break

@@ -5,6 +5,7 @@ A choice is a value; nothing here is priced. Strategies, stages and recompute ar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,27 +13,30 @@ from autopar.planner.candidate import Mesh
 from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
 
-__all__ = ["RESTS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
+__all__ = ["FORMS", "RESTS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
 
 RESTS = (0, 1, 3)  # how parameters, gradients and optimizer states rest over the data axis: the stages of ZeRO
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
+FORMS = (None, True, False)  # of the tensor axis: the fastest, and Megatron's two (see Pins.sequence_parallel)
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One point of the space, before anything inside it is decided."""
+    """One point of the space, before anything inside it is decided. sequence: the form of the tensor axis. The fastest form keeps what
+    it likes; where that costs recompute or does not fit, the others are tried too."""
 
     mesh: Mesh
     micro_batches: int
     schedule: str
     zero: int
+    sequence: bool | None = None
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Of choices that cost the same, the one with the smaller value is taken."""
-        mesh = self.mesh
-        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, self.zero, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+        mesh, form = self.mesh, FORMS.index(self.sequence)
+        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, form, self.zero, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +84,13 @@ class Space:
                 for schedule in self.schedules():
                     for zero in self.rests(mesh):
                         if not (zero and mesh.dp == 1):
-                            yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, zero=zero)
+                            form = self.pins.sequence_parallel if mesh.tp > 1 else None
+                            yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, zero=zero, sequence=form)
+
+    def leaner(self, choice: Choice) -> Iterator[Choice]:
+        """The same in the other forms of the tensor axis."""
+        if choice.mesh.tp > 1 and choice.sequence is None:
+            yield from (dataclasses.replace(choice, sequence=form) for form in FORMS if form is not None)
 
     def refused(self) -> Iterator[str]:
         """Why there is no choice for a mesh that the pins allow."""

@@ -38,13 +38,12 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Store:
-    """folds: whether equal layers are walked once. seconds: spent, by pass; notes: for the plan. sequence_parallel: as pinned; pinned_tp:
-    whether the size of the tensor axis is."""
+    """folds: whether equal layers are walked once. seconds: spent, by pass; notes: for the plan. pinned_tp: whether the size of
+    the tensor axis is pinned."""
 
     program: Program
     cluster: Cluster
     optimizer: str
-    sequence_parallel: bool | None = None
     pinned_tp: bool = False
     folds: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
@@ -149,18 +148,19 @@ class Store:
         return list(dict.fromkeys(why for (ranks, _), why in self._moments.items() if ranks == dp and isinstance(why, str)))
 
     # ------------------------------------------------------------------------------------------------------------ ranks
-    def rank(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR) -> Rank | str:
+    def rank(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, sequence: bool | None = None) -> Rank | str:
         """The priced, folded program of one rank, or why there is none. Splits into micro-batches of one size share it. batch: the
-        global one; of another than the program's own only what is priced can be told."""
+        global one; of another than the program's own only what is priced can be told. sequence: the form of the tensor axis, as in
+        `Pins.sequence_parallel`."""
         split = self._split_of(mesh, count, batch)
         if isinstance(split, str):
             return split
         size = (batch or 1) // mesh.dp // count
         contended = self.pricer(mesh).contended
         priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed)
-        key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), self.sequence_parallel, *priced_by)
+        key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), sequence, *priced_by)
         if key not in self._rank:
-            self._rank[key] = self._build(mesh, split, recipe)
+            self._rank[key] = self._build(mesh, split, recipe, sequence)
         found = self._rank[key]
         return found if isinstance(found, str) else dataclasses.replace(found, mesh=mesh, micro_batches=count)
 
@@ -186,7 +186,7 @@ class Store:
             return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(mesh.dp, 2)} ranks"
         return dp, parts // dp
 
-    def _build(self, mesh: Mesh, split: Split, recipe: Recipe) -> Rank | str:
+    def _build(self, mesh: Mesh, split: Split, recipe: Recipe, sequence: bool | None) -> Rank | str:
         moments = self.moments(*split)
         if isinstance(moments, str):
             return moments
@@ -194,17 +194,16 @@ class Store:
         tensor, outcomes = None, data[2]
         if mesh.tp > 1:
             try:
-                tensor, outcome = self.on_tensor_axis(mesh, moments.body)
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, sequence)
             except Infeasible as e:
-                return self._not_cut(mesh, e)
+                return self._not_cut(mesh, e, sequence)
             outcomes = (*outcomes, outcome)
         return self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe)
 
-    def _not_cut(self, mesh: Mesh, why: Infeasible) -> str:
-        pin = self.sequence_parallel
-        if pin is None:
+    def _not_cut(self, mesh: Mesh, why: Infeasible, sequence: bool | None) -> str:
+        if sequence is None:
             raise why
-        return f"tp={mesh.tp}: not every matrix can be cut with the activations between as sequence_parallel={pin} wants them ({why})"
+        return f"tp={mesh.tp}: not every matrix can be cut with the activations between as sequence_parallel={sequence} wants them ({why})"
 
     def _priced(
         self, mesh: Mesh, split: Split, moments: Moments, data: Assignment | None, tensor: Assignment | None,
@@ -217,7 +216,7 @@ class Store:
             outcomes=outcomes, micro_batches=split[1], made_for=split,
         )  # fmt: skip
 
-    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR) -> Rank | str:
+    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, sequence: bool | None = None) -> Rank | str:
         """The rank of the program as it is: its tensor axis solved for its own micro-batch, unfolded onto every layer. NotAlike if that
         is not possible."""
         split = self._split_of(mesh, count, batch)
@@ -230,9 +229,10 @@ class Store:
         tensor, outcomes = None, data[2]
         if mesh.tp > 1:
             try:
-                tensor, outcome = self.on_tensor_axis(mesh, moments.body, exactly=(batch or 1) == (self.program.batch_size or 1))
+                own = (batch or 1) == (self.program.batch_size or 1)
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, sequence, exactly=own)
             except Infeasible as e:
-                return self._not_cut(mesh, e)
+                return self._not_cut(mesh, e, sequence)
             outcomes = (*outcomes, outcome)
         if self.folded is self.program:
             return dataclasses.replace(self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe), micro_batches=count)
@@ -246,28 +246,30 @@ class Store:
         return dataclasses.replace(self._priced(mesh, split, every, data_on_all, tensor_on_all, outcomes, recipe), micro_batches=count)
 
     # -------------------------------------------------------------------------------------------------- the tensor axis
-    def on_tensor_axis(self, mesh: Mesh, body: Program, *, exactly: bool = False) -> tuple[Assignment, Outcome]:
+    def on_tensor_axis(
+        self, mesh: Mesh, body: Program, sequence: bool | None = None, *, exactly: bool = False
+    ) -> tuple[Assignment, Outcome]:
         """The tensor axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         names = frozenset(op.name for op in body.ops)
-        key = (body.batch_size or 0, mesh.tp, self.pricer(mesh).per_node("tp"), self.sequence_parallel, self.pinned_tp, names)
+        key = (body.batch_size or 0, mesh.tp, self.pricer(mesh).per_node("tp"), sequence, self.pinned_tp, names)
         if key in self._tensor:
             return self._tensor[key]
         if not exactly:
             for known_key, known in self._tensor.items():
                 if known_key[1:] == key[1:] and _fits(known[0], body):
                     return known
-        problem = self._tensor_problem(mesh, body)
+        problem = self._tensor_problem(mesh, body, sequence)
         solution = self._solve_tensor(problem)
         self._tensor[key] = (solution.assignment, solution.outcome)
         return self._tensor[key]
 
-    def _tensor_problem(self, mesh: Mesh, body: Program) -> AxisProblem:
+    def _tensor_problem(self, mesh: Mesh, body: Program, sequence: bool | None) -> AxisProblem:
         leaves: dict[str, tuple[Layout, ...]] = {x.value: (I,) for x in body.inputs}
         pricer = self.pricer(mesh)
         passes = 3 + 2 * OPTIMIZERS[self.optimizer]
         found = self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body)))
-        if self.sequence_parallel is not None:
+        if sequence is not None:
             found = with_matrices_cut(found, frozenset(p.value for p in body.params))
         return AxisProblem(
             axis="tp",
@@ -277,7 +279,7 @@ class Store:
             state_price_s_per_byte=passes / self.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
             params=frozenset(p.value for p in body.params),
             fixed=frozenset(b.value for b in body.buffers if b.mutated),
-            sequence_parallel=self.sequence_parallel,
+            sequence_parallel=sequence,
         )
 
     def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
