@@ -154,19 +154,30 @@ def measured(name: str, gpus: int, cluster: str) -> dict[str, Any]:
     clock.lap("build")
 
     from autopar.capture import capture
-    from autopar.compiler import emit, plan_of
+    from autopar.compiler import emit
+    from autopar.planner import Pins
+    from autopar.planner.resources import choose_cluster, usable_bytes
+    from autopar.planner.search import Search
 
     captured = capture(model, inputs)
     clock.lap("capture")
-    plan = plan_of(captured, gpus, cluster=cluster, precision="bf16")
+    described = choose_cluster(cluster, gpus)
+    search = Search(
+        program=captured.program, gpus=gpus, cluster=described, memory_limit_bytes=usable_bytes(described.gpu), optimizer="adamw",
+        precision="bf16", pins=Pins(),
+    )  # fmt: skip
+    plan = search.best()
     clock.lap("plan")
     source = emit(captured, plan)
     clock.lap("emit")
     return {
         "model": name, "parameters": parameters, "operators": len(captured.program.ops), "gpus": gpus, "cluster": cluster,
-        "seconds": clock.seconds, "planning_s": plan.planning_s, "total_s": round(sum(clock.seconds.values()), 2),
+        "seconds": clock.seconds, "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
+        "total_s": round(sum(clock.seconds.values()), 2),
         "peak_bytes": clock.peak_bytes, "mesh": plan.mesh, "micro_batches": plan.micro_batches, "zero": plan.zero,
-        "step_time_s": plan.step_time_s, "gap": plan.gap, "memory_bytes": plan.memory_bytes, "source_lines": source.count("\n"),
+        "programs": search.known.programs, "binaries": search.known.binaries, "rows": search.known.rows, **plan.searched,
+        "step_time_s": plan.step_time_s, "bound_s": plan.bound_s, "gap": plan.gap,
+        "memory_bytes": plan.memory_bytes, "source_lines": source.count("\n"),
     }  # fmt: skip
 
 
@@ -177,7 +188,10 @@ def _text(found: Mapping[str, Any]) -> str:
         f"{found['model']}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['operators']} operators, {found['gpus']} GPUs of "
         f"{found['cluster']}\n"
         f"  plan: {' '.join(f'{k}={v}' for k, v in found['mesh'].items())}, micro-batches {found['micro_batches']}, zero {found['zero']}, "
-        f"step {found['step_time_s']:.3f} s, gap {100 * found['gap']:.2f}%, fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB"
+        f"step {found['step_time_s']:.3f} s, bound {found['bound_s']:.3f} s, gap {100 * found['gap']:.2f}%, "
+        f"fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB\n"
+        f"  search: {found['choices']} choices, {found['explored']} priced, {found['cut']} cut into stages, {found['left']} left; "
+        f"{found['programs']} integer programs of up to {found['binaries']} binaries and {found['rows']} rows"
     )
     rows = [f"  {name:<16}{s:9.2f} s{found['peak_bytes'][name] / 2**30:9.2f} GiB" for name, s in found["seconds"].items()]
     inner = [f"    {name:<14}{s:9.2f} s" for name, s in found["planning_s"].items()]

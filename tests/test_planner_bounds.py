@@ -119,7 +119,7 @@ def test_the_bound_of_a_plan_is_below_every_plan_of_the_space() -> None:
 
 
 def test_a_search_that_is_stopped_says_so_and_its_bound_counts_what_it_left() -> None:
-    whole, cut = searched(program_of("deep"), 8, cluster()), searched(program_of("deep"), 8, cluster())
+    whole, cut = (searched(program_of("deep"), 4, cluster(), 16 * MIB, pp=2) for _ in range(2))
     cut.budget = 1
     plans = [s.best() for s in (whole, cut)]
     assert not any("stopped" in note for note in plans[0].notes)

@@ -22,7 +22,7 @@ from autopar.planner.stages import Pieces, Segment
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
-from cost_models.pipeline import step_time_s
+from cost_models.pipeline import CLOSED_FORMS, step_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
 
@@ -292,7 +292,24 @@ class Estimator:
         """No cuts and no recompute of these pieces make a faster step: the pieces spread evenly, and what nothing hides."""
         stages, m = len(self.in_flight), self.rank.micro_batches
         work_s = sum(f + b for f, b in self.seconds())
-        return work_s * (m + stages - 1) / stages + self.least_update_s()
+        return work_s * (m + stages - 1) / stages + self.least_ends_s
+
+    @functools.cached_property
+    def least_ends_s(self) -> float:
+        """What the stages' program leaves out, at its least: the update; the transfers between stages, at the cheapest cut; and, if there
+        is one stage, the reduction of all gradients beside a backward pass in which everything runs again."""
+        update_s, stages, n = self.least_update_s(), len(self.in_flight), len(self.segments)
+        if stages > 1:
+            if self.schedule not in CLOSED_FORMS:
+                return update_s
+            types, crossing = self.rank.program.types, self.rank.cuts.crossing
+            starts = {x.span.start for x in self.segments.segments}
+            sent = min((sum(types[v].nbytes for v in values) for at, values in crossing.items() if at in starts), default=0)
+            hop_s = self.pricer.collective_s("p2p", sent, "pp")
+            return update_s + step_time_s(self.schedule, [0.0] * stages, [0.0] * stages, self.rank.micro_batches, hop_s)
+        seconds = self.seconds()
+        forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
+        return update_s + self._sync_s(self._own(0, n), forward_s, backward_s) + self._ends_s(0, n)
 
     def least_update_s(self) -> float:
         """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""

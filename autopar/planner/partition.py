@@ -79,6 +79,8 @@ def partition(
         return rest * path.slowest_s + total_s + path.again_s
 
     best: _Path | None = None
+    if cuts is None and least_bytes(pieces, stages, in_flight, recompute) > limit_bytes:
+        raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
     if worth_s < math.inf and rest:
         best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
         if best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s:

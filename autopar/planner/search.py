@@ -36,7 +36,7 @@ from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import least_bytes, partition
+from autopar.planner.partition import Piece, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
@@ -53,6 +53,7 @@ from cost_models.recipe import AUTOPAR, Recipe
 __all__ = ["Search", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
+WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fastest one by more waits behind it
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 NO_BETTER: Final = "no better"
 TRIES = 6  # of the stages of one choice, each with less room, where the exact account of memory says more than the pieces
@@ -146,6 +147,7 @@ class Search:
         said = self.said
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
+        self._fastest: dict[Choice, tuple[Piece, ...]] = {}
         queue: list[_Entry] = []
         for choice in self.space.choices():
             least_s = self._least.step_s(choice, self.batch_size)
@@ -186,6 +188,10 @@ class Search:
             if choice.sequence == self.pins.sequence_parallel:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
             return
+        if choice.sequence == self.pins.sequence_parallel:
+            self._fastest[choice] = estimator.pieces
+        elif _no_better(estimator.pieces, self._fastest[dataclasses.replace(choice, sequence=None)]):
+            return
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
         heapq.heappush(queue, entry)
@@ -195,7 +201,7 @@ class Search:
         estimator = entry.estimator
         assert estimator is not None
         self.said.cut += 1
-        worth_s = min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        worth_s = WORTH * min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
         draft = self.known.timed("stages", lambda: self._draft(entry.choice, estimator, worth_s=worth_s))
         known = entry.choice in bounds
         if (draft == NO_BETTER or draft is None or draft.part.recomputed) and not known:
@@ -264,7 +270,7 @@ class Search:
             part = partition(
                 estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
                 limit_bytes=room - tight_bytes, recompute=self.pins.recompute or "auto", cuts=cuts,
-                worth_s=worth_s - estimator.least_update_s(),
+                worth_s=worth_s - estimator.least_ends_s,
             )  # fmt: skip
         except Infeasible:
             self._note_shortfall(choice, estimator, room, tight_bytes)
@@ -272,7 +278,7 @@ class Search:
         if part is None:
             return NO_BETTER
         times = estimator.times(part, estimator.seconds())
-        return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_update_s()))
+        return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_ends_s))
 
     def _exact(self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None) -> Candidate | None:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
@@ -363,6 +369,18 @@ class Search:
         self.known.notes[f"the search went by estimates; the operators of its best {len(again)} candidates were then measured"] = None
         self.said.bound_s = math.inf  # of estimates, which says nothing about measured times
         return sorted(again, key=lambda c: c.step_time_s) or found
+
+
+def _no_better(pieces: tuple[Piece, ...], others: tuple[Piece, ...]) -> bool:
+    """Whether none of these is faster or smaller than the other in its place."""
+
+    def costs(p: Piece) -> tuple[float, ...]:
+        return (p.forward_s, p.backward_s, p.state_bytes, p.kept_bytes, p.kept_bytes - p.freed_bytes, p.temporary_bytes)
+
+    if len(pieces) != len(others):
+        return False
+    pairs = dict.fromkeys(zip(pieces, others, strict=True))
+    return all(x >= y for a, b in pairs for x, y in zip(costs(a), costs(b), strict=True))
 
 
 def make_plan(
