@@ -235,6 +235,6 @@ def test_a_slow_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(0.0, 1e4)
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     assert make_plan(program_of("deep"), 4, cluster()).to_json() == expected
-    limited = make_plan(program_of("deep"), 4, cluster(), time_limit_s=1.0)
+    limited = make_plan(program_of("deep"), 4, cluster(), memory_limit_bytes=16 * MIB, pins=Pins(pp=2), time_limit_s=1.0)
     assert any("stopped after 1 s" in note for note in limited.notes) and limited.bound_s <= limited.step_time_s
     assert solve.__kwdefaults__ == {"gap": 1e-3, "nodes": 500}, "budgets are no seconds"

@@ -185,12 +185,11 @@ class Search:
         rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
         estimator = self._estimator(rank, choice)
         if isinstance(estimator, str):
-            if choice.sequence == self.pins.sequence_parallel:  # of a form that nobody asked for nothing need be said
+            if choice.sequence is None or self.pins.sequence_parallel is not None:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
             return
-        if choice.sequence == self.pins.sequence_parallel:
-            self._fastest[choice] = estimator.pieces
-        elif _no_better(estimator.pieces, self._fastest[dataclasses.replace(choice, sequence=None)]):
+        fastest = self._fastest.setdefault(dataclasses.replace(choice, sequence=None), estimator.pieces)
+        if fastest is not estimator.pieces and _no_better(estimator.pieces, fastest):
             return
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
