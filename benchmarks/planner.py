@@ -57,6 +57,15 @@ MODELS = {
             "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "max_position_embeddings": 32768,
         },
     ),
+    "gpt2": Model(kind="GPT2LMHeadModel", batch=64, length=1024, config={"n_embd": 768, "n_layer": 12, "n_head": 12}),
+    "gpt3-175b": Model(
+        kind="GPT2LMHeadModel", batch=1536, length=2048,
+        config={"n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048, "vocab_size": 51200},
+    ),
+    "gpt-1t": Model(
+        kind="GPT2LMHeadModel", batch=3072, length=2048,
+        config={"n_embd": 25600, "n_layer": 128, "n_head": 160, "n_positions": 2048, "vocab_size": 51200},
+    ),
     "t5-11b": Model(
         kind="T5ForConditionalGeneration", batch=64, length=512,
         config={"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128, "decoder_start_token_id": 0},
@@ -145,19 +154,30 @@ def measured(name: str, gpus: int, cluster: str) -> dict[str, Any]:
     clock.lap("build")
 
     from autopar.capture import capture
-    from autopar.compiler import emit, plan_of
+    from autopar.compiler import emit
+    from autopar.planner import Pins
+    from autopar.planner.resources import choose_cluster, usable_bytes
+    from autopar.planner.search import Search
 
     captured = capture(model, inputs)
     clock.lap("capture")
-    plan = plan_of(captured, gpus, cluster=cluster, precision="bf16")
+    described = choose_cluster(cluster, gpus)
+    search = Search(
+        program=captured.program, gpus=gpus, cluster=described, memory_limit_bytes=usable_bytes(described.gpu), optimizer="adamw",
+        precision="bf16", pins=Pins(),
+    )  # fmt: skip
+    plan = search.best()
     clock.lap("plan")
     source = emit(captured, plan)
     clock.lap("emit")
     return {
         "model": name, "parameters": parameters, "operators": len(captured.program.ops), "gpus": gpus, "cluster": cluster,
-        "seconds": clock.seconds, "planning_s": plan.planning_s, "total_s": round(sum(clock.seconds.values()), 2),
+        "seconds": clock.seconds, "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
+        "total_s": round(sum(clock.seconds.values()), 2),
         "peak_bytes": clock.peak_bytes, "mesh": plan.mesh, "micro_batches": plan.micro_batches, "zero": plan.zero,
-        "step_time_s": plan.step_time_s, "gap": plan.gap, "memory_bytes": plan.memory_bytes, "source_lines": source.count("\n"),
+        "programs": search.known.programs, "binaries": search.known.binaries, "rows": search.known.rows, **plan.searched,
+        "step_time_s": plan.step_time_s, "bound_s": plan.bound_s, "gap": plan.gap,
+        "memory_bytes": plan.memory_bytes, "source_lines": source.count("\n"),
     }  # fmt: skip
 
 
@@ -168,7 +188,10 @@ def _text(found: Mapping[str, Any]) -> str:
         f"{found['model']}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['operators']} operators, {found['gpus']} GPUs of "
         f"{found['cluster']}\n"
         f"  plan: {' '.join(f'{k}={v}' for k, v in found['mesh'].items())}, micro-batches {found['micro_batches']}, zero {found['zero']}, "
-        f"step {found['step_time_s']:.3f} s, gap {100 * found['gap']:.2f}%, fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB"
+        f"step {found['step_time_s']:.3f} s, bound {found['bound_s']:.3f} s, gap {100 * found['gap']:.2f}%, "
+        f"fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB\n"
+        f"  search: {found['choices']} choices, {found['explored']} priced, {found['cut']} cut into stages, {found['left']} left; "
+        f"{found['programs']} integer programs of up to {found['binaries']} binaries and {found['rows']} rows"
     )
     rows = [f"  {name:<16}{s:9.2f} s{found['peak_bytes'][name] / 2**30:9.2f} GiB" for name, s in found["seconds"].items()]
     inner = [f"    {name:<14}{s:9.2f} s" for name, s in found["planning_s"].items()]

@@ -152,7 +152,7 @@ def test_a_tied_parameter_stands_on_both_stages() -> None:
 def test_segments_cover_the_program_between_legal_cuts(wanted: int) -> None:
     program = program_of("stack")
     cuts = legal_cuts(program)
-    segments = segments_of(program, cuts, wanted)
+    segments = segments_of(program, cuts, wanted).segments
     assert [s.span.start for s in segments[1:]] == [s.span.stop for s in segments[:-1]]
     assert segments[0].span.start == 0 and segments[-1].span.stop == len(program.ops)
     assert len(segments) >= wanted and all(s.span.start in cuts.crossing for s in segments[1:])

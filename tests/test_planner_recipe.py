@@ -15,7 +15,7 @@ from autopar.ir import Program, refs
 from autopar.measure import Pricer
 from autopar.measure.costs import GATHER
 from autopar.planner import Pins, lower, make_plan
-from autopar.planner.candidate import Candidate, Mesh
+from autopar.planner.candidate import Candidate, Draft, Mesh
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from cost_models.cluster import Cluster, load_cluster
@@ -220,26 +220,32 @@ def figures(c: Candidate) -> tuple[object, ...]:
 def test_equal_micro_batches_cost_what_each_costs_by_itself(gpus: int, tp: int, pins: dict[str, Any], recipe: Recipe) -> None:
     program = program_of("stack")
     sharing, each = searched(program, gpus, recipe, **pins), searched(program, gpus, recipe, **pins)
-    compared, shared = 0, 0
-    for mesh in [m for m in sharing.meshes() if m.tp == tp]:
-        for count in sharing.micro_batch_counts(mesh):
-            found, own = sharing.rank(mesh, count), each.rank(mesh, count, exactly=True)
-            assert not isinstance(found, str) and not isinstance(own, str)
-            assert own.made_for == (mesh.dp, count) and (found.mesh, found.micro_batches) == (mesh, count)
-            shared += found.made_for != own.made_for
-            for search in (sharing, each):
-                search.best_s = math.inf
-            pairs = [list(s._of_rank(rank, mesh)) for s, rank in ((sharing, found), (each, own))]
-            assert [figures(c) for c in pairs[0]] == [figures(c) for c in pairs[1]]
-            compared += len(pairs[0])
-    assert compared > 2 and shared, "nothing was shared"
+    compared, shared, folded = 0, 0, 0
+    for choice in [c for c in sharing.space.choices() if c.mesh.tp == tp]:
+        mesh, count = choice.mesh, choice.micro_batches
+        found, own = (f(mesh, count, program.batch_size, recipe) for f in (sharing.known.rank, each.known.whole))
+        assert not isinstance(found, str) and not isinstance(own, str)
+        assert own.made_for == (mesh.dp, count) and (found.mesh, found.micro_batches) == (mesh, count)
+        shared += found.made_for != own.made_for
+        folded += len(found.program.ops) < len(own.program.ops)
+        estimators = [s._estimator(rank, choice) for s, rank in ((sharing, found), (each, own))]
+        assert not isinstance(estimators[0], str) and not isinstance(estimators[1], str)
+        assert estimators[0].pieces == estimators[1].pieces and estimators[0].least_s() == pytest.approx(estimators[1].least_s())
+        drafts = [s._draft(choice, e) for s, e in zip((sharing, each), estimators, strict=True) if not isinstance(e, str)]
+        assert isinstance(drafts[0], Draft) and isinstance(drafts[1], Draft)
+        assert (drafts[0].part.cuts, drafts[0].part.recomputed) == (drafts[1].part.cuts, drafts[1].part.recomputed)
+        mine, its = (d.times for d in drafts if isinstance(d, Draft))
+        assert (*mine.forwards_s, *mine.backwards_s) == pytest.approx((*its.forwards_s, *its.backwards_s))
+        assert (mine.sync_s, mine.optimizer_s, mine.step_s) == pytest.approx((its.sync_s, its.optimizer_s, its.step_s))
+        compared += 1
+    assert compared > 2 and shared and folded, "nothing was shared, or nothing folded"
 
 
 @pytest.mark.parametrize("name,gpus,pins", [("stack", 4, {"pp": 1}), ("stack", 2, {"tp": 2}), ("pair", 2, {})])
 def test_the_plan_states_its_own_split(name: str, gpus: int, pins: dict[str, Any]) -> None:
     program = program_of(name)
     search = searched(program, gpus, **pins)
-    best = search._exactly(sorted(search.candidates(), key=lambda c: c.step_time_s))[0]
+    best = next(search.candidates())
     assert best.rank.made_for == (best.mesh.dp, best.rank.micro_batches)
     plan = make_plan(program, gpus, cluster(), pins=Pins(**pins))
     assert plan.mesh == best.mesh.sizes() and plan.micro_batches == best.rank.micro_batches
@@ -274,7 +280,7 @@ def test_another_batch_costs_what_its_own_capture_costs(pins: dict[str, Any]) ->
     found = list(other.candidates())
     assert [figures(c) for c in found] == expected and expected
     assert all(other.least_s(c.mesh, c.rank.micro_batches) <= c.step_time_s for c in found)
-    assert other.least_s(found[0].mesh, 8) == pytest.approx(searched(stack_of(32), gpus, **pins).least_s(found[0].mesh, 8))
+    assert other.least_s(found[0].mesh, 8) == pytest.approx(searched(stack_of(32), gpus, MIXED, **pins).least_s(found[0].mesh, 8))
     assert small.batch_size == 8 and small.recipe == AUTOPAR
 
 

@@ -18,7 +18,7 @@ from cost_models.collectives import Kind, collective_time_s
 from cost_models.compute import kernel_time_s, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
-__all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer"]
+__all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer", "dtype_of"]
 
 BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torch DDP's bucket_cap_mb default, 25 MiB)
 
@@ -138,7 +138,7 @@ class Pricer:
         counts = counts or count(op, ins, outs, not self.cluster.gpu.host)
         if op.target.startswith("autopar.C."):
             return self._transition(op, counts, ins[0], outs[0])
-        dtype = _dtype(outs, ins)
+        dtype = dtype_of(outs, ins)
         forward, backward = (s * self.shared for s in self.counted_s(counts, dtype))
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
@@ -224,7 +224,7 @@ class Pricer:
         return found
 
 
-def _dtype(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:
+def dtype_of(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:
     for t in (*outs, *ins):
         if t.dtype.is_floating_point:
             return str(t.dtype).removeprefix("torch.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.capture import program_hash
 from autopar.ir import Program, refs
 from autopar.measure import count as count_op
-from autopar.planner.candidate import GIB, Candidate, Rank, gib
+from autopar.planner.bounds import Least
+from autopar.planner.candidate import GIB, Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.lower import axis_plan
 from autopar.planner.plan import AxisPlan, Pins, Plan
 from autopar.planner.shard import Assignment
@@ -17,11 +19,32 @@ from autopar.planner.stages import cut_stages
 if TYPE_CHECKING:
     from autopar.planner.search import Search
 
-__all__ = ["plan_of", "why_not"]
+__all__ = ["Searched", "plan_of", "why_not"]
+
+
+@dataclass(kw_only=True)
+class Searched:
+    """What a search can tell at its end. choices: in the space; explored: priced; cut: into stages; unexplored: given up when it was
+    stopped; left: never looked at, because they could not be better. bound_s: no plan of the space is faster."""
+
+    refused: dict[str, None] = field(default_factory=dict)
+    short_bytes: float = math.inf
+    least: Least | None = None
+    drafts: list[Draft] = field(default_factory=list)
+    choices: int = 0
+    explored: int = 0
+    cut: int = 0
+    unexplored: int = 0
+    left: int = 0
+    stopped: str = ""
+    bound_s: float = math.inf
+
+    def counts(self) -> dict[str, int]:
+        return {"choices": self.choices, "explored": self.explored, "cut": self.cut, "left": self.left, "unexplored": self.unexplored}
 
 
 def plan_of(search: Search, found: list[Candidate]) -> Plan:
-    """The plan of the first of the candidates found, which are in order of step time; the others are its alternatives."""
+    """The plan of the first of the candidates found, which are in order of step time."""
     c = found[0]
     program, rank = search.program, c.rank
     positions = [c.segments[k].span.start for k in c.part.cuts]
@@ -32,8 +55,7 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         axes["dp"] = axis_plan(program, rank.data)
     if rank.tensor is not None:
         axes["tp"] = axis_plan(rank.moments.body, rank.tensor)
-    gaps = [o.gap for o in (*rank.outcomes, c.part.outcome)]
-    gap = 1.0 - math.prod(1.0 - g for g in gaps)
+    bound_s = min(search.said.bound_s, c.step_time_s) if search.said.bound_s < math.inf else 0.0
     tokens = _tokens(program)
     return Plan(
         model=program.name,
@@ -60,32 +82,32 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         gradient_sync_s=c.gradient_sync_s,
         optimizer_s=c.optimizer_s,
         objective_s=c.step_time_s,
-        bound_s=c.step_time_s * (1.0 - gap),
-        gap=gap,
+        bound_s=bound_s,
+        gap=(c.step_time_s - bound_s) / c.step_time_s if c.step_time_s else 0.0,
         work_per_step=float(tokens or program.batch_size or 0),
         tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
         provenance=rank.ledger.provenance,
-        notes=[*program.notes, *search.unsplit(c.mesh.dp), *search.notes, *_replicated(rank)],
+        notes=[*program.notes, *search.known.unsplit(c.mesh.dp), *search.known.notes, *_stopped(search.said), *_replicated(rank)],
         limits=_limits(search, c),
-        alternatives=[_one_line(x) for x in _distinct(found)[1:6]],
+        alternatives=_alternatives(search.said, c),
         pins={k: v for k, v in _asdict(search.pins).items() if v is not None},
-        planning_s={k: round(v, 3) for k, v in search.seconds.items()},
+        searched=search.said.counts(),
     )
 
 
 def why_not(search: Search) -> str:
     """Why no candidate was found: which constraint binds, by how much, what would help."""
-    if not any(True for _ in search.meshes()):
+    if not any(True for _ in search.space.meshes()):
         pins = {k: getattr(search.pins, k) for k in ("dp", "tp", "pp") if getattr(search.pins, k) is not None}
         pinned = ", ".join(f"{k}={v}" for k, v in pins.items())
         return f"no mesh of {search.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs (pp x dp x tp = {search.gpus})"
     # What was asked for by name first: that a step is not split matters only where it had to be.
     lines = sorted(search.refused, key=lambda line: line.startswith("micro-batches:")) or ["no candidate satisfies the pins"]
     text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12])
-    if search.short_bytes < math.inf:
+    if search.said.short_bytes < math.inf:
         pinned_memory = any(getattr(search.pins, k) is not None for k in ("zero", "recompute", "micro_batch", "micro_batches"))
         text += (
-            f"\nThe binding constraint is memory: the leanest candidate is {gib(search.short_bytes)} short of "
+            f"\nThe binding constraint is memory: the leanest candidate is {gib(search.said.short_bytes)} short of "
             f"{gib(search.memory_limit_bytes)} a GPU. More GPUs, a smaller micro-batch, recompute=full or zero=3 would help"
             + (" (a pin forbids some of these)." if pinned_memory else ".")
         )
@@ -132,19 +154,26 @@ def _split_share(body: Program, assignment: Assignment) -> float:
     return split / whole if whole else 0.0
 
 
-def _distinct(found: list[Candidate]) -> list[Candidate]:
-    seen: dict[tuple[object, ...], Candidate] = {}
-    for c in found:
-        seen.setdefault((c.mesh, c.zero), c)
-    return list(seen.values())
+def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
+    """The next best of other meshes or resting places, as they were priced by their pieces."""
+    seen: dict[tuple[Mesh, int], Draft] = {(chosen.mesh, chosen.zero): None}  # type: ignore[dict-item]
+    for d in said.drafts:
+        seen.setdefault((d.choice.mesh, d.choice.zero), d)
+    return [_one_line(d) for d in list(seen.values())[1:6]]
 
 
-def _one_line(c: Candidate) -> str:
-    peak = max(s.memory.total_bytes for s in c.stages) / GIB
+def _one_line(d: Draft) -> str:
+    mesh = d.choice.mesh
     return (
-        f"pp={c.mesh.pp} dp={c.mesh.dp} tp={c.mesh.tp} zero={c.zero} micro-batches={c.rank.micro_batches}: "
-        f"{c.step_time_s * 1e3:.2f} ms, {peak:.2f} GiB"
+        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} zero={d.choice.zero} micro-batches={d.choice.micro_batches}: "
+        f"{d.times.step_s * 1e3:.2f} ms{f', {len(d.part.recomputed)} pieces recomputed' if d.part.recomputed else ''}"
     )
+
+
+def _stopped(said: Searched) -> list[str]:
+    if not said.stopped:
+        return []
+    return [f"the search was stopped after {said.stopped}: {said.unexplored} of {said.choices} choices that could be faster are unexplored"]
 
 
 def _asdict(pins: Pins) -> dict[str, object]:

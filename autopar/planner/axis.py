@@ -17,24 +17,22 @@ operator and every change of layout, outlasts the device: where kernels are shor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
-
-import pulp
 
 from autopar.catalog import needs_transition, transition
 from autopar.ir import Kind, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
-from autopar.measure.costs import _dtype
+from autopar.measure.costs import dtype_of
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
-from autopar.planner.solver import Outcome, solve
+from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, solve
 
 __all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
-Var: TypeAlias = pulp.LpVariable | float  # a variable, or the constant 1 where there is no choice
+Var: TypeAlias = int | float  # a column, or the constant 1.0 where there is no choice
 
 LATE = 0.98  # of a second by which the host outlasts the device, so that of equal launches the faster kernels are taken
 WORK_FIRST = 1000.0  # how many times its time without latencies an operator costs under `work_first`
@@ -74,15 +72,29 @@ class AxisSolution:
     outcome: Outcome
 
 
-def solve_axis(problem: AxisProblem, *, time_limit_s: float = 20.0, gap: float = 1e-3) -> AxisSolution:
-    """The best assignment, with its objective, bound and gap. Infeasible cannot happen: all-I is always a choice, unless
-    leaves are restricted to layouts that no operator can read; then Infeasible is raised by the solver."""
+def solve_axis(problem: AxisProblem, *, gap: float = 1e-3) -> AxisSolution:
+    """The best assignment, with its objective, bound and gap. Infeasible is raised only where leaves are restricted to layouts that no
+    operator can read, or strategies to some that do not meet; else all-I is always a choice. Where the budget ends before the solver has
+    a solution, it is the answer, with the bound so far."""
     model = _Model(problem)
-    outcome = solve(model.problem, time_limit_s=time_limit_s, name=f"axis {problem.axis}", gap=gap)
-    chosen = {g: model.chosen(g) for g in problem.choices.groups}
+    groups = problem.choices.groups
+    try:
+        solution = solve(model.linear, gap=gap)
+        outcome = solution.outcome
+        chosen = {g: model.chosen(g, solution.values) for g in groups}
+    except OutOfBudget as e:
+        chosen = {g: group.strategies[0] for g, group in groups.items()}
+        objective = objective_of(problem, chosen.__getitem__)
+        if objective == INFINITY:
+            raise
+        bound = max(0.0, e.bound)
+        outcome = Outcome(
+            objective=objective, bound=bound, gap=(objective - bound) / objective if objective else 0.0, seconds=0.0,
+            solver="none", variables=len(model.linear.names), constraints=len(model.linear.rows), status="out of budget",
+        )  # fmt: skip
     ops: dict[str, Strategy] = {}
     leaves: dict[str, Layout] = {}
-    for key, group in problem.choices.groups.items():
+    for key, group in groups.items():
         for member in group.members:
             if group.op is None:
                 leaves[member] = chosen[key].outputs[0]
@@ -95,16 +107,16 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     """Seconds of all members under this strategy, with the priced bytes."""
     if group.op is None:
         return _leaf_cost(problem, group, s)
-    counts = count(group.op, group.ins, group.outs)
+    counts = group.counts or count(group.op, group.ins, group.outs)
     n = problem.n
     local_in = [_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
     local_out = [_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
     parts = n if s.splits_work else 1
     moved = float(sum(local_in) + sum(local_out)) if counts.op_class != "gather" else float(2 * sum(local_out))
-    forward, backward = problem.pricer.counted_s(counts, _dtype(group.outs, group.ins), parts=parts, nbytes=moved)
+    forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, nbytes=moved)
     if problem.work_first:
         gpu = problem.pricer.cluster.gpu
-        work = (counts.flops + counts.backward_flops) / parts / gpu.peak_flops_per_s(_dtype(group.outs, group.ins))
+        work = (counts.flops + counts.backward_flops) / parts / gpu.peak_flops_per_s(dtype_of(group.outs, group.ins))
         forward, backward = WORK_FIRST * (work + 3 * moved / gpu.memory_bandwidth_bytes_per_s), 0.0
         forward = 0.0 if counts.op_class == "view" else forward
     if not any(t.grad for t in group.outs):
@@ -113,17 +125,17 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
         forward += 3 * problem.pricer.collective_s("all_reduce", min(local_in, default=0), problem.axis)
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
     saved += counts.saved_other_bytes // parts
-    return len(group.members) * (forward + backward + problem.memory_price_s_per_byte * saved)
+    return group.times * (forward + backward + problem.memory_price_s_per_byte * saved)
 
 
 def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     if group.key not in problem.params:
         return 0.0
     layout, t = s.outputs[0], group.outs[0]
-    resting = _bytes(t, layout, problem.n) * len(group.members)
+    resting = _bytes(t, layout, problem.n) * group.times
     cost = problem.state_price_s_per_byte * resting * (WORK_FIRST if problem.work_first else 1.0)
     if layout.kind is Kind.REPLICATE and t.grad and problem.sync_params:
-        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * len(group.members), problem.axis)
+        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * group.times, problem.axis)
     return cost
 
 
@@ -147,7 +159,7 @@ def group_host(problem: AxisProblem, group: Group) -> float:
     """Seconds that the host needs to launch all members, forward and backward, whatever the strategy."""
     if group.op is None or not problem.launched:
         return 0.0
-    return len(group.members) * sum(problem.pricer.launches_s(group.op, group.ins, group.outs))
+    return group.times * sum(problem.pricer.launches_s(group.op, group.ins, group.outs))
 
 
 def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float:
@@ -162,15 +174,12 @@ def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
 class _Model:
     def __init__(self, problem: AxisProblem) -> None:
         self.given = problem
-        self.problem = pulp.LpProblem(f"axis_{problem.axis}", pulp.LpMinimize)
+        self.linear = Linear(name=f"axis {problem.axis}")
         self.x: dict[str, list[Var]] = {}
-        self.terms: list[tuple[pulp.LpVariable, float]] = []
-        self.constant = 0.0
         self.ahead: list[tuple[Var, float]] = []  # the device's time less the host's
         self.add_groups()
         self.add_values()
         self.add_host()
-        self.problem.setObjective(pulp.LpAffineExpression(self.terms, constant=self.constant))
 
     def add_groups(self) -> None:
         for index, (key, group) in enumerate(self.given.choices.groups.items()):
@@ -178,14 +187,13 @@ class _Model:
             host = group_host(self.given, group) * 1e6
             if len(costs) == 1:
                 self.x[key] = [1.0]
-                self.constant += costs[0]
+                self.linear.constant += costs[0]
                 self.ahead.append((1.0, costs[0] * (group.op is not None) - host))
                 continue
-            xs = [pulp.LpVariable(f"x_{index}_{k}", cat=pulp.LpBinary) for k in range(len(costs))]
+            xs = [self.linear.column(f"x_{index}_{k}", cost, whole=True) for k, cost in enumerate(costs)]
             self.x[key] = list(xs)
-            self.terms += zip(xs, costs, strict=True)
             self.ahead += [*zip(xs, costs, strict=True), (1.0, -host)] if group.op is not None else []
-            self.problem.addConstraint(pulp.LpConstraint(pulp.lpSum(xs), pulp.LpConstraintEQ, f"one_{index}", 1))
+            self.linear.row(f"one_{index}", [(x, 1.0) for x in xs], 1.0, 1.0)
 
     def add_values(self) -> None:
         readers: dict[Source, list[Edge]] = defaultdict(list)
@@ -213,26 +221,24 @@ class _Model:
         for have in makers:
             for want in dict.fromkeys(w for r in readers for w in r):
                 costs[have, want] = self._change(source, have, want, t, times)
-        shared: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
+        shared: dict[tuple[Layout, Layout], int] = {}
         if len(readers) > 1:
             for k, (pair, cost) in enumerate(costs.items()):
                 if cost:
-                    shared[pair] = pulp.LpVariable(f"z_{index}_{k}", 0, 1)
-                    self._charge(shared[pair], cost, *pair, t, times)
+                    shared[pair] = self._flow(f"z_{index}_{k}", cost, pair, t, times)
         for j, wants in enumerate(readers):
-            for (have, want), flow in self._add_edge(f"{index}_{j}", makers, wants, costs, shared).items():
-                if (have, want) not in shared and (cost := costs[have, want]):
-                    self._charge(flow, cost, have, want, t, times)
+            self._add_edge(f"{index}_{j}", makers, wants, costs, shared, t, times)
 
-    def _charge(self, flow: pulp.LpVariable, cost: float, have: Layout, want: Layout, t: TensorType, times: int) -> None:
-        self.terms.append((flow, cost * 1e6))
-        self.ahead.append((flow, (cost - change_host(self.given, have, want, t, times)) * 1e6))
+    def _flow(self, name: str, cost: float, pair: tuple[Layout, Layout], t: TensorType, times: int) -> int:
+        """A variable that pays for a change of layout."""
+        flow = self.linear.column(name, cost * 1e6)
+        self.ahead.append((flow, (cost - change_host(self.given, *pair, t, times)) * 1e6))
+        return flow
 
     def add_host(self) -> None:
         if not self.given.launched:
             return
-        late = pulp.LpVariable("late", 0)
-        self.terms.append((late, LATE))
+        late = self.linear.column("late", LATE, upper=INFINITY)
         self._row("launched", [(late, 1.0), *self.ahead])
 
     def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
@@ -249,45 +255,48 @@ class _Model:
         makers: Mapping[Layout, list[Var]],
         wants: Mapping[Layout, list[Var]],
         costs: Mapping[tuple[Layout, Layout], float | None],
-        shared: Mapping[tuple[Layout, Layout], pulp.LpVariable],
-    ) -> dict[tuple[Layout, Layout], pulp.LpVariable]:
-        """One reader: what flows from the layouts that are made to those that it wants is one unit. Returns the flows."""
-        flows: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
+        shared: Mapping[tuple[Layout, Layout], int],
+        t: TensorType,
+        times: int,
+    ) -> None:
+        """One reader: what flows from the layouts that are made to those that it wants is one unit."""
+        made: list[list[tuple[Var, float]]] = [[(x, -1.0) for x in xs] for xs in makers.values()]
+        read: list[list[tuple[Var, float]]] = [[(x, -1.0) for x in xs] for xs in wants.values()]
         for i, have in enumerate(makers):
             for j, want in enumerate(wants):
                 cost = costs[have, want]
-                if cost is not None:
-                    flows[have, want] = w = pulp.LpVariable(f"w_{name}_{i}_{j}", 0, 1)
-                    if (have, want) in shared:
-                        self._row(f"once_{name}_{i}_{j}", [(shared[have, want], 1.0), (w, -1.0)])
-        for i, (have, xs) in enumerate(makers.items()):
-            self._row(f"made_{name}_{i}", [*((w, 1.0) for (h, _), w in flows.items() if h == have), *((x, -1.0) for x in xs)], equal=True)
-        for j, (want, xs) in enumerate(wants.items()):
-            self._row(f"read_{name}_{j}", [*((w, 1.0) for (_, k), w in flows.items() if k == want), *((x, -1.0) for x in xs)], equal=True)
-        return flows
+                if cost is None:
+                    continue
+                label = f"{name}_{i}_{j}"
+                if (have, want) in shared:
+                    flow = self.linear.column(f"w_{label}")
+                    self.linear.row(f"once_{label}", [(shared[have, want], 1.0), (flow, -1.0)], 0.0, INFINITY)
+                else:
+                    flow = self._flow(f"w_{label}", cost, (have, want), t, times) if cost else self.linear.column(f"w_{label}")
+                made[i].append((flow, 1.0))
+                read[j].append((flow, 1.0))
+        for i, terms in enumerate(made):
+            self._row(f"made_{name}_{i}", terms, equal=True)
+        for j, terms in enumerate(read):
+            self._row(f"read_{name}_{j}", terms, equal=True)
 
     def _row(self, name: str, terms: list[tuple[Var, float]], *, equal: bool = False) -> None:
         """sum of terms >= 0 (or = 0), where a term's variable may be the constant 1."""
-        weights: dict[pulp.LpVariable, float] = defaultdict(float)
+        weights: dict[int, float] = {}
         constant = 0.0
         for v, c in terms:
             if isinstance(v, float):
-                constant += c * v
+                constant += c
             else:
-                weights[v] += c
-        rest = [(v, c) for v, c in weights.items() if c]
-        if rest:
-            sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintGE
-            self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(rest), sense, name, -constant))
-        else:
-            assert (constant == 0) if equal else (constant >= 0), f"{name}: no way to make the layout that its only reader needs"
+                weights[v] = weights.get(v, 0.0) + c
+        self.linear.row(name, [(v, c) for v, c in weights.items() if c], -constant, -constant if equal else INFINITY)
 
-    def chosen(self, key: str) -> Strategy:
+    def chosen(self, key: str, values: Sequence[float]) -> Strategy:
         strategies = self.given.choices.groups[key].strategies
         if len(strategies) == 1:
             return strategies[0]
-        values = [x.value() or 0.0 for x in self.x[key]]  # type: ignore[union-attr]
-        return strategies[max(range(len(values)), key=values.__getitem__)]
+        taken = [values[x] for x in self.x[key] if isinstance(x, int)]
+        return strategies[max(range(len(taken)), key=taken.__getitem__)]
 
 
 def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> float:

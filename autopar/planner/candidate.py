@@ -13,12 +13,13 @@ from autopar.planner.plan import StagePlan
 from autopar.planner.price import Ledger
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
-from autopar.planner.stages import Cuts, Segment
+from autopar.planner.stages import Cuts, Pieces
 
 if TYPE_CHECKING:
     from autopar.planner.estimate import Estimator
+    from autopar.planner.space import Choice
 
-__all__ = ["GIB", "Candidate", "Mesh", "Rank", "Times", "gib"]
+__all__ = ["GIB", "Candidate", "Draft", "Mesh", "Rank", "Times", "gib"]
 
 GIB = float(2**30)
 
@@ -69,9 +70,19 @@ class Times:
     step_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """The stages of a choice by the account of its pieces. bound_s: no other stages of it are faster."""
+
+    choice: Choice
+    part: Partition
+    times: Times
+    bound_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """estimator: what priced it."""
+    """estimator: what priced it. sequence: the form of the tensor axis."""
 
     estimator: Estimator
     rank: Rank
@@ -79,7 +90,7 @@ class Candidate:
     schedule: str
     zero: int
     zero_dims: Mapping[str, int]
-    segments: tuple[Segment, ...]
+    segments: Pieces
     part: Partition
     stages: tuple[StagePlan, ...]
     step_time_s: float
@@ -87,3 +98,4 @@ class Candidate:
     bubble_s: float
     gradient_sync_s: float
     optimizer_s: float
+    sequence: bool | None = None

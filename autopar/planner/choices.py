@@ -15,10 +15,10 @@ import networkx
 
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
-from autopar.measure.count import op_class
+from autopar.measure.count import Counts, count, op_class
 from autopar.planner.shard import view_of
 
-__all__ = ["Choices", "Edge", "Group", "Source", "choices", "members_of", "with_matrices_cut", "with_work_split"]
+__all__ = ["Choices", "Edge", "Group", "Source", "choices", "is_heavy", "members_of", "stands_for", "with_matrices_cut", "with_work_split"]
 
 MAX_GROUPS = 6  # group counts considered for one operator: more are never met in practice and multiply strategies
 
@@ -26,7 +26,8 @@ MAX_GROUPS = 6  # group counts considered for one operator: more are never met i
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """Operators (or one leaf) that share a decision. members: their names. For a leaf, op is None and every strategy has
-    one output and no inputs."""
+    one output and no inputs. counts: of the whole operator. times: how
+    many operators the members stand for, in the whole program."""
 
     key: str
     members: tuple[str, ...]
@@ -34,6 +35,11 @@ class Group:
     strategies: tuple[Strategy, ...]
     ins: tuple[TensorType, ...]
     outs: tuple[TensorType, ...]
+    counts: Counts | None = None
+    times: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", self.times or len(self.members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +95,24 @@ def choices(
     leaves = [x.value for x in program.leaves]
     leaf_of = _leaf_members(program, set(leaves), set(leaf_layouts))
     source |= {v: Source(leaf_of[v], 0) for v in leaves}
+    stands = stands_for(program)
     counted: dict[tuple[Source, str, int], int] = defaultdict(int)
-    for op in program.ops:
+    readers: dict[str, int] = {}
+    total: dict[str, int] = defaultdict(int)
+    for op, times in zip(program.ops, stands, strict=True):
+        total[member_of[op.name]] += times
         for k, r in enumerate(refs(op)):
-            counted[source[r], member_of[op.name], k] += 1
+            counted[source[r], member_of[op.name], k] += times
+            readers.setdefault(r, times)
     edges = tuple(Edge(s, c, k, count) for (s, c, k), count in counted.items())
     strategies = _strategies(program, representatives, edges, leaf_layouts, n, data, batched)
-    groups = {
-        name: Group(
-            key=name,
-            members=tuple(members[name]),
-            op=op,
-            strategies=strategies[name],
-            ins=tuple(program.types[r] for r in refs(op)),
-            outs=tuple(program.types[o] for o in op.outputs if o is not None),
+    groups: dict[str, Group] = {}
+    for name, op in representatives.items():
+        ins, outs = tuple(program.types[r] for r in refs(op)), tuple(program.types[o] for o in op.outputs if o is not None)
+        groups[name] = Group(
+            key=name, members=tuple(members[name]), op=op, strategies=strategies[name], ins=ins, outs=outs,
+            counts=count(op, ins, outs), times=total[name],
         )
-        for name, op in representatives.items()
-    }
     wanted: dict[str, dict[Layout, None]] = defaultdict(dict)
     for e in edges:
         for s in strategies.get(e.consumer, ()):
@@ -115,7 +122,8 @@ def choices(
         options = leaf_layouts.get(v) or (I, R, *(x for x in wanted[v] if x.is_shard))
         fitting = tuple(Strategy(inputs=(), outputs=(x,)) for x in dict.fromkeys(options) if x.divides(t.shape, n))
         same = tuple(x for x in leaves if leaf_of[x] == v)
-        groups[v] = Group(key=v, members=same, op=None, strategies=fitting, ins=(), outs=(t,))
+        many = sum(readers.get(x, 1) for x in same)
+        groups[v] = Group(key=v, members=same, op=None, strategies=fitting, ins=(), outs=(t,), times=many)
     types = {s: program.types[v] for v, s in source.items()}
     return Choices(groups=groups, edges=edges, loss=source[program.loss], types=types)
 
@@ -141,7 +149,7 @@ def with_work_split(found: Choices, chosen: Callable[[str], Strategy]) -> Choice
     wherever these strategies do."""
     groups = dict(found.groups)
     for key, group in found.groups.items():
-        if group.op is not None and _is_heavy(group.op.target) and chosen(key).splits_work:
+        if group.op is not None and is_heavy(group.op.target) and chosen(key).splits_work:
             groups[key] = dataclasses.replace(group, strategies=tuple(s for s in group.strategies if s.splits_work))
     return dataclasses.replace(found, groups=groups)
 
@@ -160,7 +168,7 @@ def _layouts(s: Strategy) -> tuple[Layout, ...]:
     return tuple(R if x == I else x for x in (*s.inputs, *s.outputs))
 
 
-def _is_heavy(target: str) -> bool:
+def is_heavy(target: str) -> bool:
     return op_class(target) in ("matmul", "attention", "conv") or not target.startswith(("aten.", "autopar."))
 
 
@@ -173,6 +181,15 @@ def members_of(program: Program) -> dict[str, str]:
             for k in range(len(span)):
                 member_of[program.ops[span.start + k].name] = program.ops[first.start + k].name
     return member_of
+
+
+def stands_for(program: Program) -> list[int]:
+    """For every operator how many of the whole program it stands for."""
+    found = [1] * len(program.ops)
+    for block in program.blocks:
+        for span, n in zip(block.spans, block.times, strict=False):
+            found[span.start : span.stop] = [n] * len(span)
+    return found
 
 
 def _leaf_members(program: Program, leaves: set[str], restricted: set[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ checker and explain use too.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
-from autopar.planner.stages import Segment
+from autopar.planner.stages import Pieces, Segment
 from autopar.planner.units import gather_units
-from cost_models.cluster import Cluster
+from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
-from cost_models.pipeline import step_time_s
+from cost_models.pipeline import CLOSED_FORMS, step_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
 
@@ -40,25 +41,26 @@ class Estimator:
     zero: int
     dims: Mapping[str, int]
     params: Mapping[str, ParamBytes]
-    segments: tuple[Segment, ...]
+    segments: Pieces
     in_flight: tuple[int, ...]
     pricer: Pricer
     batch_bytes: int = 0  # the global batch, as it is given to every rank
     recipe: Recipe = AUTOPAR
 
     # --------------------------------------------------------------------------------------------------------- pieces
+    @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The segments as the integer program over stages sees them."""
+        """The segments as the program over stages sees them."""
         ledger, seen, seen_params = self.rank.ledger, set[str](), set[str]()
-        pieces = []
-        for segment, (forward_s, backward_s) in zip(self.segments, self.seconds(), strict=True):
+        found = []
+        for segment, (forward_s, backward_s) in zip(self.segments.segments, self._seconds, strict=True):
             indices = range(segment.span.start, segment.span.stop)
             own = self._read(segment.span)
             new = own - seen_params
             seen_params |= new
             kept = ledger.kept_bytes(segment.span, seen)
             freed = max(0.0, kept - ledger.entering_bytes(segment.span)) if self._recomputable(segment) else 0.0
-            pieces.append(
+            found.append(
                 Piece(
                     forward_s=forward_s,
                     backward_s=backward_s,
@@ -69,7 +71,7 @@ class Estimator:
                     trains=any(self.params[v].trainable for v in own),
                 )
             )
-        return tuple(pieces)
+        return tuple(found[k] for k in self.segments.order)
 
     def _recomputable(self, segment: Segment) -> bool:
         if segment.block < 0:
@@ -82,26 +84,48 @@ class Estimator:
         """The parameters that the operators of a span read."""
         return {r for k in range(span.start, span.stop) for r in refs(self.rank.program.ops[k]) if r in self.params}
 
+    @functools.cached_property
+    def _reads(self) -> list[tuple[tuple[str, bool], ...]]:
+        """For each segment its parameters, and whether every copy of the segment has one of its own."""
+        program = self.rank.program
+        spans = [s for b in program.blocks for s, n in zip(b.spans, b.times, strict=False) if n > 1]
+        inside = {v for s in spans for v in self._read(s)}
+        covered = {k for s in spans for k in range(s.start, s.stop)}
+        outside = {r for k, op in enumerate(program.ops) if inside and k not in covered for r in refs(op)}
+        return [tuple((v, v in inside and v not in outside) for v in sorted(self._read(x.span))) for x in self.segments.segments]
+
+    def _own(self, i: int, j: int) -> list[tuple[str, int]]:
+        """The parameters of the pieces [i, j): (value, which of its copies)."""
+        pieces = self.segments
+        found = {(v, pieces.copies[k] * each): None for k in range(i, j) for v, each in self._reads[pieces.order[k]]}
+        return list(found)
+
     def _gather_s(self, own: Collection[str], compute_s: float, *, and_scatter: bool = False) -> float:
         """Exposed seconds of gathering parameters where they are used (ZeRO-3), the next unit while the present one is used;
         and_scatter: and of reduce-scattering their gradients in the same way."""
-        return max(0.0, sum(self._unit_s(n, and_scatter=and_scatter) for n in self._gathered(own).values()) - compute_s)
+        gathered = self._gathered([(v, 0) for v in own])
+        return max(0.0, sum(self._unit_s(n, and_scatter=and_scatter) for n in gathered.values()) - compute_s)
 
-    def _ends_s(self, own: Collection[str]) -> float:
-        """Exposed seconds of the first gather of a step and of its last reduce-scatter, which is of the same unit: nothing runs then."""
-        gathered = self._gathered(own)
-        return self._unit_s(gathered[min(gathered)], and_scatter=True) if gathered else 0.0
+    def _ends_s(self, i: int, j: int) -> float:
+        """Exposed seconds of the first gather of a step of the pieces [i, j), and of its last reduce-scatter, which is of the same unit:
+        nothing runs then."""
+        if not self._units:
+            return 0.0
+        gathered = self._gathered(self._own(i, j))
+        first = next((min(here) for k in range(i, j) if (here := self._gathered(self._own(k, k + 1)))), None)
+        return 0.0 if first is None else self._unit_s(gathered[first], and_scatter=True)
 
     def _unit_s(self, nbytes: float, *, and_scatter: bool) -> float:
         gather = self.pricer.collective_s("all_gather", nbytes, "dp")
         return gather + self.pricer.collective_s("reduce_scatter", nbytes, "dp") if and_scatter else gather
 
-    def _gathered(self, own: Collection[str]) -> dict[int, int]:
-        """Unit -> bytes, of these parameters if they are gathered where they are used."""
-        found: dict[int, int] = {}
-        for v in own:
+    def _gathered(self, own: Collection[tuple[str, int]]) -> dict[tuple[int, int], int]:
+        """(unit, which copy of it) -> bytes, of these parameters if they are gathered where they are used."""
+        found: dict[tuple[int, int], int] = {}
+        for v, copy in own:
             if v in self._units:
-                found[self._units[v]] = found.get(self._units[v], 0) + self.params[v].local_bytes
+                key = self._units[v], copy
+                found[key] = found.get(key, 0) + self.params[v].local_bytes
         return found
 
     @functools.cached_property
@@ -155,7 +179,8 @@ class Estimator:
     def _bucket_bytes(self) -> int:
         if not self.recipe.overlaps_reduction:
             return 0  # what is reduced as a whole is reduced where it lies
-        reduced = sum(self._gradient(p, p.numel) for v, p in self.params.items() if p.trainable and v in self._partial)
+        every = [self.params[v] for v, _ in self._own(0, len(self.segments)) if v in self._partial]
+        reduced = sum(self._gradient(p, p.numel) for p in every if p.trainable)
         return min(2 * self.recipe.bucket_bytes, reduced)
 
     def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
@@ -213,11 +238,12 @@ class Estimator:
         return held_gathers(share, total, in_flight, self.rank.micro_batches)
 
     # ----------------------------------------------------------------------------------------------------------- time
-    def candidate(self, part: Partition, pieces: tuple[Piece, ...]) -> Candidate:
-        """The stages of a partition, as they will run: costs and memory of each from its own operators."""
+    def candidate(self, part: Partition) -> Candidate:
+        """The stages of a partition, as they will run: costs and memory of each from its own operators. Of a whole program only."""
         rank, program = self.rank, self.rank.program
+        assert not any(self.segments.copies), "a folded program has no stages of its own"
         bounds = (0, *part.cuts, len(self.segments))
-        t = self.times(part, [(p.forward_s, p.backward_s) for p in pieces])
+        t = self.times(part, self.seconds())
         stages = []
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             span = self._span(i, j)
@@ -243,18 +269,17 @@ class Estimator:
         )  # fmt: skip
 
     def times(self, part: Partition, seconds: Sequence[tuple[float, float]]) -> Times:
-        """The times of a step of these stages. seconds: (forward, backward) of each segment and micro-batch."""
+        """The times of a step of these stages. seconds: (forward, backward) of each piece and micro-batch."""
         rank = self.rank
         bounds = (0, *part.cuts, len(self.segments))
         forwards, backwards, sync, optimizer, hop = [], [], 0.0, 0.0, 0.0
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            span = self._span(i, j)
-            own = self._read(span)
+            own = self._own(i, j)
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
             backwards.append(sum(seconds[k][1] + (seconds[k][0] if k in part.recomputed else 0.0) for k in range(i, j)))
-            sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(span.start, ())) if s else 0
+            sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
-            sync = max(sync, self._sync_s(own, forwards[-1], backwards[-1]) + self._ends_s(own))
+            sync = max(sync, self._sync_s(own, forwards[-1], backwards[-1]) + self._ends_s(i, j))
             optimizer = max(optimizer, self._optimizer_s(own))
         pipeline = step_time_s(self.schedule, forwards, backwards, rank.micro_batches, hop)
         compute = rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
@@ -263,14 +288,51 @@ class Estimator:
             bubble_s=max(0.0, pipeline - compute) if len(forwards) > 1 else 0.0, step_s=pipeline + sync + optimizer,
         )  # fmt: skip
 
+    def least_s(self) -> float:
+        """No cuts and no recompute of these pieces make a faster step: the pieces spread evenly, and what nothing hides."""
+        stages, m = len(self.in_flight), self.rank.micro_batches
+        work_s = sum(f + b for f, b in self.seconds())
+        return work_s * (m + stages - 1) / stages + self.least_ends_s
+
+    @functools.cached_property
+    def least_ends_s(self) -> float:
+        """What the stages' program leaves out, at its least: the update; the transfers between stages, at the cheapest cut; and, if there
+        is one stage, the reduction of all gradients beside a backward pass in which everything runs again."""
+        update_s, stages, n = self.least_update_s(), len(self.in_flight), len(self.segments)
+        if stages > 1:
+            if self.schedule not in CLOSED_FORMS:
+                return update_s
+            types, crossing = self.rank.program.types, self.rank.cuts.crossing
+            starts = {x.span.start for x in self.segments.segments}
+            sent = min((sum(types[v].nbytes for v in values) for at, values in crossing.items() if at in starts), default=0)
+            hop_s = self.pricer.collective_s("p2p", sent, "pp")
+            return update_s + step_time_s(self.schedule, [0.0] * stages, [0.0] * stages, self.rank.micro_batches, hop_s)
+        seconds = self.seconds()
+        forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
+        return update_s + self._sync_s(self._own(0, n), forward_s, backward_s) + self._ends_s(0, n)
+
+    def least_update_s(self) -> float:
+        """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""
+        trained = [self.params[v] for v, _ in self._own(0, len(self.segments)) if self.params[v].trainable]
+        if not trained:
+            return 0.0
+        item = min(p.itemsize for p in trained)
+        gpu = dataclasses.replace(self.cluster.gpu, launch_s=0.0)
+        return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / len(self.in_flight)
+
     def _span(self, i: int, j: int) -> Span:
         return Span(self.segments[i].span.start, self.segments[j - 1].span.stop)
 
     def seconds(self) -> list[tuple[float, float]]:
-        """(forward, backward) of every segment and one micro-batch, with what is gathered for it; blocks that are alike once."""
+        """(forward, backward) of every piece and one micro-batch, with what is gathered for it."""
+        return [self._seconds[k] for k in self.segments.order]
+
+    @functools.cached_property
+    def _seconds(self) -> list[tuple[float, float]]:
+        """Of every segment; blocks that are alike once."""
         known: dict[int, tuple[float, float]] = {}
         found = []
-        for segment in self.segments:
+        for segment in self.segments.segments:
             if segment.block in known:
                 found.append(known[segment.block])
                 continue
@@ -284,10 +346,10 @@ class Estimator:
     def _prefix(self, k: int) -> str:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
 
-    def _sync_s(self, own: Collection[str], forward_s: float, backward_s: float) -> float:
+    def _sync_s(self, own: Collection[tuple[str, int]], forward_s: float, backward_s: float) -> float:
         """Exposed seconds of bringing gradients together over the data axis while the last micro-batch's backward runs, and, for
         ZeRO-1, of gathering parameters while the first one's forward runs."""
-        trained = [self.params[v] for v in own if self.params[v].trainable]
+        trained = [self.params[v] for v, _ in own if self.params[v].trainable]
         parts = [p for p in trained if p.in_parts]
         sent = self.recipe.gradient_itemsize
         whole, sharded = (float(sum(p.numel * (sent or p.itemsize) for p in of)) for of in (trained, parts))
@@ -309,14 +371,17 @@ class Estimator:
         sizes = [float(self.recipe.bucket_bytes)] * int(full) + ([rest] if rest else [])
         return [self.pricer.collective_s(kind, n, "dp") for n in sizes]
 
-    def _optimizer_s(self, own: Collection[str]) -> float:
+    def _optimizer_s(self, own: Collection[tuple[str, int]]) -> float:
         """Seconds of the update of what rests on this rank."""
-        trained = [self.params[v] for v in own if self.params[v].trainable]
+        trained = [self.params[v] for v, _ in own if self.params[v].trainable]
         numel = sum(p.resting_numel for p in trained)
         item = round(sum(p.resting_bytes for p in trained) / numel) if numel else 0
+        return self._update_s(numel, item, max(1, len(trained)), self.cluster.gpu)
+
+    def _update_s(self, numel: int, item: int, tensors: int, gpu: Gpu) -> float:
         return self.pricer.shared * optimizer_time_s(
-            trainable_params=numel, gpu=self.cluster.gpu, optimizer=self.optimizer, param_itemsize=item,
+            trainable_params=numel, gpu=gpu, optimizer=self.optimizer, param_itemsize=item,
             grad_itemsize=self.recipe.gradient_itemsize or item, state_itemsize=self.recipe.state_itemsize or item,
-            master_itemsize=self.recipe.master_itemsize, tensors=max(1, len(trained)),
+            master_itemsize=self.recipe.master_itemsize, tensors=tensors,
             passes=self.recipe.optimizer_passes if OPTIMIZERS[self.optimizer] else 1.0,
         )  # fmt: skip

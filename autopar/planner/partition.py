@@ -1,30 +1,32 @@
-"""The integer program over the whole model: which segments make a stage, and which of them are recomputed.
+"""Stages and recompute of a whole model: where the pipeline is cut, and which pieces run again in backward.
 
-    minimise   (m - 1) t + sum_k (f_k + b_k) + sum_{k,s} f_k q[k,s]       (the pipeline's closed form: fill, drain, slowest stage)
-    order      u[k,s] >= u[k+1,s],  u[k,s] <= u[k,s+1],  u[k,S-1] = 1      segment k lies in stage s or an earlier one
-    part       a[k,s] = u[k,s] - u[k,s-1],  sum_{k trains} a[k,s] >= 1      every stage has something to train
-    again      q[k,s] <= a[k,s],  sum_s q[k,s] = r[k]                       q: segment k is recomputed on stage s
-    slowest    t >= sum_k (f_k + b_k) a[k,s] + f_k q[k,s]                   for every stage s
-    memory     sum_k state_k a[k,s] + w_s sum_k (kept_k a[k,s] - freed_k q[k,s]) + temporary <= limit      for every stage s
+    minimise   (m - 1) t + sum_k (f_k + b_k) + sum_{k again} f_k            (the pipeline's closed form: fill, drain, slowest stage)
+    slowest    t >= sum_{k in s} (f_k + b_k) + sum_{k in s again} f_k        for every stage s
+    memory     sum_{k in s} (state_k + w_s kept_k) - w_s sum_{k in s again} freed_k + max_{k in s} temporary_k <= limit
+    part       every stage has something to train
 
-m: micro-batches, w_s: micro-batches in flight on stage s. Times in thousandths of what one micro-batch takes in all (solvers
-have absolute tolerances, and a step may take microseconds or minutes), GiB in the memory rows.
+m: micro-batches, w_s: micro-batches in flight on stage s. Solved exactly: what a stage [i, j) must run again to fit is a small
+knapsack of its own (`_Stages.again`; pieces that are alike are counted, not told apart); given a limit on t, the cuts that run the
+least again are a shortest path over (stages, pieces), and of these those with the smallest t; the limit is then lowered below the t
+that was found, until nothing better can come. A run of 100 equal layers is as easy as one of 10.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pulp
-
 from autopar.errors import Infeasible
-from autopar.planner.solver import Outcome, solve
+from autopar.planner.solver import Outcome
 
 __all__ = ["Partition", "Piece", "least_bytes", "partition", "peak_bytes"]
 
 GIB = float(2**30)
+KNAPSACK_NODES = 5000
+GAP = 1e-5  # relative, to which the cuts are proven
+ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,118 +61,214 @@ def partition(
     in_flight: tuple[int, ...],
     limit_bytes: float,
     recompute: str,
-    time_limit_s: float = 10.0,
-    worth_s: float = float("inf"),
+    worth_s: float = math.inf,
     cuts: tuple[int, ...] | None = None,
+    rounds: int = ROUNDS,
 ) -> Partition | None:
     """The best stages and recomputation. recompute: 'none', 'full' (all that can be) or 'auto'. worth_s: an objective that is
-    not below it is of no use; None if there is no other. cuts: where they are decided already. Raises Infeasible when no assignment
-    fits into limit_bytes.
-
-    Where nothing is left to decide but the cuts, a dynamic program finds them, exactly. Recomputing only adds time: the best
-    cuts without it and without a memory limit bound the rest from below, and are the answer if they fit."""
-    can = [k for k, p in enumerate(pieces) if p.freed_bytes > 0 and recompute != "none"]
-    fixed = frozenset(can) if recompute == "full" else frozenset()
-    fitting = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, limit_bytes, cuts)
-    if not can or recompute == "full":
-        if fitting is None:
-            raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
-        return fitting if fitting.outcome.objective < worth_s else None
-    free = _best_cuts(pieces, fixed, stages, micro_batches, in_flight, float("inf"), cuts)
-    if free is None:
-        raise Infeasible(f"stages: {len(pieces)} segments cannot be cut into {stages} stages that each have something to train")
-    if free.outcome.objective >= worth_s:
-        return None
-    if fitting is not None and fitting.outcome.objective <= free.outcome.objective * (1 + 1e-9):
-        return fitting
-    problem = pulp.LpProblem("stages", pulp.LpMinimize)
-    count, last = len(pieces), stages - 1
-    u = [[pulp.LpVariable(f"u_{k}_{s}", cat=pulp.LpBinary) if s < last else 1.0 for s in range(stages)] for k in range(count)]
-    a = [[u[k][s] - (u[k][s - 1] if s else 0.0) for s in range(stages)] for k in range(count)]
-    r = {k: pulp.LpVariable(f"r_{k}", cat=pulp.LpBinary) for k in can}
-    q = {(k, s): pulp.LpVariable(f"q_{k}_{s}", 0, 1) for k in can for s in range(stages)}
-    slowest = pulp.LpVariable("slowest", 0)
-    unit = sum(p.forward_s + p.backward_s for p in pieces) / 1e3 or 1.0
-    forward = [p.forward_s / unit for p in pieces]
-    both = [(p.forward_s + p.backward_s) / unit for p in pieces]
-    again = pulp.lpSum(forward[k] * v for (k, _), v in q.items())
-    total = sum(both)
-    problem.setObjective((micro_batches - 1) * slowest + total + again)
-    for s in range(last):
-        for k in range(count - 1):
-            problem += u[k][s] >= u[k + 1][s], f"order_{k}_{s}"
-        for k in range(count if s < last - 1 else 0):
-            problem += u[k][s] <= u[k][s + 1], f"nested_{k}_{s}"
-        for k in range(count if cuts is not None else 0):
-            problem += u[k][s] == (1 if cuts is not None and k < cuts[s] else 0), f"pinned_{k}_{s}"
-    for s in range(stages):
-        if stages > 1:
-            problem += pulp.lpSum(a[k][s] for k in range(count) if pieces[k].trains) >= 1, f"part_{s}"
-        busy = pulp.lpSum(both[k] * a[k][s] for k in range(count))
-        problem += slowest >= busy + pulp.lpSum(forward[k] * q[k, s] for k in can), f"slowest_{s}"
-        kept = pulp.lpSum((p.state_bytes + in_flight[s] * p.kept_bytes) / GIB * a[k][s] for k, p in enumerate(pieces))
-        freed = pulp.lpSum(in_flight[s] * pieces[k].freed_bytes / GIB * q[k, s] for k in can)
-        spare = max((p.temporary_bytes for p in pieces), default=0.0) / GIB
-        problem += kept - freed <= limit_bytes / GIB - spare, f"memory_{s}"
-    for k in can:
-        for s in range(stages):
-            problem += q[k, s] <= a[k][s], f"again_{k}_{s}"
-        problem += pulp.lpSum(q[k, s] for s in range(stages)) == r[k], f"again_{k}"
-    outcome = solve(problem, time_limit_s=time_limit_s, name="stages", gap=1e-4)
-    stage_of = [next(s for s in range(stages) if _value(u[k][s]) > 0.5) for k in range(count)]
-    return Partition(
-        cuts=tuple(stage_of.index(s) for s in range(1, stages)),
-        recomputed=frozenset(k for k in can if _value(r[k]) > 0.5),
-        outcome=dataclasses.replace(outcome, objective=outcome.objective * unit, bound=outcome.bound * unit),
-    )
-
-
-def _best_cuts(
-    pieces: tuple[Piece, ...],
-    recomputed: frozenset[int],
-    stages: int,
-    micro_batches: int,
-    in_flight: tuple[int, ...],
-    limit_bytes: float,
-    pinned: tuple[int, ...] | None,
-) -> Partition | None:
-    """The cuts with the least slowest stage that fit, by dynamic programming over (segments, stages); None if none fit. pinned: the
-    only ones that may be."""
+    not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the limit on the
+    slowest stage may be lowered; beyond it the answer is out of budget, with its bound. Raises Infeasible when no assignment fits into
+    limit_bytes."""
     start = time.perf_counter()
-    count = len(pieces)
-    busy, state, kept, trained = [0.0], [0.0], [0.0], [0]
-    for k, p in enumerate(pieces):
-        busy.append(busy[-1] + p.forward_s + p.backward_s + (p.forward_s if k in recomputed else 0.0))
-        state.append(state[-1] + p.state_bytes)
-        kept.append(kept[-1] + p.kept_bytes - (p.freed_bytes if k in recomputed else 0.0))
-        trained.append(trained[-1] + p.trains)
-    spare = max((p.temporary_bytes for p in pieces), default=0.0)
+    spans = _Stages(pieces, stages, in_flight, limit_bytes, recompute, cuts)
+    total_s = spans.busy[-1] + (sum(p.forward_s for p in pieces if p.freed_bytes > 0) if recompute == "full" else 0.0)
+    rest = micro_batches - 1
+    evenly_s = max(total_s / stages, max(p.forward_s + p.backward_s for p in pieces))
 
-    def fits(i: int, j: int, s: int) -> bool:
-        return (stages == 1 or trained[j] > trained[i]) and state[j] - state[i] + in_flight[s] * (kept[j] - kept[i]) + spare <= limit_bytes
+    def objective(path: _Path) -> float:
+        return rest * path.slowest_s + total_s + path.again_s
 
-    reach: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after s stages: segments placed -> (slowest stage, where the last began)
-    for s in range(stages):
-        ends: dict[int, tuple[float, int]] = {}
-        for j in [count] if s == stages - 1 else range(s + 1, count) if pinned is None else [pinned[s]]:
-            options = [(max(slow, busy[j] - busy[i]), i) for i, (slow, _) in reach[-1].items() if i < j and fits(i, j, s)]
-            if options:
-                ends[j] = min(options)
-        reach.append(ends)
-    if count not in reach[-1]:
+    best: _Path | None = None
+    if cuts is None and least_bytes(pieces, stages, in_flight, recompute) > limit_bytes:
+        raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
+    if worth_s < math.inf and rest:
+        best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
+        if best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s:
+            return None
+    limit_s = evenly_s
+    while best is None and limit_s < 2 * total_s:  # the first limit under which there is an answer
+        limit_s *= 1.1
+        best = spans.path(limit_s)
+    best = best or spans.path(math.inf)
+    if best is None:
+        raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
+    limit_s = (objective(best) - total_s) / rest * (1 + 1e-12) if rest else math.inf
+    bound, done = 0.0, False
+    for _ in range(rounds):
+        path = spans.path(limit_s)
+        if path is None:
+            bound, done = objective(best), True
+            break
+        if objective(path) < objective(best):
+            best = path
+        again_s = path.again_s  # whatever comes now runs no less again
+        bound = min(rest * max(evenly_s, (total_s + again_s) / stages) + total_s + again_s, objective(best))
+        if bound >= min(objective(best), worth_s) * (1 - GAP):
+            done = True
+            break
+        limit_s = path.slowest_s * (1 - 1e-12)
+    if spans.slack_s:
+        bound, done = max(0.0, bound - (rest + stages) * spans.slack_s), False
+    if bound >= worth_s:
         return None
-    cuts, end = [], count
-    for s in range(stages, 1, -1):
-        end = reach[s][end][1]
-        cuts.append(end)
-    objective = (micro_batches - 1) * reach[-1][count][0] + busy[-1]
-    seconds = time.perf_counter() - start
-    outcome = Outcome(objective=objective, bound=objective, gap=0.0, seconds=seconds, solver="dynamic program", variables=0, constraints=0)
-    return Partition(cuts=tuple(reversed(cuts)), recomputed=recomputed, outcome=outcome)
+    outcome = Outcome(
+        objective=objective(best), bound=bound, gap=(objective(best) - bound) / objective(best) if objective(best) else 0.0,
+        seconds=time.perf_counter() - start, solver="dynamic program", variables=0, constraints=0,
+        status="solved" if done else "out of budget",
+    )  # fmt: skip
+    return Partition(cuts=best.cuts, recomputed=spans.recomputed(best.cuts), outcome=outcome)
 
 
-def _value(v: pulp.LpVariable | float) -> float:
-    return v if isinstance(v, float) else float(v.value() or 0.0)
+@dataclass(frozen=True, slots=True)
+class _Path:
+    again_s: float
+    slowest_s: float
+    cuts: tuple[int, ...]
+
+
+class _Stages:
+    """What each stage [i, j) takes, worked out when it is first asked for."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], stages: int, in_flight: Sequence[int], limit_bytes: float, recompute: str, cuts: Sequence[int] | None
+    ) -> None:
+        self.pieces, self.stages, self.in_flight, self.limit_bytes, self.pinned = pieces, stages, in_flight, limit_bytes, cuts
+        self.may, self.all = recompute != "none", recompute == "full"
+        self.kinds: dict[Piece, int] = {}
+        self.kind = [self.kinds.setdefault(p, len(self.kinds)) for p in pieces]
+        self.busy, self.trained = [0.0], [0]
+        for p in pieces:
+            self.busy.append(self.busy[-1] + p.forward_s + p.backward_s)
+            self.trained.append(self.trained[-1] + p.trains)
+        self.state, self.kept = _running([p.state_bytes for p in pieces]), _running([p.kept_bytes for p in pieces])
+        self.slack_s = 0.0  # by how much the answer to one of the small knapsacks may be above the least, where one was cut short
+        self._known: dict[tuple[object, ...], tuple[float, tuple[tuple[int, int], ...]] | None] = {}
+        self._placed: dict[tuple[int, int, int], tuple[float, tuple[tuple[int, int], ...]] | None] = {}
+
+    def again(self, i: int, j: int, s: int) -> tuple[float, tuple[tuple[int, int], ...]] | None:
+        """(seconds, how many pieces of which kind) of the least that stage s must run again if it is [i, j); None if it cannot fit."""
+        flights = self.in_flight[s]
+        place = (i, j, flights)
+        if place not in self._placed:
+            counts: dict[int, int] = {}
+            for k in self.kind[i:j]:
+                counts[k] = counts.get(k, 0) + 1
+            key = (flights, *sorted(counts.items()))
+            if key not in self._known:
+                self._known[key] = self._least(i, j, counts, flights)
+            self._placed[place] = self._known[key]
+        return self._placed[place]
+
+    def _least(self, i: int, j: int, counts: dict[int, int], flights: int) -> tuple[float, tuple[tuple[int, int], ...]] | None:
+        spare = max(p.temporary_bytes for p in self.pieces[i:j])
+        over = self.state[j] - self.state[i] + flights * (self.kept[j] - self.kept[i]) + spare - self.limit_bytes
+        pieces = list(self.kinds)
+        can = [(k, n) for k, n in counts.items() if self.may and pieces[k].freed_bytes > 0 and flights]
+        if self.all:
+            freed = flights * sum(n * pieces[k].freed_bytes for k, n in can)
+            return (sum(n * pieces[k].forward_s for k, n in can), tuple(can)) if over <= freed else None
+        if over <= 0:
+            return 0.0, ()
+        found = _knapsack([(pieces[k].forward_s, flights * pieces[k].freed_bytes, n, k) for k, n in can], over)
+        if found is None:
+            return None
+        self.slack_s = max(self.slack_s, found[0] - found[2])
+        return found[:2]
+
+    def path(self, limit_s: float) -> _Path | None:
+        """The cuts that run the least again, of these those with the fastest slowest stage, no stage above limit_s."""
+        count, stages = len(self.pieces), self.stages
+        limit_s = limit_s * (1 + 1e-13)
+        reach: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]  # placed -> (again, slowest, where the last stage began)
+        for s in range(stages):
+            ends: dict[int, tuple[float, float, int]] = {}
+            before = reach[-1]
+            last = s == stages - 1
+            for j in [count] if last else range(s + 1, count - stages + s + 2) if self.pinned is None else [self.pinned[s]]:
+                best: tuple[float, float, int] | None = None
+                for i in range(j - 1, s - 1, -1):
+                    busy_s = self.busy[j] - self.busy[i]
+                    if busy_s > limit_s:
+                        break
+                    if i not in before or (stages > 1 and self.trained[j] == self.trained[i]):
+                        continue
+                    again = self.again(i, j, s)
+                    if again is None or busy_s + again[0] > limit_s:
+                        continue
+                    option = (before[i][0] + again[0], max(before[i][1], busy_s + again[0]), i)
+                    if best is None or option < best:
+                        best = option
+                if best is not None:
+                    ends[j] = best
+            reach.append(ends)
+        if count not in reach[-1]:
+            return None
+        again_s, slowest_s, _ = reach[-1][count]
+        cuts, end = [], count
+        for s in range(stages, 1, -1):
+            end = reach[s][end][2]
+            cuts.append(end)
+        fixed_s = sum(p.forward_s for p in self.pieces if p.freed_bytes > 0) if self.all else 0.0
+        return _Path(again_s - fixed_s, slowest_s, tuple(reversed(cuts)))
+
+    def recomputed(self, cuts: tuple[int, ...]) -> frozenset[int]:
+        """The pieces that the stages of these cuts run again; of those that are alike in a stage the first ones."""
+        found = set()
+        bounds = (0, *cuts, len(self.pieces))
+        for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            again = self.again(i, j, s)
+            assert again is not None, "a stage of a path fits"
+            left = dict(again[1])
+            for k in range(i, j):
+                if left.get(self.kind[k], 0):
+                    left[self.kind[k]] -= 1
+                    found.add(k)
+        return frozenset(found)
+
+
+def _running(values: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for v in values:
+        sums.append(sums[-1] + v)
+    return sums
+
+
+def _knapsack(
+    items: Sequence[tuple[float, float, int, int]], need: float, nodes: int = KNAPSACK_NODES
+) -> tuple[float, tuple[tuple[int, int], ...], float] | None:
+    """The cheapest of items (seconds, bytes, how many there are, kind) that come to `need` bytes: (seconds, ((kind, how many), ...), a
+    bound from below, which is the seconds unless the nodes ran out), or None if all of them do not. Branch and bound, the cheapest byte
+    first."""
+    items = sorted(items, key=lambda x: (x[0] / x[1], x))
+    after = [sum(nbytes * n for _, nbytes, n, _ in items[k:]) for k in range(len(items) + 1)]
+    if after[0] < need:
+        return None
+    best: tuple[float, tuple[tuple[int, int], ...]] = (math.inf, ())
+    visited = 0
+
+    def least_s(k: int, left: float) -> float:
+        """If parts of items could be taken."""
+        found = 0.0
+        for seconds, nbytes, n, _ in items[k:]:
+            if left <= nbytes * n:
+                return found + seconds * left / nbytes
+            found, left = found + seconds * n, left - nbytes * n
+        return found
+
+    def take(k: int, left: float, spent: float, chosen: tuple[tuple[int, int], ...]) -> None:
+        nonlocal best, visited
+        visited += 1
+        if left <= 0:
+            best = min(best, (spent, chosen))
+            return
+        if after[k] < left or spent + least_s(k, left) >= best[0] * (1 - 1e-12) or (visited > nodes and best[0] < math.inf):
+            return
+        seconds, nbytes, n, kind = items[k]
+        for taken in range(min(n, math.ceil(left / nbytes)), -1, -1):
+            take(k + 1, left - taken * nbytes, spent + taken * seconds, (*chosen, (kind, taken)) if taken else chosen)
+
+    take(0, need, 0.0, ())
+    return (*best, best[0] if visited <= nodes else least_s(0, need))
 
 
 def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ...], recompute: str) -> float:
@@ -178,18 +276,27 @@ def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ..
     freed = [0.0 if recompute == "none" else p.freed_bytes for p in pieces]
     leanest: dict[int, float] = {0: 0.0}  # segments placed -> the fullest of the stages so far
     for s in range(stages):
-        need = [p.state_bytes + in_flight[s] * (p.kept_bytes - f) for p, f in zip(pieces, freed, strict=True)]
-        total = [sum(need[:k]) for k in range(len(need) + 1)]
-        leanest = {j: min(max(x, total[j] - total[i]) for i, x in leanest.items() if i < j) for j in range(s + 1, len(pieces) + 1)}
-    return leanest[len(pieces)] + max(p.temporary_bytes for p in pieces)
+        total = _running([p.state_bytes + in_flight[s] * (p.kept_bytes - f) for p, f in zip(pieces, freed, strict=True)])
+        ends: dict[int, float] = {}
+        for j in range(s + 1, len(pieces) + 1):
+            spare, best = 0.0, math.inf
+            for i in range(j - 1, s - 1, -1):
+                spare = max(spare, pieces[i].temporary_bytes)
+                if total[j] - total[i] >= best:
+                    break
+                if i in leanest:
+                    best = min(best, max(leanest[i], total[j] - total[i] + spare))
+            if best < math.inf:
+                ends[j] = best
+        leanest = ends
+    return leanest[len(pieces)]
 
 
 def peak_bytes(pieces: tuple[Piece, ...], cuts: tuple[int, ...], recomputed: frozenset[int], in_flight: tuple[int, ...]) -> list[float]:
     """Memory of every stage of given cuts, as the rows state it."""
     bounds = (0, *cuts, len(pieces))
-    spare = max((p.temporary_bytes for p in pieces), default=0.0)
     kept = [p.kept_bytes - (p.freed_bytes if k in recomputed else 0) for k, p in enumerate(pieces)]
     return [
-        sum(pieces[k].state_bytes + in_flight[s] * kept[k] for k in range(i, j)) + spare
+        sum(pieces[k].state_bytes + in_flight[s] * kept[k] for k in range(i, j)) + max(pieces[k].temporary_bytes for k in range(i, j))
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False))
     ]

@@ -112,7 +112,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute).
-    objective_s, bound_s, gap: of the search (see plan.search). split_share: share of FLOPs that tp really divides."""
+    objective_s, bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share
+    of objective_s that it is below. searched: how many choices there were, were priced, and were left. split_share: share of FLOPs
+    that tp really divides."""
 
     model: str
     program_hash: str
@@ -148,6 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     alternatives: list[str] = []
     pins: dict[str, Any] = {}
     planning_s: dict[str, float] = {}
+    searched: dict[str, int] = {}
     format: str = FORMAT
     version: int = VERSION
 

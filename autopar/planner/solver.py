@@ -1,21 +1,40 @@
-"""The one place that calls a solver: HiGHS through PuLP, CBC where HiGHS is missing."""
+"""The one place that calls a solver: HiGHS, and CBC through PuLP where HiGHS is missing.
+
+A solve ends in one of three ways, which are never confused: solved (to the gap that was asked for), infeasible (proven:
+`Infeasible` is raised), or out of budget (with the best solution and the bound so far, or `OutOfBudget` where there is no solution
+yet). Budgets count nodes of the search tree, not seconds, and one thread solves: the same program has the same answer on a busy
+machine.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-
-import pulp
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from autopar.errors import Infeasible
 
-__all__ = ["Outcome", "solve"]
+__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Solution", "solve"]
+
+NODES = 500  # of the search tree of one integer program; those of one axis need none or a few
+INFINITY = float("inf")
+
+
+class OutOfBudget(Exception):
+    """The budget was used up before a first solution was found, which proves nothing but the bound."""
+
+    def __init__(self, message: str, bound: float) -> None:
+        super().__init__(message)
+        self.bound = bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """objective and bound in the problem's unit; gap = (objective - bound) / objective; solver: which one answered."""
+    """objective and bound in the problem's unit: no solution is below bound; gap = (objective - bound) / objective; solver: which one
+    answered; variables and constraints: how many."""
 
     objective: float
     bound: float
@@ -24,45 +43,146 @@ class Outcome:
     solver: str
     variables: int
     constraints: int
+    status: Literal["solved", "out of budget"] = "solved"
 
 
-def solve(problem: pulp.LpProblem, *, time_limit_s: float, name: str, gap: float = 1e-3) -> Outcome:
-    """Solve in place to a relative gap. Raises Infeasible if there is no solution, or none within the time limit."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """values: of the columns, in their order."""
+
+    outcome: Outcome
+    values: tuple[float, ...]
+
+
+@dataclass(kw_only=True)
+class Linear:
+    """A program to minimise: columns between bounds, some of them whole numbers, and rows between bounds. constant: of the objective."""
+
+    name: str
+    constant: float = 0.0
+    names: list[str] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    uppers: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    indices: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    bounds: list[tuple[float, float]] = field(default_factory=list)
+
+    def column(self, name: str, cost: float = 0.0, *, upper: float = 1.0, whole: bool = False) -> int:
+        """A variable between 0 and upper; its index."""
+        self.names.append(name)
+        self.costs.append(cost)
+        self.uppers.append(upper)
+        self.whole.append(whole)
+        return len(self.names) - 1
+
+    def row(self, name: str, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+        """lower <= the sum of weight x column <= upper; no column twice."""
+        for index, weight in terms:
+            self.indices.append(index)
+            self.weights.append(weight)
+        self.rows.append(name)
+        self.starts.append(len(self.indices))
+        self.bounds.append((lower, upper))
+
+
+def solve(problem: Linear, *, gap: float = 1e-3, nodes: int = NODES) -> Solution:
+    """Solve to a relative gap, or until so many nodes were looked at. Raises Infeasible if there is no solution, and OutOfBudget if
+    none was found that proves that."""
     start = time.perf_counter()
-    if int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3:
-        problem.writeLP(f"autopar_{problem.name}.lp")
-    highs = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=gap)
-    if highs.available():
-        status = problem.solve(highs)
-        solver = "HiGHS"
-    else:
-        status = problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=gap))
+    try:
+        import highspy
+    except ImportError:
+        status, objective, bound, values = _with_cbc(problem, gap, nodes)
         solver = "CBC"
-    objective = pulp.value(problem.objective)
-    found = objective is not None and problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    if status != pulp.LpStatusOptimal and not found:
-        size = f"{problem.numVariables()} variables, {problem.numConstraints()} constraints"
-        raise Infeasible(f"{name}: {pulp.LpStatus[status].lower()} ({size})")
-    objective = float(objective or 0.0)
-    bound = _bound(problem, objective, gap)
-    return Outcome(
-        objective=objective,
-        bound=bound,
-        gap=max(0.0, (objective - bound) / abs(objective)) if objective else 0.0,
-        seconds=time.perf_counter() - start,
-        solver=solver,
-        variables=problem.numVariables(),
-        constraints=problem.numConstraints(),
-    )
+    else:
+        status, objective, bound, values = _with_highs(highspy, problem, gap, nodes)
+        solver = "HiGHS"
+    size = f"{len(problem.names)} variables, {len(problem.rows)} constraints"
+    if status == "infeasible":
+        raise Infeasible(f"{problem.name}: infeasible ({size})")
+    if not values and problem.names:
+        raise OutOfBudget(f"{problem.name}: no solution within {nodes} nodes ({size})", bound + problem.constant)
+    objective, bound = objective + problem.constant, min(bound, objective) + problem.constant
+    outcome = Outcome(
+        objective=objective, bound=bound, gap=max(0.0, (objective - bound) / abs(objective)) if objective else 0.0,
+        seconds=time.perf_counter() - start, solver=solver, variables=len(problem.names), constraints=len(problem.rows),
+        status="solved" if status == "solved" else "out of budget",
+    )  # fmt: skip
+    return Solution(outcome=outcome, values=values)
 
 
-def _bound(problem: pulp.LpProblem, objective: float, gap: float) -> float:
-    """The proven bound: HiGHS states it; a solver that does not has proven its tolerance if it reports optimality."""
-    model = getattr(problem, "solverModel", None)
-    info = model.getInfo() if model is not None and hasattr(model, "getInfo") else None
-    if info is not None and abs(info.mip_dual_bound) < 1e300 and problem.isMIP():
-        constant = float(problem.objective.constant)  # PuLP keeps it to itself
-        return float(info.mip_dual_bound) + constant
-    if info is not None and not problem.isMIP():
-        return objective
-    return objective * (1 - gap) if problem.status == pulp.LpStatusOptimal else float("-inf")
+Answer = tuple[Literal["solved", "infeasible", "out of budget"], float, float, tuple[float, ...]]  # status, objective, bound, values
+
+
+def _with_highs(highspy: Any, problem: Linear, gap: float, nodes: int) -> Answer:
+    import numpy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(problem.names), len(problem.rows)
+    lp.col_cost_ = numpy.array(problem.costs, dtype=float)
+    lp.col_lower_, lp.col_upper_ = numpy.zeros(lp.num_col_), numpy.array(problem.uppers, dtype=float)
+    lp.row_lower_ = numpy.array([low for low, _ in problem.bounds], dtype=float)
+    lp.row_upper_ = numpy.array([high for _, high in problem.bounds], dtype=float)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = numpy.array(problem.starts, dtype=numpy.int32)
+    lp.a_matrix_.index_ = numpy.array(problem.indices, dtype=numpy.int32)
+    lp.a_matrix_.value_ = numpy.array(problem.weights, dtype=float)
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    lp.integrality_ = [kinds[whole] for whole in problem.whole]
+    solver = highspy.Highs()
+    debug = int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3
+    if debug:
+        lp.col_names_, lp.row_names_ = problem.names, problem.rows
+    for option, value in (("output_flag", False), ("parallel", "off"), ("mip_rel_gap", gap), ("mip_max_nodes", nodes)):
+        solver.setOptionValue(option, value)
+    solver.passModel(lp)
+    if debug:
+        solver.writeModel(f"autopar_{problem.name}.lp".replace(" ", "_"))
+    solver.run()
+    status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
+    if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no column is unbounded where it could pay
+        return "infeasible", INFINITY, INFINITY, ()
+    if status == known.kModelEmpty:
+        return "solved", 0.0, 0.0, ()
+    whole = any(problem.whole)
+    if status == known.kOptimal:
+        found = info.objective_function_value
+        return "solved", found, info.mip_dual_bound if whole else found, tuple(solver.getSolution().col_value)
+    if status not in (known.kSolutionLimit, known.kIterationLimit, known.kTimeLimit, known.kInterrupt):
+        raise RuntimeError(f"HiGHS could not solve {problem.name}: {solver.modelStatusToString(status)}")
+    bound = info.mip_dual_bound if whole and abs(info.mip_dual_bound) < 1e300 else -INFINITY
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return "out of budget", INFINITY, bound, ()
+    return "out of budget", info.objective_function_value, bound, tuple(solver.getSolution().col_value)
+
+
+def _with_cbc(problem: Linear, gap: float, nodes: int) -> Answer:
+    """CBC states no bound: where it is done, its tolerance is proven; else nothing is."""
+    import pulp
+
+    model = pulp.LpProblem(problem.name.replace(" ", "_"), pulp.LpMinimize)
+    kinds = (pulp.LpContinuous, pulp.LpInteger)
+    uppers = [None if upper == INFINITY else upper for upper in problem.uppers]
+    columns = [pulp.LpVariable(f"c{k}", 0, upper, kinds[problem.whole[k]]) for k, upper in enumerate(uppers)]
+    model.setObjective(pulp.LpAffineExpression(zip(columns, problem.costs, strict=True)))
+    for k, (low, high) in enumerate(problem.bounds):
+        places = range(problem.starts[k], problem.starts[k + 1])
+        terms = pulp.LpAffineExpression([(columns[problem.indices[p]], problem.weights[p]) for p in places])
+        if low > -INFINITY:
+            model.addConstraint(terms >= low)
+        if high < INFINITY:
+            model.addConstraint(terms <= high)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 4 names it otherwise; the package is held below 4
+        status = model.solve(pulp.PULP_CBC_CMD(msg=False, gapRel=gap, maxNodes=nodes, threads=1))
+    if pulp.LpStatusInfeasible == status or model.sol_status == pulp.LpSolutionInfeasible:
+        return "infeasible", INFINITY, INFINITY, ()
+    if model.sol_status == pulp.LpSolutionNoSolutionFound:
+        return "out of budget", INFINITY, -INFINITY, ()
+    objective = float(pulp.value(model.objective) or 0.0)
+    values = tuple(float(c.value() or 0.0) for c in columns)
+    done = status == pulp.LpStatusOptimal and model.sol_status == pulp.LpSolutionOptimal
+    return ("solved", objective, objective - gap * abs(objective), values) if done else ("out of budget", objective, -INFINITY, values)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from autopar.errors import Infeasible
 from autopar.ir import BlockCall, Lowered, Op, Program, Span, StageProgram, refs
+from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments, derived_from_inputs
 
-__all__ = ["Cuts", "Segment", "cut_stages", "legal_cuts", "segments_of"]
+__all__ = ["Cuts", "Pieces", "Segment", "cut_stages", "legal_cuts", "segments_of"]
 
 MAX_SEGMENTS = 96  # candidates for cuts in one program; beyond it only the cheapest to cross are kept
 
@@ -63,20 +64,52 @@ def legal_cuts(program: Program) -> Cuts:
     return Cuts(crossing=crossing)
 
 
-def segments_of(program: Program, cuts: Cuts, wanted: int) -> tuple[Segment, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """A program between candidate cuts. segments: as it stands; order: the pieces of the whole program, as indices of segments (a
+    folded program has fewer segments than pieces); copies: of each piece, which copy of its segment it is."""
+
+    segments: tuple[Segment, ...]
+    order: tuple[int, ...]
+    copies: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, piece: int) -> Segment:
+        return self.segments[self.order[piece]]
+
+
+def segments_of(program: Program, cuts: Cuts, wanted: int) -> Pieces:
     """The program between candidate cuts: block boundaries where they give at least `wanted` pieces, else any legal cut,
-    the cheapest to cross first."""
+    the cheapest to cross first. NotAlike if a folded program cannot be cut around what stands for several instances."""
     block_at: dict[tuple[int, int], tuple[int, int]] = {}
     edges: set[int] = set()
+    folded: list[tuple[Span, int]] = []
     for b, block in enumerate(program.blocks):
         for k, span in enumerate(block.spans):
             edges |= {span.start, span.stop}
             block_at[span.start, span.stop] = (b, k)
+            if block.times and block.times[k] > 1:
+                folded.append((span, block.times[k]))
+    needed = {p for span, _ in folded for p in (span.start, span.stop)}
+    if not needed <= set(cuts.crossing) | {0, len(program.ops)}:
+        raise NotAlike("the program cannot be cut around the instances that one stands for")
+
+    def many(position: int) -> int:
+        return next((n for span, n in folded if span.start <= position < span.stop), 1)
+
     positions = sorted(p for p in edges if p in cuts.crossing)
-    if len(positions) + 1 < 2 * wanted:
+    if sum(map(many, positions)) + 1 < 2 * wanted:
         cost = {p: sum(program.types[v].nbytes for v in values) for p, values in cuts.crossing.items()}
         ranked = sorted(cost, key=lambda p: (p not in edges, cost[p], p))
-        if len(ranked) > MAX_SEGMENTS:
+        if folded:
+            room, chosen = MAX_SEGMENTS, set(needed & set(cost))
+            for p in ranked:
+                room -= many(p)
+                chosen |= {p} if room >= 0 or p in edges else set()
+            ranked = sorted(chosen)
+        elif len(ranked) > MAX_SEGMENTS:
             cheap = set(ranked[:MAX_SEGMENTS // 2])
             even = sorted(cost)
             cheap |= {even[k * len(even) // (MAX_SEGMENTS // 2)] for k in range(MAX_SEGMENTS // 2)}
@@ -84,7 +117,17 @@ def segments_of(program: Program, cuts: Cuts, wanted: int) -> tuple[Segment, ...
         positions = sorted(ranked)
     bounds = [0, *positions, len(program.ops)]
     spans = [Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
-    return tuple(Segment(s, *block_at.get((s.start, s.stop), (-1, -1))) for s in spans)
+    segments = tuple(Segment(s, *block_at.get((s.start, s.stop), (-1, -1))) for s in spans)
+    order: list[int] = []
+    copies: list[int] = []
+    k = 0
+    while k < len(segments):
+        inside, n = next(((span, n) for span, n in folded if segments[k].span.start in span), (segments[k].span, 1))
+        stop = next((x for x in range(k, len(segments)) if segments[x].span.start >= inside.stop), len(segments))
+        order += [*range(k, stop)] * n
+        copies += [copy for copy in range(n) for _ in range(k, stop)]
+        k = stop
+    return Pieces(segments=segments, order=tuple(order), copies=tuple(copies))
 
 
 def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], recompute: frozenset[tuple[int, int]]) -> Lowered:

@@ -1,0 +1,128 @@
+"""Below what no plan of a choice can be, before anything of it is priced.
+
+Every operator with a parameter before it runs somewhere, and runs no faster than its own arithmetic at the rate that its class is
+priced with, or its own bytes at the best rate of any class that memory binds, divided by the GPUs that could share it. Splitting an
+operator never lowers the sum of these over its parts; transitions, recompute and gathers only add. With m micro-batches and p stages
+the busiest stage has at least a p-th of a micro-batch's work m times, and the pipeline fills and drains: work x (m + p - 1) / p.
+Weights are read whole by every micro-batch and data-parallel rank, and each operator, whole or in part, is launched for every one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from typing import NamedTuple
+
+import numpy
+
+from autopar.ir import Op, Program, refs
+from autopar.measure import Pricer, count
+from autopar.measure.costs import dtype_of
+from autopar.planner.choices import stands_for
+from autopar.planner.moments import derived_from_inputs
+from autopar.planner.space import Choice
+from cost_models.cluster import OP_CLASSES, Cluster
+from cost_models.compute import kernel_time_s
+from cost_models.memory import OPTIMIZERS
+from cost_models.recipe import Recipe
+from cost_models.step import optimizer_time_s
+
+__all__ = ["Least", "OpLeast", "least_op_s"]
+
+_ARITHMETIC = ("matmul", "attention", "conv")
+
+
+def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed: Set[str] = frozenset()) -> OpLeast:
+    """Below any price of one operator, or sum of prices of its parts. fixed: the values that are the same whatever the batch."""
+    gpu = cluster.gpu
+    operands, results = refs(op), [o for o in op.outputs if o is not None]
+    ins, outs = tuple(program.types[r] for r in operands), tuple(program.types[o] for o in results)
+    counts = count(op, ins, outs, not gpu.host)
+    if counts.op_class == "view":
+        return OpLeast(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    pricer, dtype = Pricer(cluster, {}, None, recipe), dtype_of(outs, ins)
+    nbytes = float(counts.bytes_read + counts.bytes_written)
+    whole = 1.0 * sum(program.types[v].nbytes for v in (*operands, *results) if v in fixed or program.types[v].numel == 1)
+    flops, backward = counts.flops, counts.backward_flops
+    if counts.op_class not in _ARITHMETIC:  # its parts may be of another class that memory binds, or join another kernel
+        best = max(gpu.fraction(c) for c in OP_CLASSES if c not in _ARITHMETIC)
+        share = 0.0 if recipe.fuses else gpu.fraction(counts.op_class) / best
+        nbytes, whole = share * nbytes, share * whole
+    elif counts.op_class == "attention":
+        flops, backward = flops / recipe.attention_speed, backward / recipe.attention_speed
+    cls = counts.op_class
+    trained = any(t.grad for t in outs) and not op.no_grad
+    again = trained and bool(counts.backward_flops or counts.saved_inputs or counts.saved_outputs or cls == "pointwise")
+    launches = 0.0 if recipe.fuses else gpu.launch_s * (1 + again) if gpu.host else sum(pricer.launches_s(op, ins, outs))
+    return OpLeast(
+        flops_s=kernel_time_s(cls, flops, 0.0, dtype, gpu),
+        moved_s=kernel_time_s(cls, 0.0, max(0.0, nbytes - whole), dtype, gpu),
+        whole_s=kernel_time_s(cls, 0.0, min(whole, nbytes), dtype, gpu),
+        backward_flops_s=kernel_time_s(cls, backward, 0.0, dtype, gpu) if again else 0.0,
+        backward_moved_s=kernel_time_s(cls, 0.0, 2.0 * max(0.0, nbytes - whole), dtype, gpu) if again else 0.0,
+        backward_whole_s=kernel_time_s(cls, 0.0, 2.0 * min(whole, nbytes), dtype, gpu) if again else 0.0,
+        launches_s=launches,
+    )
+
+
+class OpLeast(NamedTuple):
+    """Seconds of an operator on the whole batch: its arithmetic; its bytes that follow the batch; those that do not (weights), which every
+    micro-batch of every data-parallel rank moves; the same in backward; and what it takes to launch it."""
+
+    flops_s: float
+    moved_s: float
+    whole_s: float
+    backward_flops_s: float
+    backward_moved_s: float
+    backward_whole_s: float
+    launches_s: float
+
+
+class Least:
+    """The least seconds of choices for one program."""
+
+    def __init__(self, program: Program, cluster: Cluster, optimizer: str, recipe: Recipe) -> None:
+        gpu = cluster.gpu
+        derived, fixed = derived_from_inputs(program), _fixed(program)
+        times = stands_for(program)
+        rows = [
+            [n * x for x in least_op_s(op, program, cluster, recipe, fixed)]
+            for op, n in zip(program.ops, times, strict=True)
+            if not all(o in derived for o in op.outputs if o is not None)
+        ]
+        self.parts = numpy.array(rows or [[0.0] * len(OpLeast._fields)]).T
+        self.launches_s = float(self.parts[6].sum())
+        self.host = gpu.host
+        self.batch = program.batch_size or 1
+        reader: dict[str, int] = {}
+        for op, n in zip(program.ops, times, strict=True):
+            for r in refs(op):
+                reader[r] = min(n, reader.get(r, n))
+        trained = [(program.types[p.value], reader.get(p.value, 1)) for p in program.params if p.trainable]
+        item = min((t.dtype.itemsize for t, _ in trained), default=0)
+        self.update_s = optimizer_time_s(
+            trainable_params=sum(t.numel * n for t, n in trained), gpu=dataclasses.replace(gpu, launch_s=0.0), optimizer=optimizer,
+            param_itemsize=item, grad_itemsize=recipe.gradient_itemsize or item, state_itemsize=recipe.state_itemsize or item,
+            master_itemsize=recipe.master_itemsize, passes=recipe.optimizer_passes if OPTIMIZERS[optimizer] else 1.0,
+        )  # fmt: skip
+
+    def step_s(self, choice: Choice, batch: int | None) -> float:
+        """Of a step of this many samples."""
+        mesh, m = choice.mesh, choice.micro_batches
+        split = mesh.dp * m * self.batch / (batch or 1)
+        flops, moved, whole, flops_b, moved_b, whole_b, _ = self.parts
+        forward = numpy.maximum(flops / split, moved / split + whole)
+        backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
+        work_s = float((forward + backward).sum())
+        work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
+        parts = mesh.pp * mesh.tp * (mesh.dp if choice.zero else 1)
+        return work_s * (m + mesh.pp - 1) / mesh.pp + self.update_s / parts
+
+
+def _fixed(program: Program) -> frozenset[str]:
+    """The values that no input reaches: parameters, buffers and what is made of them."""
+    found = {p.value for p in program.params} | {b.value for b in program.buffers}
+    for op in program.ops:
+        if refs(op) and all(r in found for r in refs(op)):
+            found |= {o for o in op.outputs if o is not None}
+    return frozenset(found)

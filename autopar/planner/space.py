@@ -1,0 +1,111 @@
+"""What may be chosen: meshes, micro-batches, schedules and resting places, as the pins leave them.
+
+A choice is a value; nothing here is priced. Strategies, stages and recompute are decided inside a choice, by programs of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.planner.candidate import Mesh
+from autopar.planner.plan import Pins
+from cost_models.cluster import Cluster
+
+__all__ = ["FORMS", "RESTS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
+
+RESTS = (0, 1, 3)  # how parameters, gradients and optimizer states rest over the data axis: the stages of ZeRO
+SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
+FORMS = (None, True, False)  # of the tensor axis: the fastest, and Megatron's two (see Pins.sequence_parallel)
+MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One point of the space, before anything inside it is decided. sequence: the form of the tensor axis. The fastest form keeps what
+    it likes; where that costs recompute or does not fit, the others are tried too."""
+
+    mesh: Mesh
+    micro_batches: int
+    schedule: str
+    zero: int
+    sequence: bool | None = None
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Of choices that cost the same, the one with the smaller value is taken."""
+        mesh, form = self.mesh, FORMS.index(self.sequence)
+        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, form, self.zero, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """batch: samples of a step, None if nothing can be split."""
+
+    gpus: int
+    cluster: Cluster
+    pins: Pins
+    batch: int | None
+
+    def meshes(self) -> Iterator[Mesh]:
+        """Every (pp, dp, tp) of the GPUs that the pins allow, tensor parallel within a node unless pinned."""
+        stages = len(self.pins.blocks) if self.pins.blocks is not None else self.pins.pp
+        for tp in divisors(self.gpus):
+            if self.pins.tp not in (None, tp) or (self.pins.tp is None and tp > self.cluster.gpus_per_node):
+                continue
+            for pp in divisors(self.gpus // tp):
+                dp = self.gpus // tp // pp
+                if stages in (None, pp) and self.pins.dp in (None, dp):
+                    yield Mesh(pp=pp, dp=dp, tp=tp)
+
+    def micro_batch_counts(self, mesh: Mesh) -> list[int]:
+        if self.batch is None:
+            whole = mesh.dp == 1 and self.pins.micro_batches in (None, 1) and self.pins.micro_batch is None
+            return [1] if whole else []
+        if self.batch % mesh.dp:
+            return []
+        local = self.batch // mesh.dp
+        if self.pins.micro_batches is not None:
+            return [self.pins.micro_batches] if local % self.pins.micro_batches == 0 else []
+        if self.pins.micro_batch is not None:
+            return [local // self.pins.micro_batch] if local % self.pins.micro_batch == 0 else []
+        return [m for m in divisors(local) if m <= MAX_MICRO_BATCHES * mesh.pp]
+
+    def rests(self, mesh: Mesh) -> list[int]:
+        return [self.pins.zero] if self.pins.zero is not None else list(RESTS) if mesh.dp > 1 else [0]
+
+    def schedules(self) -> list[str]:
+        return [self.pins.schedule] if self.pins.schedule else list(SCHEDULES_TRIED)
+
+    def choices(self) -> Iterator[Choice]:
+        for mesh in self.meshes():
+            for count in self.micro_batch_counts(mesh):
+                for schedule in self.schedules():
+                    for zero in self.rests(mesh):
+                        if not (zero and mesh.dp == 1):
+                            form = self.pins.sequence_parallel if mesh.tp > 1 else None
+                            yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, zero=zero, sequence=form)
+
+    def leaner(self, choice: Choice) -> Iterator[Choice]:
+        """The same in the other forms of the tensor axis."""
+        if choice.mesh.tp > 1 and choice.sequence is None:
+            yield from (dataclasses.replace(choice, sequence=form) for form in FORMS if form is not None)
+
+    def refused(self) -> Iterator[str]:
+        """Why there is no choice for a mesh that the pins allow."""
+        for mesh in self.meshes():
+            if not self.micro_batch_counts(mesh):
+                divides = f"a global batch of {self.batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
+                yield f"dp={mesh.dp}: {divides if self.batch is not None else 'no input has a dim that could be the batch'}"
+            elif self.pins.zero and mesh.dp == 1:
+                yield f"zero={self.pins.zero}: there is no data axis to shard parameters over"
+
+    def _counts_pin(self) -> str:
+        if self.pins.micro_batches is not None:
+            return f" of {self.pins.micro_batches} micro-batches"
+        return f" of micro-batches of {self.pins.micro_batch}" if self.pins.micro_batch is not None else ""
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

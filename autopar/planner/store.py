@@ -1,0 +1,318 @@
+"""What was found out about a program: its data axis, its micro-batches, its tensor axis, and the priced program of one rank.
+
+Everything is worked out when it is first asked for and kept under everything that it depends on. The program is folded: of many equal
+layers three are walked (see `fold`). `whole` is the rank of the program as it is, for the choice that wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from autopar.catalog import strategies_of
+from autopar.errors import Infeasible
+from autopar.ir import I, Layout, Program, R, S, Strategy
+from autopar.measure import Live, Pricer
+from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
+from autopar.planner.candidate import Mesh, Rank
+from autopar.planner.choices import choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
+from autopar.planner.fold import fold, unfold
+from autopar.planner.lower import on_tensor_axis
+from autopar.planner.moments import Moments, NotSplittable, batched_inputs, by_samples, split_into_moments
+from autopar.planner.price import Ledger
+from autopar.planner.shard import Assignment, shard, view_of
+from autopar.planner.solver import Outcome
+from autopar.planner.stages import legal_cuts
+from cost_models.cluster import Cluster
+from cost_models.memory import OPTIMIZERS
+from cost_models.recipe import AUTOPAR, Recipe
+
+__all__ = ["Store"]
+
+Split = tuple[int, int]  # data-parallel ranks, micro-batches
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Store:
+    """folds: whether equal layers are walked once. seconds: spent, by pass; notes: for the plan. pinned_tp: whether the size of
+    the tensor axis is pinned."""
+
+    program: Program
+    cluster: Cluster
+    optimizer: str
+    pinned_tp: bool = False
+    folds: bool = True
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    programs: int = 0  # integer programs that were solved
+    binaries: int = 0  # the most of one of them
+    rows: int = 0
+    _folded: Program | None = None
+    _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]] | NotSplittable] = field(default_factory=dict)
+    _by_samples: set[Split] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
+    _moments: dict[Split, Moments | str] = field(default_factory=dict)
+    _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
+    _tensor: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
+
+    @property
+    def folded(self) -> Program:
+        if self._folded is None:
+            self._folded = self.timed("fold", lambda: fold(self.program)) if self.folds else self.program
+        return self._folded
+
+    def timed(self, name: str, call: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def pricer(self, mesh: Mesh, recipe: Recipe = AUTOPAR, live: Live | None = None) -> Pricer:
+        return Pricer(self.cluster, mesh.sizes(), live, recipe)
+
+    # ---------------------------------------------------------------------------------------------------- the data axis
+    def on_data_axis(self, dp: int, *, samples: bool = False) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
+        """The program of one data-parallel rank. samples: every operator runs on the rank's samples as it would on a micro-batch,
+        without exchange (raises NotSplittable if that is not possible); else it may split other dims, and exchange values."""
+        key = (dp, samples)
+        if key not in self._data:
+            try:
+                self._data[key] = self._solve_data(dp, by_samples(self.folded, dp) if samples else {})
+            except NotSplittable as e:
+                self._data[key] = e
+            except Infeasible as e:
+                if not samples:
+                    raise
+                self._data[key] = NotSplittable(str(e))
+        found = self._data[key]
+        if isinstance(found, NotSplittable):
+            raise found
+        return found
+
+    def _solve_data(self, dp: int, wanted: Mapping[str, Strategy]) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
+        """wanted: operator -> what it takes and gives, if it can."""
+        program = self.folded
+        if dp == 1:
+            return program, None, ()
+        batched = batched_inputs(program)
+        leaves: dict[str, tuple[Layout, ...]] = {x.value: (S(0),) if x.value in batched else (R,) for x in program.inputs}
+        leaves |= {p.value: (R, I) for p in program.params}
+        leaves |= {b.value: (R, I) for b in program.buffers}
+        problem = AxisProblem(
+            axis="dp",
+            n=dp,
+            choices=self.timed("strategies", lambda: with_layouts(choices(program, dp, leaves, data=True), wanted)),
+            pricer=Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1}),
+            params=frozenset(p.value for p in program.params),
+            fixed=frozenset(b.value for b in program.buffers if b.mutated),
+            sync_params=False,
+            work_first=True,
+        )
+        solution = self._solved("data axis", problem, 1e-3)
+        return self._one_rank(program, solution.assignment), solution.assignment, (solution.outcome,)
+
+    def _one_rank(self, program: Program, data: Assignment) -> Program:
+        local = self.timed("shard", lambda: shard(program, data))
+        return local.replace(batch_size=(program.batch_size or 0) // data.n or None)
+
+    def _solved(self, name: str, problem: AxisProblem, gap: float) -> AxisSolution:
+        solution = self.timed(name, lambda: solve_axis(problem, gap=gap))
+        self.programs += 1
+        self.binaries = max(self.binaries, sum(len(g.strategies) for g in problem.choices.groups.values() if len(g.strategies) > 1))
+        self.rows = max(self.rows, solution.outcome.constraints)
+        return solution
+
+    # ---------------------------------------------------------------------------------------------------- micro-batches
+    def moments(self, dp: int, count: int) -> Moments | str:
+        key = (dp, count)
+        if key not in self._moments:
+            self._moments[key] = found = self._split(dp, count, samples=False)
+            if isinstance(found, str) and dp > 1 and not isinstance(again := self._split(dp, count, samples=True), str):
+                self._by_samples.add(key)
+                self._moments[key] = again
+        return self._moments[key]
+
+    def _split(self, dp: int, count: int, *, samples: bool) -> Moments | str:
+        try:
+            local = self.on_data_axis(dp, samples=samples)[0]
+            return self.timed("micro-batches", lambda: split_into_moments(local, count))
+        except NotSplittable as e:
+            return f"micro-batches: not split, because {e}"
+
+    def unsplit(self, dp: int) -> list[str]:
+        """Why the batch of one of dp ranks was not split into micro-batches, if it was tried and was not."""
+        return list(dict.fromkeys(why for (ranks, _), why in self._moments.items() if ranks == dp and isinstance(why, str)))
+
+    # ------------------------------------------------------------------------------------------------------------ ranks
+    def rank(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, sequence: bool | None = None) -> Rank | str:
+        """The priced, folded program of one rank, or why there is none. Splits into micro-batches of one size share it. batch: the
+        global one; of another than the program's own only what is priced can be told. sequence: the form of the tensor axis, as in
+        `Pins.sequence_parallel`."""
+        split = self._split_of(mesh, count, batch)
+        if isinstance(split, str):
+            return split
+        size = (batch or 1) // mesh.dp // count
+        contended = self.pricer(mesh).contended
+        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed)
+        key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), sequence, *priced_by)
+        if key not in self._rank:
+            self._rank[key] = self._build(mesh, split, recipe, sequence)
+        found = self._rank[key]
+        return found if isinstance(found, str) else dataclasses.replace(found, mesh=mesh, micro_batches=count)
+
+    def _placed(self, mesh: Mesh) -> tuple[int, ...]:
+        """How the axes whose collectives stand in a rank's program lie over nodes."""
+        return (self.pricer(mesh).per_node("tp"), self.pinned_tp, mesh.dp if mesh.dp > 1 and self._exchanges else 0)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether the data axis exchanges activations, so that its size counts."""
+        return any(b.mutated for b in self.program.buffers)
+
+    def _split_of(self, mesh: Mesh, count: int, batch: int | None) -> Split | str:
+        """The (dp, micro-batches) of the program's own batch that stands for this split, or why there is none."""
+        own = self.program.batch_size or 1
+        if (batch or 1) == own:
+            return mesh.dp, count
+        size = (batch or 1) // mesh.dp // count
+        parts = own // size
+        dp = parts if count == 1 else min(mesh.dp, 2)
+        if parts == 0 or own % size or parts % dp or (count > 1 and parts == dp):
+            several = f"{'several ' if count > 1 else ''}micro-batches of {size}"
+            return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(mesh.dp, 2)} ranks"
+        return dp, parts // dp
+
+    def _build(self, mesh: Mesh, split: Split, recipe: Recipe, sequence: bool | None) -> Rank | str:
+        moments = self.moments(*split)
+        if isinstance(moments, str):
+            return moments
+        data = self.on_data_axis(split[0], samples=split in self._by_samples)
+        tensor, outcomes = None, data[2]
+        if mesh.tp > 1:
+            try:
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, sequence)
+            except Infeasible as e:
+                return self._not_cut(mesh, e, sequence)
+            outcomes = (*outcomes, outcome)
+        return self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe)
+
+    def _not_cut(self, mesh: Mesh, why: Infeasible, sequence: bool | None) -> str:
+        if sequence is None:
+            raise why
+        return f"tp={mesh.tp}: not every matrix can be cut with the activations between as sequence_parallel={sequence} wants them ({why})"
+
+    def _priced(
+        self, mesh: Mesh, split: Split, moments: Moments, data: Assignment | None, tensor: Assignment | None,
+        outcomes: tuple[Outcome, ...], recipe: Recipe,
+    ) -> Rank:  # fmt: skip
+        program = self.timed("shard", lambda: on_tensor_axis(moments, tensor))
+        ledger = self.timed("price", lambda: Ledger(program, self.pricer(mesh, recipe)))
+        return Rank(
+            mesh=mesh, moments=moments, program=program, data=data, tensor=tensor, ledger=ledger, cuts=legal_cuts(program),
+            outcomes=outcomes, micro_batches=split[1], made_for=split,
+        )  # fmt: skip
+
+    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, sequence: bool | None = None) -> Rank | str:
+        """The rank of the program as it is: its tensor axis solved for its own micro-batch, unfolded onto every layer. NotAlike if that
+        is not possible."""
+        split = self._split_of(mesh, count, batch)
+        if isinstance(split, str):
+            return split
+        moments = self.moments(*split)
+        if isinstance(moments, str):
+            return moments
+        data = self.on_data_axis(split[0], samples=split in self._by_samples)
+        tensor, outcomes = None, data[2]
+        if mesh.tp > 1:
+            try:
+                own = (batch or 1) == (self.program.batch_size or 1)
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, sequence, exactly=own)
+            except Infeasible as e:
+                return self._not_cut(mesh, e, sequence)
+            outcomes = (*outcomes, outcome)
+        if self.folded is self.program:
+            return dataclasses.replace(self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe), micro_batches=count)
+        data_on_all = None if data[1] is None else unfold(data[1], self.folded, self.program)
+        local = self.program if data_on_all is None else self._one_rank(self.program, data_on_all)
+        try:
+            every = self.timed("micro-batches", lambda: split_into_moments(local, split[1]))
+        except NotSplittable as e:
+            return f"micro-batches: not split, because {e}"
+        tensor_on_all = None if tensor is None else unfold(tensor, moments.body, every.body)
+        return dataclasses.replace(self._priced(mesh, split, every, data_on_all, tensor_on_all, outcomes, recipe), micro_batches=count)
+
+    # -------------------------------------------------------------------------------------------------- the tensor axis
+    def on_tensor_axis(
+        self, mesh: Mesh, body: Program, sequence: bool | None = None, *, exactly: bool = False
+    ) -> tuple[Assignment, Outcome]:
+        """The tensor axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
+        differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
+        names = frozenset(op.name for op in body.ops)
+        key = (body.batch_size or 0, mesh.tp, self.pricer(mesh).per_node("tp"), sequence, self.pinned_tp, names)
+        if key in self._tensor:
+            return self._tensor[key]
+        if not exactly:
+            for known_key, known in self._tensor.items():
+                if known_key[1:] == key[1:] and _fits(known[0], body):
+                    return known
+        problem = self._tensor_problem(mesh, body, sequence)
+        solution = self._solve_tensor(problem)
+        self._tensor[key] = (solution.assignment, solution.outcome)
+        return self._tensor[key]
+
+    def _tensor_problem(self, mesh: Mesh, body: Program, sequence: bool | None) -> AxisProblem:
+        leaves: dict[str, tuple[Layout, ...]] = {x.value: (I,) for x in body.inputs}
+        pricer = self.pricer(mesh)
+        passes = 3 + 2 * OPTIMIZERS[self.optimizer]
+        found = self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body)))
+        if sequence is not None:
+            found = with_matrices_cut(found, frozenset(p.value for p in body.params))
+        return AxisProblem(
+            axis="tp",
+            n=mesh.tp,
+            choices=found,
+            pricer=pricer,
+            state_price_s_per_byte=passes / self.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
+            params=frozenset(p.value for p in body.params),
+            fixed=frozenset(b.value for b in body.buffers if b.mutated),
+            sequence_parallel=sequence,
+        )
+
+    def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
+        """The fastest assignment. If the axis is pinned, on a model so small that splitting its work costs more than doing it on every
+        rank, the fastest of those that split every heavy operator that can be, which is what the pin asks for."""
+        best = self._solved("tensor axis", problem, 5e-3)
+        if problem.sequence_parallel is not None or not self.pinned_tp:
+            return best
+        heavy = {key: g for key, g in problem.choices.groups.items() if g.op is not None and is_heavy(g.op.target)}
+        idle = [key for key, g in heavy.items() if any(s.splits_work for s in g.strategies) and not _chosen(best, problem, key).splits_work]
+        if not idle:
+            return best
+        most = self._solved("tensor axis", dataclasses.replace(problem, work_first=True), 0.01)
+        split = objective_of(problem, lambda key: _chosen(most, problem, key))
+        if split < objective_of(problem, lambda key: problem.choices.groups[key].strategies[0]):
+            return best
+        self.notes[f"tp={problem.n}: splitting this model's work costs more in communication than it saves"] = None
+        busy = with_work_split(problem.choices, lambda key: _chosen(most, problem, key))
+        return self._solved("tensor axis", dataclasses.replace(problem, choices=busy), 5e-3)
+
+
+def _fits(assignment: Assignment, body: Program) -> bool:
+    """Whether every strategy of an assignment is one of this program's own, so that it is sound here too."""
+    for op in body.ops:
+        s = assignment.ops[op.name]
+        groups = frozenset({1, *(x.groups for x in (*s.inputs, *s.outputs) if x.is_shard)})
+        if s not in strategies_of(view_of(body, op, assignment.n, groups)):
+            return False
+    leaves = {x.value for x in body.leaves}
+    return leaves == set(assignment.leaves)
+
+
+def _chosen(solution: AxisSolution, problem: AxisProblem, key: str) -> Strategy:
+    member = problem.choices.groups[key].members[0]
+    ops, leaves = solution.assignment.ops, solution.assignment.leaves
+    return ops[member] if member in ops else Strategy(inputs=(), outputs=(leaves[member],))

@@ -1,0 +1,120 @@
+"""A solve ends solved, infeasible or out of budget, and says which."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+
+import pytest
+
+from autopar.errors import Infeasible
+from autopar.planner.partition import Piece, _knapsack, partition
+from autopar.planner.solver import INFINITY, Linear, OutOfBudget, solve
+from cost_models.pipeline import in_flight
+
+pytestmark = pytest.mark.pure
+
+
+def knapsacks(items: int, rows: int, seed: int) -> Linear:
+    """As much value as fits into several knapsacks at once: easy to state, hard to prove."""
+    rng = random.Random(seed)
+    problem = Linear(name="knapsacks", constant=7.0)
+    columns = [problem.column(f"x_{k}", -float(rng.randint(5, 50)), whole=True) for k in range(items)]
+    for r in range(rows):
+        problem.row(f"fits_{r}", [(c, float(rng.randint(1, 60))) for c in columns if rng.random() < 0.6], -INFINITY, 5.0 * items)
+    return problem
+
+
+def brute(problem: Linear) -> float:
+    best = INFINITY
+    for values in itertools.product((0, 1), repeat=len(problem.names)):
+        sums = [
+            sum(problem.weights[p] * values[problem.indices[p]] for p in range(a, b)) for a, b in itertools.pairwise(problem.starts)
+        ]
+        if all(low <= x <= high for x, (low, high) in zip(sums, problem.bounds, strict=True)):
+            best = min(best, problem.constant + sum(c * v for c, v in zip(problem.costs, values, strict=True)))
+    return best
+
+
+@pytest.fixture(params=["HiGHS", "CBC"])
+def solver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "CBC":
+        monkeypatch.setitem(sys.modules, "highspy", None)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_solved_is_the_optimum_with_its_proof(solver: str, seed: int) -> None:
+    problem = knapsacks(10, 3, seed)
+    outcome = solve(problem, gap=0.0).outcome
+    assert outcome.status == "solved" and outcome.solver == solver
+    assert outcome.objective == pytest.approx(brute(problem)) and outcome.bound == pytest.approx(outcome.objective)
+
+
+def test_infeasible_is_proven(solver: str) -> None:
+    problem = knapsacks(6, 1, 0)
+    problem.row("never", [(0, 1.0), (1, 1.0)], 1.5, 1.75)
+    with pytest.raises(Infeasible, match="knapsacks: infeasible"):
+        solve(problem)
+
+
+def test_out_of_budget_has_a_best_and_a_bound_and_is_not_infeasible() -> None:
+    problem = knapsacks(40, 20, 1)
+    known = solve(problem, gap=0.0, nodes=100_000).outcome
+    cut = solve(problem, gap=0.0, nodes=2).outcome
+    assert known.status == "solved" and cut.status == "out of budget"
+    assert cut.bound <= known.objective <= cut.objective and cut.gap > 0
+
+
+def test_out_of_budget_without_a_solution_is_not_infeasible_either() -> None:
+    """Numbers that must come to a sum exactly: there is a way, which the first node does not find."""
+    rng = random.Random(4)
+    problem = Linear(name="exactly")
+    weights = [[float(rng.randint(50, 200)) for _ in range(40)] for _ in range(4)]
+    columns = [problem.column(f"x_{k}", float(rng.randint(1, 9)), whole=True) for k in range(40)]
+    picked = [rng.random() < 0.5 for _ in columns]
+    for r, row in enumerate(weights):
+        total = sum(w for w, taken in zip(row, picked, strict=True) if taken)
+        problem.row(f"sum_{r}", list(zip(columns, row, strict=True)), total, total)
+    with pytest.raises(OutOfBudget, match="no solution within 1 nodes") as raised:
+        solve(problem, nodes=1)
+    assert 0 <= raised.value.bound <= sum(c for c, taken in zip(problem.costs, picked, strict=True) if taken)
+
+
+def test_the_same_program_has_the_same_answer() -> None:
+    found = {solve(knapsacks(40, 10, 3), gap=0.0, nodes=20).values for _ in range(3)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_knapsack_is_that_of_trying_everything(seed: int) -> None:
+    rng = random.Random(seed)
+    items = [(rng.uniform(1, 5), float(rng.randint(1, 9)), rng.randint(1, 3), k) for k in range(4)]
+    for need in (1.0, 8.0, 17.0, 40.0):
+        ways = [w for w in itertools.product(*(range(n + 1) for *_, n, _ in items)) if sum(x * i[1] for x, i in zip(w, items)) >= need]
+        found = _knapsack(items, need)
+        assert (found is None) == (not ways)
+        if found is not None:
+            best = min(sum(x * i[0] for x, i in zip(w, items)) for w in ways)
+            assert found[0] == pytest.approx(best) == pytest.approx(found[2])
+            assert sum(items[k][1] * n for k, n in found[1]) >= need
+            cut = _knapsack(items, need, nodes=1)
+            assert cut is not None and cut[2] <= best * (1 + 1e-9) and cut[0] >= best * (1 - 1e-9)
+
+
+def test_stages_that_run_out_of_rounds_keep_their_best_and_a_bound_that_holds() -> None:
+    rng = random.Random(0)
+    pieces = tuple(
+        Piece(
+            forward_s=rng.random(), backward_s=2 * rng.random(), state_bytes=rng.random(), kept_bytes=2.0, freed_bytes=1 + rng.random()
+        )
+        for _ in range(24)
+    )
+    given = {"stages": 4, "micro_batches": 8, "in_flight": tuple(in_flight("1f1b", s, 4, 8) for s in range(4)), "recompute": "auto"}
+    whole = partition(pieces, limit_bytes=24.0, **given)  # type: ignore[arg-type]
+    cut = partition(pieces, limit_bytes=24.0, rounds=1, **given)  # type: ignore[arg-type]
+    assert whole is not None and cut is not None and whole.recomputed
+    assert (whole.outcome.status, cut.outcome.status) == ("solved", "out of budget")
+    assert cut.outcome.bound <= whole.outcome.objective <= cut.outcome.objective
+    assert partition(pieces, limit_bytes=24.0, rounds=1, worth_s=cut.outcome.bound * 0.99, **given) is None  # type: ignore[arg-type]
