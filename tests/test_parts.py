@@ -1,0 +1,339 @@
+"""Parameters that are held in parts behave as the whole: what people do with them, beside the same on one process. And who holds them:
+the original's modules and Parameter objects are the parallel module's."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.run import ParallelModule, WorkerPool
+from autopar.run.parts import Part, local
+from tests import wrong_models as models
+
+pytestmark = pytest.mark.gloo
+
+PLANS: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero1": {"dp": 2, "zero": 1}, "zero3": {"dp": 2, "zero": 3},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    x, y = models.batch(16, seed)
+    return x.double(), y
+
+
+def one() -> nn.Module:
+    torch.manual_seed(0)
+    return models.model().double()
+
+
+def compiled(pins: dict[str, Any], model: nn.Module | None = None) -> Any:
+    return autopar.compile(model or one(), gpus=2, example_inputs=batch(), cluster="cpu", pins=pins)
+
+
+def stepped(model: Any, **options: Any) -> Any:
+    model(*batch()).backward()
+    return model
+
+
+# ----------------------------------------------------------------------------------------------- what is read of parameters
+READINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "shapes": lambda params: [(tuple(p.shape), p.numel(), p.dim(), len(p), p.stride()) for p in params],
+    "norms": lambda params: [p.norm().item() for p in params] + [p.grad.norm(1).item() for p in params],
+    "largest": lambda params: [(p.max().item(), p.abs().max().item(), p.grad.min().item()) for p in params],
+    "sums": lambda params: [(p.sum().item(), p.detach().mean().item()) for p in params],
+    "total norm": lambda params: torch.nn.utils.get_total_norm([p.grad for p in params]).item(),
+    "foreach norm": lambda params: [n.item() for n in torch._foreach_norm([p.grad for p in params])],
+    "finite": lambda params: [bool(torch.isfinite(p.grad).all()) for p in params],
+    "vector": lambda params: torch.nn.utils.parameters_to_vector(params).tolist(),
+    "matrices": lambda params: [(p.grad @ p.grad.T).trace().item() for p in params if p.dim() == 2],
+    "rows": lambda params: [p.detach()[1].tolist() for p in params if p.dim() == 2],
+    "arithmetic": lambda params: [(2 * p.detach() ** 2 - p.grad / 3).sum().item() for p in params],
+    "copies": lambda params: [p.detach().clone().tolist() for p in params],
+}
+
+
+def _readings(pins: dict[str, Any] | None) -> dict[str, Any]:
+    model = stepped(one() if pins is None else compiled(pins))
+    params = list(model.parameters())
+    return {name: read(params) for name, read in READINGS.items()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_read_is_of_the_whole(pair: WorkerPool, plan: str) -> None:
+    expected = _readings(None)
+    for found in pair.run(_readings, PLANS[plan], timeout_s=120):
+        for name, value in expected.items():
+            assert _flat(found[name]) == pytest.approx(_flat(value), rel=1e-12, abs=1e-13), name
+
+
+def _flat(value: Any) -> list[float]:
+    if isinstance(value, (list, tuple)):
+        return [x for v in value for x in _flat(v)]
+    return [float(value)]
+
+
+# ----------------------------------------------------------------------------------------------- what is done to them
+def _clipped(model: Any) -> None:
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert math.isfinite(float(norm))
+
+
+def _penalty(model: Any) -> None:
+    model.zero_grad()
+    (model(*batch()) + 0.1 * sum(p.pow(2).sum() for p in model.parameters()) + 0.01 * sum(p.norm() for p in model.parameters())).backward()
+
+
+def _written(model: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9).clamp_(-0.2, 0.2).add_(torch.ones(p.shape, dtype=p.dtype), alpha=0.01)
+            p.data[0] = 0.25
+            p.view(-1)[-1:].fill_(0.5)
+
+
+def _copied_in(model: Any) -> None:
+    whole = {name: torch.full(p.shape, float(k), dtype=p.dtype) for k, (name, p) in enumerate(model.named_parameters())}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(whole[name]) if "weight" in name else setattr(p, "data", whole[name])
+
+
+def _vector_written(model: Any) -> None:
+    vector = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
+
+
+def _orthogonal(model: Any) -> None:
+    torch.manual_seed(7)
+    for p in model.parameters():
+        if p.dim() == 2:
+            nn.init.orthogonal_(p)
+
+
+def _sharpness(model: Any) -> None:
+    params = list(model.parameters())
+    scale = 0.05 / torch.stack([p.grad.norm() for p in params]).norm()
+    moves = [(p.grad * scale).clone() for p in params]
+    with torch.no_grad():
+        for p, e in zip(params, moves, strict=True):
+            p.add_(e)
+    model.zero_grad()
+    model(*batch(1)).backward()
+    with torch.no_grad():
+        for p, e in zip(params, moves, strict=True):
+            p.sub_(e)
+
+
+def _hooked(model: Any) -> None:
+    model.zero_grad()
+    handles = [p.register_hook(lambda g: g / (1 + g.norm())) for p in model.parameters()]
+    model(*batch()).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def _loaded(model: Any) -> None:
+    state = {name: value + 1 for name, value in one().state_dict().items()}
+    model.load_state_dict(state)
+
+
+WRITINGS = {f.__name__.strip("_"): f for f in (
+    _clipped, _penalty, _written, _copied_in, _vector_written, _orthogonal, _sharpness, _hooked, _loaded,
+)}  # fmt: skip
+
+
+def _writings(pins: dict[str, Any] | None, name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """What is done once, then a step of SGD, and two losses."""
+    model = stepped(one() if pins is None else compiled(pins))
+    WRITINGS[name](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    losses = [model(*batch(s)).item() for s in range(2)]
+    return losses, model.state_dict() if pins is None else model.full_state_dict()
+
+
+@pytest.mark.parametrize("name", WRITINGS)
+@pytest.mark.parametrize("plan", ["tp", "pp", "zero3"])
+def test_what_is_done_is_done_to_the_whole(pair: WorkerPool, plan: str, name: str) -> None:
+    losses, state = _writings(None, name)
+    for found, parallel in pair.run(_writings, PLANS[plan], name, timeout_s=120):
+        assert found == pytest.approx(losses, rel=1e-11)
+        for key, value in state.items():
+            torch.testing.assert_close(parallel[key], value, rtol=1e-10, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------------- optimizers
+def _optimizers() -> dict[str, Callable[[Any], Any]]:
+    optim: Any = torch.optim
+    found: dict[str, Callable[[Any], Any]] = {
+        "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "adamw": lambda p: optim.AdamW(p, lr=0.01),
+        "adamw foreach": lambda p: optim.AdamW(p, lr=0.01, foreach=True), "adagrad": lambda p: optim.Adagrad(p, lr=0.1),
+        "rprop": lambda p: optim.Rprop(p), "adafactor": lambda p: optim.Adafactor(p, lr=0.01),
+        "lbfgs": lambda p: optim.LBFGS(p, max_iter=3),
+    }  # fmt: skip
+    return found
+
+
+def _trained(pins: dict[str, Any] | None, name: str, before: bool) -> tuple[list[float], dict[str, Tensor]]:
+    model: Any = one()
+    make = _optimizers()[name]
+    optimizer = make(model.parameters()) if before else None
+    if pins is not None:
+        model = compiled(pins, model)
+    optimizer = optimizer or make(model.parameters())
+    losses = []
+    for step in range(3):
+
+        def closure(step: int = step) -> Any:
+            optimizer.zero_grad()
+            loss = model(*batch(step))
+            loss.backward()
+            return loss
+
+        if name == "lbfgs":
+            losses.append(optimizer.step(closure).item())
+        else:
+            losses.append(closure().item())
+            optimizer.step()
+    return losses, model.state_dict() if pins is None else model.full_state_dict()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("name", list(_optimizers()))
+@pytest.mark.parametrize("plan", ["tp", "pp", "zero3"])
+def test_optimizers_of_any_kind_made_before_or_after(pair: WorkerPool, plan: str, name: str, before: bool) -> None:
+    losses, state = _trained(None, name, before)
+    for found, parallel in pair.run(_trained, PLANS[plan], name, before, timeout_s=120):
+        assert found == pytest.approx(losses, rel=1e-10)
+        for key, value in state.items():
+            torch.testing.assert_close(parallel[key], value, rtol=1e-8, atol=1e-10)
+
+
+def _step_that_raises() -> tuple[bool, bool]:
+    model = stepped(compiled({"tp": 2}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def broken() -> Any:
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        optimizer.step(broken)
+    model(*batch())
+    first = next(iter(model.parameters()))
+    return isinstance(first, Part), first.shape == next(iter(one().parameters())).shape
+
+
+def test_a_step_that_raises_leaves_parts(pair: WorkerPool) -> None:
+    assert pair.run(_step_that_raises, timeout_s=60) == [(True, True)] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------ who holds them
+def _same_objects(pins: dict[str, Any]) -> None:
+    original = one()
+    params, modules = dict(original.named_parameters()), dict(original.named_modules())
+    model = compiled(pins, original)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in params.items()}
+    for name, module in modules.items():
+        if name:
+            assert model.get_submodule(name) is module
+    model.note = "of the user"
+    assert original.note == "of the user"
+    expected = one().state_dict()
+    original.load_state_dict({name: value * 2 for name, value in expected.items()})  # into the original is into the model
+    full = model.full_state_dict()
+    assert all(torch.equal(full[name], value * 2) for name, value in expected.items())
+
+
+def _copies() -> None:
+    model = compiled({"tp": 2})
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="full_state_dict"):
+            refused(model)
+    split = next(p for p in model.parameters() if p._lies.split)
+    with pytest.raises(TypeError, match=r"full_state_dict\(\)"):
+        pickle.dumps(split)
+
+
+def _whole_for_a_while(pins: dict[str, Any]) -> None:
+    model = compiled(pins)
+    with model.full_parameters():
+        for p in model.parameters():
+            assert type(p) is nn.Parameter
+            with torch.no_grad():
+                p.add_(1.0 + dist.get_rank())  # rank 0's is what counts
+    expected = one().state_dict()
+    full = model.full_state_dict()
+    assert all(torch.equal(full[name], value + 1) for name, value in expected.items())
+    model.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
+    linear = [name for name, m in one().named_modules() if isinstance(m, nn.Linear)]
+    assert all((model.full_state_dict()[f"{name}.weight"] == 0.5).all() for name in linear)
+
+
+def _compiled_twice(pins: dict[str, Any]) -> None:
+    original = one()
+    first = compiled(pins, original)
+    first(*batch()).backward()
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+    state = first.full_state_dict()
+    second = compiled({"dp": 2}, original)
+    again = second.full_state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    with pytest.raises(autopar.LaunchError, match="compiled again"):
+        first(*batch())
+
+
+def _changed_objects() -> None:
+    model = compiled({"tp": 2})
+    name = next(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    parent, _, key = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    kept = owner._modules[key]
+    owner._modules[key] = nn.Linear(kept.in_features, kept.out_features).double()
+    with pytest.raises(ValueError, match=f"submodule {name} is another one"):
+        model(*batch())
+    owner._modules[key] = kept
+    weight = kept._parameters["weight"]
+    kept._parameters["weight"] = nn.Parameter(torch.zeros_like(local(weight)))
+    with pytest.raises(ValueError, match="is another object than when the model was compiled"):
+        model(*batch())
+
+
+def test_the_originals_modules_and_parameters_are_the_modules_own(pair: WorkerPool) -> None:
+    for pins in PLANS.values():
+        pair.run(_same_objects, pins, timeout_s=60)
+
+
+def test_copies_are_refused(pair: WorkerPool) -> None:
+    pair.run(_copies, timeout_s=60)
+
+
+@pytest.mark.parametrize("plan", ["tp", "pp", "zero3"])
+def test_whole_for_a_while_and_compiled_again(pair: WorkerPool, plan: str) -> None:
+    pair.run(_whole_for_a_while, PLANS[plan], timeout_s=60)
+    pair.run(_compiled_twice, PLANS[plan], timeout_s=90)
+
+
+def test_objects_that_are_replaced_are_refused(pair: WorkerPool) -> None:
+    pair.run(_changed_objects, timeout_s=60)
+
+
+def test_one_process_has_plain_parameters() -> None:
+    model = autopar.compile(one(), gpus=1, example_inputs=batch(), cluster="cpu")
+    assert isinstance(model, ParallelModule)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
