@@ -24,5 +24,8 @@ def generate(model: ParallelModule | DeferredModule, *args: Any, **kwargs: Any) 
         raise ValueError(f"{type(original).__name__} has no method generate: autopar.generate is for models of Hugging Face's kind")
     if module is None:
         return original.generate(*args, **kwargs)
-    with module.full_parameters(write=False), torch.no_grad():
+    devices = [module.device] if module.device.type == "cuda" else []
+    seed = module.mesh.agree(int(torch.randint(2**62, ())), module.device)
+    with module.full_parameters(write=False), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
         return original.generate(*args, **kwargs)

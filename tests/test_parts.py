@@ -126,6 +126,23 @@ def _orthogonal(model: Any) -> None:
             nn.init.orthogonal_(p)
 
 
+def _initialised(model: Any) -> None:
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+        if p.dim() == 2:
+            nn.init.eye_(p[:4])
+
+
+def _with_plain_operands(model: Any) -> None:
+    model.zero_grad()
+    scales = {name: torch.ones(p.shape, dtype=p.dtype, requires_grad=True) for name, p in model.named_parameters()}
+    alpha = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    sum((p * scales[name] * alpha).sum() for name, p in model.named_parameters()).backward()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.sub_(0.1 * scales[name].grad + 0.01 * alpha.grad)
+
+
 def _sharpness(model: Any) -> None:
     params = list(model.parameters())
     scale = 0.05 / torch.stack([p.grad.norm() for p in params]).norm()
@@ -154,7 +171,8 @@ def _loaded(model: Any) -> None:
 
 
 WRITINGS = {f.__name__.strip("_"): f for f in (
-    _clipped, _penalty, _written, _copied_in, _vector_written, _orthogonal, _sharpness, _hooked, _loaded,
+    _clipped, _penalty, _written, _copied_in, _vector_written, _orthogonal, _initialised, _with_plain_operands, _sharpness, _hooked,
+    _loaded,
 )}  # fmt: skip
 
 
@@ -285,6 +303,33 @@ def _whole_for_a_while(pins: dict[str, Any]) -> None:
     assert all((model.full_state_dict()[f"{name}.weight"] == 0.5).all() for name in linear)
 
 
+def _put_in_whole() -> None:
+    model = compiled({"tp": 2})
+    name, p = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
+    with model.full_parameters():
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, nn.Parameter(torch.full(p.shape, 0.5, dtype=p.dtype)))
+    assert (model.full_state_dict()[name] == 0.5).all()
+    with pytest.raises(ValueError, match="by an object from outside"), model.full_parameters(), torch.no_grad():
+        p.zero_()
+    with pytest.raises(ValueError, match="would be lost"), model.full_parameters(write=False):
+        model.apply(lambda m: None)
+
+
+def _saved_state() -> None:
+    model = stepped(compiled({"tp": 2}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state = optimizer.state_dict()
+    shapes = [tuple(s["exp_avg"].shape) for s in state["state"].values()]
+    assert shapes == [tuple(p.shape) for p in one().parameters()]
+    with pytest.raises(TypeError, match="full_state_dict"):
+        pickle.dumps(state)
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(state)
+    again.step()
+
+
 def _compiled_twice(pins: dict[str, Any]) -> None:
     original = one()
     first = compiled(pins, original)
@@ -327,6 +372,33 @@ def test_copies_are_refused(pair: WorkerPool) -> None:
 def test_whole_for_a_while_and_compiled_again(pair: WorkerPool, plan: str) -> None:
     pair.run(_whole_for_a_while, PLANS[plan], timeout_s=60)
     pair.run(_compiled_twice, PLANS[plan], timeout_s=90)
+
+
+def test_what_is_put_into_whole_parameters(pair: WorkerPool) -> None:
+    pair.run(_put_in_whole, timeout_s=60)
+
+
+def test_the_state_of_an_optimizer_is_of_parts(pair: WorkerPool) -> None:
+    pair.run(_saved_state, timeout_s=60)
+
+
+def _one_process() -> list[float]:
+    model = autopar.compile(one(), gpus=1, example_inputs=batch(), cluster="cpu")
+    first = model(*batch())
+    model.second.weight.data = torch.zeros_like(model.second.weight)
+    found = [model(*batch()).item()]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        model.last.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+    return found
+
+
+def test_in_one_process_parameters_are_the_originals(pair: WorkerPool) -> None:
+    expected = one()
+    expected.second.weight.data = torch.zeros_like(expected.second.weight)
+    assert _one_process() == pytest.approx([expected(*batch()).item()], rel=1e-12)
 
 
 def test_objects_that_are_replaced_are_refused(pair: WorkerPool) -> None:

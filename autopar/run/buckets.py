@@ -21,7 +21,7 @@ from autopar.ir import Kind
 from autopar.run import comm
 from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import layouts_of
+from autopar.run.parts import layouts_of, local
 from autopar.run.slices import joined, parted
 
 __all__ = [
@@ -33,17 +33,21 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a 
 
 @dataclass(kw_only=True, eq=False)
 class Held:
-    """One parameter on one rank. param: the user's parameter; local: its memory, the part at rest. zero: its dim sharded over dp at
+    """One parameter on one rank. param: the user's parameter. zero: its dim sharded over dp at
     rest, None if it rests whole. partial: the axes over which the gradient of its use is partial. tied: the pipeline stages that
     share it, None if it is on one stage. trains: whether the present step computes its gradient."""
 
     spec: ParamSpec
     param: nn.Parameter
-    local: Tensor
     zero: int | None
     partial: tuple[str, ...]
     tied: Axis | None
     trains: bool
+
+    @property
+    def local(self) -> Tensor:
+        """The memory of the parameter, as a plain tensor with the same count of versions."""
+        return local(self.param)
 
     @property
     def gathered_when_used(self) -> bool:
@@ -55,13 +59,12 @@ class Held:
         return self.tied is not None or self.gathered_when_used
 
 
-def hold(spec: ParamSpec, param: nn.Parameter, here: Tensor, mesh: Mesh, tied: Axis | None) -> Held:
-    """Note that `here`, the memory of the parameter, is this rank's part of it."""
+def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) -> Held:
+    """Note a parameter whose memory is this rank's part of it."""
     layouts = layouts_of(spec)
     return Held(
         spec=spec,
         param=param,
-        local=here,
         zero=spec.zero_dim if mesh.dp.size > 1 else None,
         partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
         tied=tied,

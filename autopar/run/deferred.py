@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -75,8 +76,10 @@ class DeferredModule(nn.Module):
             )
         if self.compiled is None:
             keep["_inputs"] = {**dict(zip(_names(self._original), args, strict=False)), **kwargs} if kwargs else args
-            keep["compiled"] = self._finish(self._inputs)
-        module = self._start(self.compiled, self._inputs)
+            with torch.inference_mode(False):
+                keep["compiled"] = self._finish(self._inputs)
+        with torch.inference_mode(False):
+            module = self._start(self.compiled, self._inputs)
         keep["module"] = module
         for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
             del keep[name]

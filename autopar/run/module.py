@@ -74,7 +74,7 @@ class Form:
         if len(emitted.STAGES) != mesh.pp.size:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
         self.manifest, self.constants, self.guards = manifest, constants, guards
-        self.trained: frozenset[str] | None = None  # the parameters that have a gradient, on any rank
+        self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
         others: Mapping[str, Any] = constants  # submodules stand where tensors do
         self.regions = tuple(r for r in others.values() if isinstance(r, Region))
         self.batch = Batch(manifest, mesh, device, local=local_batch)
@@ -259,9 +259,11 @@ class ParallelModule(nn.Module):
             if not whole:
                 for value in found.values():
                     value.mul_(grad)
-            if form.trained is None:
-                form.trained = frozenset(mesh.collected(sorted(found))) if mesh.pp.size > 1 else frozenset(found)
-            return [found[name] if name in found else self._no_gradient(name, form) for name, _ in trainable]
+            names = tuple(name for name, _ in trainable)
+            if mesh.pp.size > 1 and (names not in form.trained or form.regions):
+                form.trained[names] = frozenset(mesh.collected(sorted(found)))
+            elsewhere = form.trained.get(names, frozenset()) - tree.held.keys()
+            return [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
 
         deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable))
         return as_returned(deposited, self._returns)
@@ -271,15 +273,10 @@ class ParallelModule(nn.Module):
         if self.original is None:
             raise ValueError("outputs='all' needs the original model: compile it with autopar.compile")
         given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
-        with self._tree.as_whole(write=False, buffers=True), torch.random.fork_rng(devices=[]):
+        with self._tree.as_whole(write=False, buffers=True), torch.random.fork_rng(devices=self._generators()):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1
             return self.original(*given[0], **given[1])
-
-    def _no_gradient(self, name: str, form: Form) -> Tensor | None:
-        """The gradient of a parameter that has none here: empty if another stage has it."""
-        elsewhere = name not in self._tree.held and form.trained is not None and name in form.trained
-        return torch.empty_like(self._tree.at_rest(name)) if elsewhere else None
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:
         """Forward and backward; returns the loss, detached. A single mapping is taken as keyword inputs."""
@@ -497,11 +494,15 @@ class ParallelModule(nn.Module):
     def _buffer(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
         return constants[name] if name in constants else self._tree.buffer(name)
 
+    def _generators(self) -> list[torch.device]:
+        """The devices, beside the CPU, whose random numbers a call may draw."""
+        return [self.device] if self.device.type == "cuda" else []
+
     @contextlib.contextmanager
     def _random_numbers(self, form: Form) -> Iterator[None]:
         """Generators that are equal on all ranks and differ from step to step. Where the model draws, they begin anew when the
         user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone."""
-        devices = [self.device] if self.device.type == "cuda" else []
+        devices = self._generators()
         if form.manifest.mode_dependent:
             if torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()):
                 self.__dict__["_seed"], self.__dict__["_steps"] = self.mesh.agree(torch.initial_seed(), self.device), 0

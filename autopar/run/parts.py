@@ -14,7 +14,6 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,10 @@ from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.slices import cut, joined, local_slice
 
-__all__ = ["AnyPart", "Lies", "Part", "PartTensor", "become_part", "become_whole", "is_part", "layouts_of", "lies_of", "local", "part_like"]
+__all__ = [
+    "AnyPart", "Lies", "Part", "PartTensor", "become_part", "become_whole", "cut_as", "is_part", "layouts_of", "lies_of", "local",
+    "part_like",
+]  # fmt: skip
 
 _plain = torch._C.DisableTorchFunctionSubclass  # as the documentation of tensor subclasses does it
 
@@ -43,10 +45,11 @@ def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
 class Lies:
     """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
 
-    __slots__ = ("_layouts", "_owner", "_zero", "counts", "holds", "mesh", "name", "shape", "split")
+    __slots__ = ("_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "shape", "split")
 
     def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
         self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
+        self.home = mesh.device  # where the whole was
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.dp.size > 1 else None
         self._owner = min(spec.stages, default=0)
@@ -231,6 +234,16 @@ def become_whole(param: nn.Parameter, whole: Tensor) -> None:
         param.data = whole
 
 
+def cut_as(value: Tensor, lies: Lies) -> Tensor:
+    """This rank's part of something whole, or of a part that may lie otherwise, as a plain tensor (collective then)."""
+    if is_part(value):
+        own = lies_of(value)  # type: ignore[arg-type]
+        if own is lies:
+            return local(value)
+        value = own.gather(local(value))
+    return lies.cut(value).clone(memory_format=torch.contiguous_format)
+
+
 def part_like(x: Tensor, lies: Lies) -> PartTensor:
     """A plain tensor as the part of something that lies so; it shares memory and autograd's graph."""
     found = x.as_subclass(PartTensor)
@@ -256,11 +269,11 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
     if access == "__set__":
         value = args[1]
         if name == "grad" and isinstance(value, Tensor):
-            mine = local(value if is_part(value) else _cut(value, x._lies))
+            mine = cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies)
             with _plain():
                 return func(x, mine)
         if name == "data":
-            local(x).copy_(local(value if is_part(value) else _cut(x._lies.agreed(value), x._lies)))
+            local(x).copy_(cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies))
             return None
     with _plain():
         return func(*args)
@@ -273,10 +286,10 @@ def _as_gradient(grad: Tensor | None, lies: Lies) -> Tensor | None:
     return grad
 
 
-def _cut(value: Tensor, lies: Lies) -> Tensor:
+def _of_shape(value: Tensor, lies: Lies) -> Tensor:
     if value.shape != lies.shape:
         raise ValueError(f"{lies.name} has shape {tuple(lies.shape)}; it cannot be given a tensor of shape {tuple(value.shape)}")
-    return lies.cut(value)
+    return value
 
 
 def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -303,7 +316,7 @@ def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
         changed = hook(part_like(grad, lies))
         if changed is None:
             return None
-        return local(changed if is_part(changed) else _cut(changed, lies))
+        return cut_as(_of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
 
     with _plain():
         return x.register_hook(on_part)
@@ -333,7 +346,10 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     target = _target(args)
     if any(x._lies is not lies for x in parts) or (in_place and not is_part(target)) or kwargs.get("out") is not None:
         return NotImplemented
-    others = [x for x in leaves if isinstance(x, Tensor) and not is_part(x) and x.dim() > 0]
+    plain = [x for x in leaves if isinstance(x, Tensor) and not is_part(x)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
+        return NotImplemented  # a gradient of theirs is of all elements
+    others = [x for x in plain if x.dim() > 0]
     if any(x.shape != lies.shape for x in others) or (name in _SCALES_LIKE and others):
         return NotImplemented
 
@@ -341,7 +357,7 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         if is_part(x):
             return _here(x)
         if isinstance(x, Tensor) and x.dim() > 0:
-            return lies.cut(lies.agreed(x) if in_place and not x.requires_grad else x.as_subclass(Tensor))
+            return lies.cut(lies.agreed(x) if in_place else x.as_subclass(Tensor))
         return x
 
     new_args, new_kwargs = pytree.tree_unflatten([operand(x) for x in leaves], tree)
@@ -426,6 +442,7 @@ class _Root(torch.autograd.Function):
 def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of all elements to one number; NotImplemented for any other reduction."""
     lies = x._lies
+    kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
     if name in _NORMS:
         given = [*args, *(kwargs[k] for k in ("p", "ord") if k in kwargs)]
         order = given[0] if given else 2
@@ -437,14 +454,13 @@ def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any
             return _reduced("max" if order > 0 else "min", part_like(_here(x).abs(), lies), (), {})
         if order <= 0:
             return NotImplemented
-        return _Root.apply(_Power.apply(_here(x), lies, float(order)), float(order))
+        return _Root.apply(_Power.apply(_wide(x), lies, float(order)), float(order)).to(x.dtype)
     if args or kwargs:
         return NotImplemented
     if name in ("sum", "mean") and (x.is_floating_point() or name == "sum"):
-        here = _here(x)
-        here = here if here.dtype.is_floating_point or here.dtype.is_complex else here.long()
-        total = _Power.apply(here, lies, 0.0)
-        return total / lies.shape.numel() if name == "mean" else total
+        total = _Power.apply(_wide(x), lies, 0.0)
+        total = total / lies.shape.numel() if name == "mean" else total
+        return total.to(x.dtype) if x.is_floating_point() else total
     with _plain():
         through_autograd = torch.is_grad_enabled() and x.requires_grad
     if name in _LARGEST and not through_autograd and x.is_floating_point():
@@ -457,6 +473,14 @@ def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any
             comm.all_reduce_(flag, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
         return flag.bool() if name == "any" else ~flag.bool()
     return NotImplemented
+
+
+def _wide(x: AnyPart) -> Tensor:
+    """In a dtype in which sums are made, as torch makes them."""
+    here = _here(x)
+    if here.dtype in (torch.float16, torch.bfloat16):
+        return here.float()
+    return here if here.dtype.is_floating_point or here.dtype.is_complex else here.long()
 
 
 def _extreme(x: Tensor, lies: Lies, *, largest: bool) -> Tensor:
@@ -493,7 +517,7 @@ def _fresh(x: AnyPart) -> Tensor:
     return x._lies.gather(local(x))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Source:
     """What a view was gathered from: the part here, its version then, and the whole copy that the view is of."""
 
@@ -516,28 +540,30 @@ class Gathered(Tensor):
             return NotImplemented  # parts know what to do with it
         name = getattr(func, "__name__", "")
         views = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Gathered)]
+        sources = {id(x._source): x._source for x in views if x._source is not None}.values()
         with _plain():
-            for source in [x._source for x in views]:
-                if source is not None and source.part._version != source.version:
+            for source in sources:
+                if source.part._version != source.version:
                     raise TypeError(
                         f"{name} of a view of {source.lies.name} that was taken before the parameter changed; the view is a copy that was "
                         f"gathered from parts. Take the view again"
                     )
-            if _writes(name) and torch.is_grad_enabled() and args[0].requires_grad:
+            if _writes(name) and torch.is_grad_enabled() and views[0].requires_grad:
                 raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
+            before = [source.whole._version for source in sources]
             found = func(*args, **(kwargs or {}))
-            source = views[0]._source
-            if (_writes(name) or name == "__set__") and args[0] is views[0]:
-                if source is not None:
-                    _write_back(views[0], source)
-                return args[0] if _writes(name) and name != "__setitem__" else found
-        return _readable(found, source) if name in _VIEWS or name == "__get__" else found
+            for source, version in zip(sources, before, strict=True):
+                if source.whole._version != version:
+                    _write_back(source)
+        if found is views[0] or any(found is x for x in views):
+            return found
+        return _readable(found, views[0]._source) if name in _VIEWS or name == "__get__" else found
 
 
-def _write_back(view: Gathered, source: _Source) -> None:
+def _write_back(source: _Source) -> None:
     with torch.no_grad():
         source.part.copy_(source.lies.cut(source.lies.agreed(source.whole)))
-    view._source = dataclasses.replace(source, version=source.part._version)
+    source.version = source.part._version  # of all views of this copy
 
 
 def _readable(tree: Any, source: _Source | None = None) -> Any:
@@ -572,7 +598,13 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     if not is_part(written):
         known: dict[int, Tensor] = {}
         whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), _whole(x)), (args, kwargs))
+        versions = {key: w._version for key, w in known.items()}
         found = func(*whole[0], **whole[1])
+        for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
+            if (changed := known[id(x)])._version != versions[id(x)]:
+                with torch.no_grad():
+                    local(x).copy_(x._lies.cut(x._lies.agreed(changed)))
+                found = x if found is changed else found
         if name in _RANDOM:
             lies = next(x._lies for x in pytree.tree_leaves((args, kwargs)) if is_part(x))
             found = pytree.tree_map_only(Tensor, lies.agreed, found)

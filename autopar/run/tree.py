@@ -18,12 +18,13 @@ from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import AnyPart, Lies, Part, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.parts import Lies, Part, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.stepping import close_steps
 
 __all__ = ["REGISTRIES", "Tree", "whole_again"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_owners: weakref.WeakKeyDictionary[Mesh, list[weakref.ref[Tree]]] = weakref.WeakKeyDictionary()
+_trees: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Tree:
         ]
         self._devices: dict[str, torch.device] = {}  # of the original, where another form of the model is captured
         self.whole = False  # the parameters are whole for the moment
+        self._writing = False
         self.gone = False  # they have been given back
 
     def take(self, specs: Iterable[tuple[ParamSpec | BufferSpec, Tensor]]) -> None:
@@ -70,13 +72,13 @@ class Tree:
                     self.constants[spec.name] = here
             else:
                 self._take_buffer(spec, here, lies)
-        _owners.setdefault(self._mesh, []).append(weakref.ref(self))
+        _trees.add(self)
 
     def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
         place = self._place(spec.name, "_parameters")
         known = place.registry.get(place.key)
         param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=spec.trainable)
-        self._devices[spec.name] = param.device
+        self._devices[spec.name] = lies.home = param.device
         grad = None if param.grad is None else lies.cut(param.grad).to(self._device)
         self._become(param, here, lies)
         if grad is not None:
@@ -88,12 +90,12 @@ class Tree:
             self._places.append((place, param, name))
         self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
         if lies.holds:
-            self.held[spec.name] = hold(spec, param, here, self._mesh, self._tied.get(spec.stages))
+            self.held[spec.name] = hold(spec, param, self._mesh, self._tied.get(spec.stages))
 
     def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
         place = self._place(spec.name, "_buffers")
         known = place.registry.get(place.key)
-        self._devices[spec.name] = known.device if isinstance(known, Tensor) else self._device
+        self._devices[spec.name] = lies.home = known.device if isinstance(known, Tensor) else self._device
         if lies.split and not isinstance(here, FakeTensor):
             place.registry[place.key] = part_like(here, lies)
         elif isinstance(known, Tensor) and known.shape == here.shape and known.device == here.device and known.dtype == here.dtype:
@@ -130,7 +132,9 @@ class Tree:
 
     # ------------------------------------------------------------------------------------------------------------ reading
     def at_rest(self, name: str) -> Tensor:
-        """This rank's part of a parameter or buffer, as a plain tensor; empty if another stage holds it."""
+        """This rank's part of a parameter or buffer, as a plain tensor; empty if another stage holds it. LaunchError if the parameters
+        were given back."""
+        self._check_here()
         param = self.params.get(name)
         return local(param) if param is not None else self.buffer(name)
 
@@ -155,8 +159,7 @@ class Tree:
 
     def begin_step(self) -> None:
         """Look at what may have been done to the parameters since the last call. Raises ValueError, LaunchError."""
-        if self.gone:
-            raise LaunchError(f"this parallel {self.model} has given its parameters back: the model was compiled again")
+        self._check_here()
         if self.whole:
             raise LaunchError(f"{self.model} was called within full_parameters(): leave that context first")
         for registry, key, child, path in self._children:
@@ -179,12 +182,18 @@ class Tree:
                 if name in self.held:
                     self.held[name].trains = trains
 
+    def _check_here(self) -> None:
+        if self.gone:
+            raise LaunchError(f"this parallel {self.model} has given its parameters back: the model was compiled again")
+
     # ---------------------------------------------------------------------------------------------------- whole parameters
     @contextlib.contextmanager
     def as_whole(self, *, write: bool, home: bool = False, buffers: bool = False) -> Iterator[None]:
         """Collective: inside, parameters and buffers are plain and whole on every rank. write: rank 0's values become the model's
         afterwards; buffers: only what is in buffers. home: they lie on the devices that the original had."""
         if self.whole:
+            if write and not self._writing:
+                raise ValueError("full_parameters() within full_parameters(write=False): what is written inside would be lost")
             yield
             return
         full = {name: lies.gather(self.at_rest(name)) for name, lies in self.lies.items()}
@@ -193,48 +202,57 @@ class Tree:
             full = {name: whole.to(self._devices[name]) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
         whole = {id(param): nn.Parameter(full[name], requires_grad=param.requires_grad) for name, param in self.params.items()}
+        for param in self.params.values():
+            whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k != "_lies")
+        versions = {name: local(param)._version for name, param in self.params.items()}
         for place, param, _ in self._places:
             place.registry[place.key] = whole[id(param)]
         for name, place in self.buffers.items():
             place.registry[place.key] = full[name]
-        self.whole = True
+        self.whole, self._writing = True, write
         try:
             yield
         finally:
             self.whole = False
+            now: dict[str, Tensor | None] = {}
+            for place, param, name in self._places:
+                found = place.registry.get(place.key)
+                if name in self.params or found is not whole[id(param)]:  # under one of its names the user has put another one
+                    now[self.names[name]] = found
             held = {name: place.registry[place.key] for name, place in self.buffers.items()}
             for name, place in self.buffers.items():
                 place.registry[place.key] = before[name]
             for place, param, _ in self._places:
                 place.registry[place.key] = param
         if write or buffers:
-            now: dict[str, Tensor | None] = {name: whole[id(p)].detach() for name, p in self.params.items()} if write else {}
+            changed = [name for name, param in self.params.items() if local(param)._version != versions[name]]
+            if changed:
+                raise ValueError(f"parameter {changed[0]} was written to by an object from outside of full_parameters(); take it inside")
             with torch.no_grad():
-                for name, tensor in (now | held).items():
+                for name, tensor in ((now if write else {}) | held).items():
                     lies = self.lies[name]
-                    if tensor is not None:
+                    if tensor is None or tensor.shape != lies.shape:
+                        has = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+                        raise ValueError(f"{name} has shape {tuple(lies.shape)} in the plan, and {has} after full_parameters()")
+                    else:
                         self.at_rest(name).copy_(lies.cut(lies.agreed(tensor.to(self._device))))
-
-    def give_back(self) -> None:
-        """Collective: parameters and buffers are plain and whole for good, and this tree is of no use any more."""
-        for name, param in self.params.items():
-            become_whole(param, self.lies[name].gather(local(param)).to(self._devices[name]))
-        for name, place in self.buffers.items():
-            found = place.registry.get(place.key)
-            if is_part(found):
-                place.registry[place.key] = self.lies[name].gather(self.buffer(name)).to(self._devices[name])
-        self.gone = True
 
 
 def whole_again(model: nn.Module) -> None:
-    """Collective: if the model was compiled before, its parameters become whole, for it to be compiled again."""
-    held = {id(lies_of(p).mesh): lies_of(p).mesh for p in _parts(model)}
-    for mesh in held.values():
-        for ref in _owners.get(mesh, ()):
-            tree = ref()
-            if tree is not None and not tree.gone:
-                tree.give_back()
-
-
-def _parts(model: nn.Module) -> list[AnyPart]:
-    return [p for p in model.parameters() if isinstance(p, Part)]
+    """Collective: if the model was compiled before, its parameters and buffers become whole, for it to be compiled again."""
+    close_steps()
+    parts = {id(p): p for p in model.parameters() if isinstance(p, Part)}
+    for param in parts.values():
+        lies = lies_of(param)
+        grad = param.grad
+        whole = None if grad is None else lies.gather(local(grad)).to(lies.home)
+        become_whole(param, lies.gather(local(param)).to(lies.home))
+        param.grad = whole
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_part(buffer):
+                lies = lies_of(buffer)  # type: ignore[arg-type]
+                module._buffers[name] = lies.gather(local(buffer)).to(lies.home)
+    for tree in list(_trees):
+        if any(id(param) in parts for param in tree.params.values()):
+            tree.gone = True
