@@ -339,7 +339,7 @@ def _compiled_twice(pins: dict[str, Any]) -> None:
     second = compiled({"dp": 2}, original)
     again = second.full_state_dict()
     assert all(torch.equal(again[name], value) for name, value in state.items())
-    with pytest.raises(autopar.LaunchError, match="compiled again"):
+    with pytest.raises(autopar.LaunchError, match="compiled again: use the new one"):
         first(*batch())
 
 

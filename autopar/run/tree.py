@@ -164,7 +164,7 @@ class Tree:
             raise LaunchError(f"{self.model} was called within full_parameters(): leave that context first")
         for registry, key, child, path in self._children:
             if registry.get(key) is not child:
-                raise ValueError(f"submodule {path} is another one than when the model was compiled. Compile the changed model again")
+                raise ValueError(f"submodule {path} is another one than when the model was compiled: compile the changed model again")
         with torch._C.DisableTorchFunctionSubclass():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:
@@ -184,7 +184,7 @@ class Tree:
 
     def _check_here(self) -> None:
         if self.gone:
-            raise LaunchError(f"this parallel {self.model} has given its parameters back: the model was compiled again")
+            raise LaunchError(f"this parallel {self.model} gave its parameters back when the model was compiled again: use the new one")
 
     # ---------------------------------------------------------------------------------------------------- whole parameters
     @contextlib.contextmanager
