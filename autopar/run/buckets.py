@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from autopar.ir import Kind
 from autopar.run import comm
+from autopar.run.lies import layouts_of
 from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import layouts_of, local
+from autopar.run.parts import local
 from autopar.run.slices import joined, parted
 
 __all__ = [

@@ -22,10 +22,11 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.inputs import Batch, Shapes, micro_batch
 from autopar.run.launch import default_device, join_process_group
+from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import as_returned
-from autopar.run.parts import Lies, local
+from autopar.run.parts import local
 from autopar.run.region import Region, regions_of, without_unreached
 from autopar.run.schedule import Pipeline, accumulate
 from autopar.run.slices import local_slice

@@ -23,122 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.ir import Layout
 from autopar.run import comm
-from autopar.run.manifest import BufferSpec, ParamSpec
-from autopar.run.mesh import Mesh
-from autopar.run.slices import cut, joined, local_slice
+from autopar.run import function_names as F
+from autopar.run.lies import Lies
 
 __all__ = [
-    "AnyPart", "Lies", "Part", "PartTensor", "become_part", "become_whole", "cut_as", "is_part", "layouts_of", "lies_of", "local",
-    "part_like",
+    "AnyPart", "Part", "PartTensor", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
 ]  # fmt: skip
 
 _plain = torch._C.DisableTorchFunctionSubclass  # as the documentation of tensor subclasses does it
-
-
-def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
-    """The layout of a parameter or buffer over 'tp' and 'dp' at its use, in the order in which it is cut."""
-    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
-
-
-class Lies:
-    """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
-
-    __slots__ = ("_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "shape", "split")
-
-    def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
-        self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
-        self.home = mesh.device  # where the whole was
-        self._layouts = layouts_of(spec)
-        self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.dp.size > 1 else None
-        self._owner = min(spec.stages, default=0)
-        self.holds = mesh.pp.rank in (spec.stages or (0,))
-        cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
-        cut_over |= {"dp"} if self._zero is not None else set()
-        self.split = bool(cut_over) or len(spec.stages or (0,)) < mesh.pp.size  # some rank holds less than the whole
-        copies = [mesh.axis(name).rank for name in ("tp", "dp") if name not in cut_over]
-        self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
-
-    @property
-    def part(self) -> str:
-        """Which part this rank holds, as text: ranks that name the same part hold the same elements."""
-        if not self.holds:
-            return f"{self.name} nothing"
-        cut_over = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, layout in self._layouts.items() if layout.is_shard]
-        return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.dp.rank}"] if self._zero is not None else [])])
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole, a view where it can be one."""
-        if not self.holds:
-            return whole.new_empty(0)
-        part = whole
-        for name, layout in self._layouts.items():
-            axis = self.mesh.axis(name)
-            part = local_slice(part, layout, axis.rank, axis.size)
-        return part if self._zero is None else cut(part, self.mesh.dp.size, self._zero, 1, self.mesh.dp.rank)
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Collective: the whole, the same on every rank, as memory of its own."""
-        mesh = self.mesh
-        if mesh.pp.rank == self._owner:
-            whole = part
-            if self._zero is not None:
-                whole = joined(comm.all_gather(whole, mesh.dp), self._zero)
-            for name, layout in reversed(self._layouts.items()):
-                if layout.is_shard:
-                    whole = joined(comm.all_gather(whole, mesh.axis(name)), layout.dim, layout.groups)
-            whole = whole.clone(memory_format=torch.contiguous_format)
-        else:
-            whole = torch.empty(self.shape, dtype=part.dtype, device=part.device)
-        if mesh.pp.size > 1:
-            comm.broadcast_(whole, mesh.rank_at(pp=self._owner), mesh.pp)
-        return whole
-
-    def agreed(self, x: Tensor) -> Tensor:
-        """Collective: rank 0's x on every rank: what the ranks have drawn or computed each for itself may differ."""
-        if self.mesh.world == 1:
-            return x
-        return comm.broadcast_(x.detach().clone(memory_format=torch.contiguous_format), 0, self.mesh.everyone)
-
-
-# ------------------------------------------------------------------------------------------------------- names of functions
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_ELEMENTWISE = _names("""
-    abs absolute add addcdiv addcmul bfloat16 ceil clamp clamp_max clamp_min clip clone copysign cos cosh deg2rad detach div divide double
-    empty_like eq erf exp exp2 expm1 float floor floor_divide fmax fmin fmod ge greater gt half hardtanh heaviside hypot isfinite isinf
-    isnan le lerp less log log10 log1p log2 logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne
-    neg negative not_equal ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinh sqrt square sub subtract
-    tan tanh true_divide trunc zeros_like where bitwise_and bitwise_or bitwise_not logit softplus
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__ __neg__ __abs__ __eq__
-    __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __mod__ __floordiv__ __pos__ positive
-""")  # fmt: skip
-_IN_PLACE = _names("""
-    abs_ add_ addcdiv_ addcmul_ ceil_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_ exp_ fill_ floor_ lerp_ log_ mul_ multiply_
-    nan_to_num_ neg_ pow_ reciprocal_ relu_ round_ rsqrt_ sigmoid_ sign_ sqrt_ square_ sub_ subtract_ tanh_ true_divide_ trunc_ zero_
-    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__
-""")  # fmt: skip
-_SCALES_LIKE = _names("zeros_like ones_like empty_like full_like")
-_VIEWS = _names("""
-    T H mT mH real imag __getitem__ as_strided chunk diagonal expand expand_as flatten movedim moveaxis narrow permute ravel reshape
-    reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view
-    view_as view_as_complex view_as_real
-""")  # fmt: skip
-_OF_THE_OBJECT = _names("""
-    requires_grad_ register_post_accumulate_grad_hook retain_grad is_floating_point is_complex is_signed get_device element_size
-    is_inference is_shared has_names _is_view data_ptr untyped_storage storage_offset backward is_pinned is_neg is_conj dim_order __hash__
-    is_same_size is_tensor is_storage
-""")  # fmt: skip
-_OF_THE_SHAPE = _names("size numel nelement dim ndimension __len__ stride is_contiguous")
-_ATTRIBUTES_OF_THE_SHAPE = _names("shape ndim nbytes")
-_OF_THE_WHOLE_ATTRIBUTES = _names("T H mT mH real imag")
-_NORMS = _names("norm vector_norm linalg_norm linalg_vector_norm")
-_LARGEST = {"max": max, "amax": max, "min": min, "amin": min}
-_NOT_COPIED = _names("__reduce_ex__ __deepcopy__ __reduce__")
-_RANDOM = _names("rand_like randn_like randint_like bernoulli multinomial normal dropout poisson alpha_dropout feature_dropout")
 
 
 class _Parted:
@@ -154,18 +47,18 @@ class _Parted:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
-        if name in _OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
+        if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():
                 return func(*args, **kwargs)
         first: Any = args[0] if args else None
-        if name in _NOT_COPIED:
+        if name in F.NOT_COPIED:
             return _copied(func, args)
         if name in ("__repr__", "__format__", "__str__") and is_part(first):
             lies = first._lies
             return f"Part({lies.name}, shape={tuple(lies.shape)}, here={tuple(local(first).shape)})"
         if name == "register_hook":
             return _register_hook(*args, **kwargs)
-        if name in _OF_THE_SHAPE and is_part(first):
+        if name in F.OF_THE_SHAPE and is_part(first):
             with _plain():
                 return func(torch.empty(first._lies.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
         if func is torch.autograd.grad:
@@ -174,7 +67,7 @@ class _Parted:
             return _foreach(func, name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args)
-        if name in _ELEMENTWISE or name in _SCALES_LIKE or name in _IN_PLACE or name in ("to", "type"):
+        if name in F.ELEMENTWISE or name in F.SCALES_LIKE or name in F.IN_PLACE or name in ("to", "type"):
             found = _elementwise(func, name, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -262,9 +155,9 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
             return _as_gradient(grad, x._lies)
         if name == "data":
             return part_like(local(x), x._lies)
-        if name in _ATTRIBUTES_OF_THE_SHAPE:
+        if name in F.ATTRIBUTES_OF_THE_SHAPE:
             return func(torch.empty(x._lies.shape, dtype=x.dtype, device="meta"))
-        if name in _OF_THE_WHOLE_ATTRIBUTES:
+        if name in F.OF_THE_WHOLE_ATTRIBUTES:
             return _view(func, x, (), {})
     if access == "__set__":
         value = args[1]
@@ -342,7 +235,7 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     """On the parts; NotImplemented where an operand does not lie as the others or is broadcast."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     parts = [x for x in leaves if is_part(x)]
-    lies, in_place = parts[0]._lies, name in _IN_PLACE
+    lies, in_place = parts[0]._lies, name in F.IN_PLACE
     target = _target(args)
     if any(x._lies is not lies for x in parts) or (in_place and not is_part(target)) or kwargs.get("out") is not None:
         return NotImplemented
@@ -350,7 +243,7 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
         return NotImplemented  # a gradient of theirs is of all elements
     others = [x for x in plain if x.dim() > 0]
-    if any(x.shape != lies.shape for x in others) or (name in _SCALES_LIKE and others):
+    if any(x.shape != lies.shape for x in others) or (name in F.SCALES_LIKE and others):
         return NotImplemented
 
     def operand(x: Any) -> Any:
@@ -386,7 +279,7 @@ def _foreach(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
         if not any(is_part(x) for x in pytree.tree_leaves((one, rest))):
             result = func(*one, **rest)
         else:
-            result = _elementwise(func, base, tuple(one), rest) if base in _ELEMENTWISE | _IN_PLACE else NotImplemented
+            result = _elementwise(func, base, tuple(one), rest) if base in F.ELEMENTWISE | F.IN_PLACE else NotImplemented
             if result is NotImplemented:
                 result = _on_the_whole(func, base, tuple(one), rest)
         found.append(result[0] if isinstance(result, (list, tuple)) else result)
@@ -443,7 +336,7 @@ def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any
     """Of all elements to one number; NotImplemented for any other reduction."""
     lies = x._lies
     kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
-    if name in _NORMS:
+    if name in F.NORMS:
         given = [*args, *(kwargs[k] for k in ("p", "ord") if k in kwargs)]
         order = given[0] if given else 2
         order = 2 if order in (None, "fro") and (name != "linalg_norm" or order is None) else order
@@ -463,8 +356,8 @@ def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any
         return total.to(x.dtype) if x.is_floating_point() else total
     with _plain():
         through_autograd = torch.is_grad_enabled() and x.requires_grad
-    if name in _LARGEST and not through_autograd and x.is_floating_point():
-        return _extreme(local(x), lies, largest=_LARGEST[name] is max)
+    if name in F.LARGEST and not through_autograd and x.is_floating_point():
+        return _extreme(local(x), lies, largest=F.LARGEST[name] is max)
     if name in ("any", "all"):
         here = local(x).bool()
         found = here.any() if name == "any" else ~here.all()
@@ -557,7 +450,7 @@ class Gathered(Tensor):
                     _write_back(source)
         if found is views[0] or any(found is x for x in views):
             return found
-        return _readable(found, views[0]._source) if name in _VIEWS or name == "__get__" else found
+        return _readable(found, views[0]._source) if name in F.VIEWS or name == "__get__" else found
 
 
 def _write_back(source: _Source) -> None:
@@ -583,7 +476,7 @@ def _view(func: Callable[..., Any], x: AnyPart, args: tuple[Any, ...], kwargs: d
 
 
 def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE)
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or (name.startswith("__i") and name in F.IN_PLACE)
 
 
 def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -591,7 +484,7 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     written: Any = args[0] if args and _writes(name) else None
     if isinstance(written, (list, tuple)):
         written = next((x for x in written if is_part(x)), None)
-    if name in _VIEWS and is_part(args[0] if args else None) and not any(map(is_part, pytree.tree_leaves((args[1:], kwargs)))):
+    if name in F.VIEWS and is_part(args[0] if args else None) and not any(map(is_part, pytree.tree_leaves((args[1:], kwargs)))):
         return _view(func, args[0], args[1:], kwargs)
     if is_part(kwargs.get("out")):
         raise TypeError(f"{name} with out= a parameter that is held in parts; assign the result instead")
@@ -605,10 +498,10 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
                 with torch.no_grad():
                     local(x).copy_(x._lies.cut(x._lies.agreed(changed)))
                 found = x if found is changed else found
-        if name in _RANDOM:
+        if name in F.RANDOM:
             lies = next(x._lies for x in pytree.tree_leaves((args, kwargs)) if is_part(x))
             found = pytree.tree_map_only(Tensor, lies.agreed, found)
-        return _readable(found) if name in _VIEWS else found
+        return _readable(found) if name in F.VIEWS else found
     with _plain():
         if torch.is_grad_enabled() and written.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

@@ -12,9 +12,9 @@ from torch import Tensor
 from autopar.run import comm
 from autopar.run.buckets import Held
 from autopar.run.dtypes import dtype_named, empty
+from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.parts import Lies
 
 __all__ = ["assemble", "clip_grad_norm_", "distribute"]
 

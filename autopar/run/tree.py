@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
+from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import Lies, Part, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.parts import Part, become_part, become_whole, is_part, lies_of, local, part_like
 from autopar.run.stepping import close_steps
 
 __all__ = ["REGISTRIES", "Tree", "whole_again"]

@@ -1,0 +1,79 @@
+"""How a parameter or buffer lies over the ranks at rest: from the whole to this rank's part, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.ir import Layout
+from autopar.run import comm
+from autopar.run.manifest import BufferSpec, ParamSpec
+from autopar.run.mesh import Mesh
+from autopar.run.slices import cut, joined, local_slice
+
+__all__ = ["Lies", "layouts_of"]
+
+
+def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
+    """The layout of a parameter or buffer over 'tp' and 'dp' at its use, in the order in which it is cut."""
+    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
+
+
+class Lies:
+    """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
+
+    __slots__ = ("_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "shape", "split")
+
+    def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
+        self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
+        self.home = mesh.device  # where the whole was
+        self._layouts = layouts_of(spec)
+        self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.dp.size > 1 else None
+        self._owner = min(spec.stages, default=0)
+        self.holds = mesh.pp.rank in (spec.stages or (0,))
+        cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
+        cut_over |= {"dp"} if self._zero is not None else set()
+        self.split = bool(cut_over) or len(spec.stages or (0,)) < mesh.pp.size  # some rank holds less than the whole
+        copies = [mesh.axis(name).rank for name in ("tp", "dp") if name not in cut_over]
+        self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
+
+    @property
+    def part(self) -> str:
+        """Which part this rank holds, as text: ranks that name the same part hold the same elements."""
+        if not self.holds:
+            return f"{self.name} nothing"
+        cut_over = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, layout in self._layouts.items() if layout.is_shard]
+        return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.dp.rank}"] if self._zero is not None else [])])
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole, a view where it can be one."""
+        if not self.holds:
+            return whole.new_empty(0)
+        part = whole
+        for name, layout in self._layouts.items():
+            axis = self.mesh.axis(name)
+            part = local_slice(part, layout, axis.rank, axis.size)
+        return part if self._zero is None else cut(part, self.mesh.dp.size, self._zero, 1, self.mesh.dp.rank)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Collective: the whole, the same on every rank, as memory of its own."""
+        mesh = self.mesh
+        if mesh.pp.rank == self._owner:
+            whole = part
+            if self._zero is not None:
+                whole = joined(comm.all_gather(whole, mesh.dp), self._zero)
+            for name, layout in reversed(self._layouts.items()):
+                if layout.is_shard:
+                    whole = joined(comm.all_gather(whole, mesh.axis(name)), layout.dim, layout.groups)
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        else:
+            whole = torch.empty(self.shape, dtype=part.dtype, device=part.device)
+        if mesh.pp.size > 1:
+            comm.broadcast_(whole, mesh.rank_at(pp=self._owner), mesh.pp)
+        return whole
+
+    def agreed(self, x: Tensor) -> Tensor:
+        """Collective: rank 0's x on every rank: what the ranks have drawn or computed each for itself may differ."""
+        if self.mesh.world == 1:
+            return x
+        return comm.broadcast_(x.detach().clone(memory_format=torch.contiguous_format), 0, self.mesh.everyone)
