@@ -19,7 +19,7 @@ def generate(model: ParallelModule | DeferredModule, *args: Any, **kwargs: Any) 
     are those of the same seed on all ranks. ValueError if the model is not there yet or has no generate.
     """
     module = model.module if isinstance(model, DeferredModule) else model
-    original: Any = model._original if isinstance(model, DeferredModule) else model.original
+    original: Any = model.original
     if original is None or not callable(getattr(original, "generate", None)):
         raise ValueError(f"{type(original).__name__} has no method generate: autopar.generate is for models of Hugging Face's kind")
     if module is None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import LaunchError
+from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
+from autopar.run.stand_in import StandIn
 from autopar.run.tree import REGISTRIES
 
 __all__ = ["DeferredModule", "world_size"]
@@ -29,13 +31,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-class DeferredModule(nn.Module):
+class DeferredModule(StandIn):
     """Stands for the parallel module until the first batch is there.
 
     It has the original model's own modules and parameters: an optimizer that was made from them before the first call goes on
     to hold them, when they have become this rank's parts. finish: example inputs -> what to run; start: that and the
     inputs -> module. compiled, inputs: what is there already, where example inputs were given.
     """
+
+    original: nn.Module
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class DeferredModule(nn.Module):
     ) -> None:
         super().__init__()
         keep = self.__dict__
-        keep["_original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
+        keep["original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
         keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
         keep |= {name: model.__dict__[name] for name in REGISTRIES}
 
@@ -75,7 +79,7 @@ class DeferredModule(nn.Module):
                 f"local workers with autopar.launch(fn, gpus={self._gpus})"
             )
         if self.compiled is None:
-            keep["_inputs"] = {**dict(zip(_names(self._original), args, strict=False)), **kwargs} if kwargs else args
+            keep["_inputs"] = as_example(_names(self.original), args, kwargs)
             with torch.inference_mode(False):
                 keep["compiled"] = self._finish(self._inputs)
         with torch.inference_mode(False):
@@ -87,26 +91,26 @@ class DeferredModule(nn.Module):
     @property
     def training(self) -> bool:
         """The mode of the model."""
-        original = self.__dict__.get("_original")
+        original = self.__dict__.get("original")
         return original.training if original is not None else True
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if (original := self.__dict__.get("_original")) is not None:
+        if (original := self.__dict__.get("original")) is not None:
             original.training = mode
 
     def train(self, mode: bool = True) -> DeferredModule:
         """As nn.Module.train: of the original and all its modules."""
-        self._original.train(mode)
+        self.original.train(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> DeferredModule:
         """As nn.Module.apply (after the first call with whole parameters: collective)."""
-        (self.module or self._original).apply(fn)
+        (self.module or self.original).apply(fn)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredModule:
-        (self.module or self._original)._apply(fn)
+        (self.module or self.original)._apply(fn)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -115,29 +119,10 @@ class DeferredModule(nn.Module):
             return getattr(module, name)
         if name in _OF_A_STARTED_MODULE:
             raise LaunchError(f"{name} is there after the first call, or at once with example_inputs=... and all {self._gpus} processes")
-        original = self.__dict__.get("_original")
+        original = self.__dict__.get("original")
         if original is None or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(original, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        original = self.__dict__.get("_original")
-        if original is None or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(original, name, value)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy("copied")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy("pickled")
-
-    def _refuse_copy(self, what: str) -> NoReturn:
-        raise TypeError(
-            f"a compiled {type(self._original).__name__} cannot be {what}: it is part of a group of processes. Save full_state_dict(), "
-            f"which loads into the original model, and compile that again"
-        )
 
 
 def _names(model: nn.Module) -> tuple[str, ...]:

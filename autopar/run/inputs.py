@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.slices import local_slice
 
-__all__ = ["Batch", "Shapes", "micro_batch"]
+__all__ = ["Batch", "Shapes", "as_example", "micro_batch"]
 
 Path = tuple[str | int, ...]
 Shapes = tuple[tuple[Path, tuple[int, ...] | str], ...]  # of each leaf of a call: a tensor's shape, or the value of anything else
@@ -147,6 +148,11 @@ class Batch:
         elif value is not None:
             known = ", ".join(_text(self._by_name(spec.path)) for spec in self._manifest.inputs)
             raise TypeError(f"{self._manifest.model} was captured without input {_text(path)}; its inputs are: {known}")
+
+
+def as_example(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments of a call as example inputs: positional ones alone, or all by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
 
 
 def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: int, n: int) -> dict[str, Tensor]:

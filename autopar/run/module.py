@@ -8,7 +8,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from autopar.run import comm, state
 from autopar.run.buckets import Bucket, make_buckets, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
-from autopar.run.inputs import Batch, Shapes, micro_batch
+from autopar.run.inputs import Batch, Shapes, as_example, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -31,6 +31,7 @@ from autopar.run.region import Region, regions_of, without_unreached
 from autopar.run.schedule import Pipeline, accumulate
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
+from autopar.run.stand_in import StandIn
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
@@ -108,7 +109,7 @@ class _Deposit(torch.autograd.Function):
         return (None, None, *gradients(grad))
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(StandIn):
     """A model that several processes train together, each with a part of it.
 
         loss = model(**batch)   # the global batch on every rank; the global loss on every rank
@@ -137,7 +138,6 @@ class ParallelModule(nn.Module):
     device: torch.device
     mesh: Mesh
     debug: bool
-    original: nn.Module | None
     _tree: Tree
     _modules_of_original: tuple[nn.Module, ...]
     _buckets: tuple[Bucket, ...]
@@ -403,32 +403,6 @@ class ParallelModule(nn.Module):
                 raise
             return getattr(original, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        original = self.__dict__.get("original")
-        if original is None or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        original = self.__dict__.get("original")
-        if original is None or name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(original, name)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy("copied")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy("pickled")
-
-    def _refuse_copy(self, what: str) -> NoReturn:
-        raise TypeError(
-            f"a parallel {self.manifest.model} cannot be {what}: it is part of a group of processes. Save full_state_dict(), which loads "
-            f"into the original model, and compile that again"
-        )
-
     # ---------------------------------------------------------------------------------------------------------- private
     def _key(self, shapes: Shapes) -> Key:
         modes = bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
@@ -456,7 +430,7 @@ class ParallelModule(nn.Module):
                     f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
                 )
-            inputs = {**dict(zip(first.manifest.positional, args, strict=False)), **kwargs} if kwargs else args
+            inputs = as_example(first.manifest.positional, args, kwargs)
             emitted, tensors, guards = self._another(self, inputs, changed or "")
             with torch.inference_mode(False):
                 constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)

@@ -56,7 +56,6 @@ class Tree:
             for path, module in root.named_modules(remove_duplicate=False)
             for key, child in module._modules.items()
         ]
-        self._devices: dict[str, torch.device] = {}  # of the original, where another form of the model is captured
         self.whole = False  # the parameters are whole for the moment
         self._writing = False
         self.gone = False  # they have been given back
@@ -79,7 +78,7 @@ class Tree:
         place = self._place(spec.name, "_parameters")
         known = place.registry.get(place.key)
         param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=spec.trainable)
-        self._devices[spec.name] = lies.home = param.device
+        lies.home = param.device
         grad = None if param.grad is None else lies.cut(param.grad).to(self._device)
         self._become(param, here, lies)
         if grad is not None:
@@ -96,7 +95,7 @@ class Tree:
     def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
         place = self._place(spec.name, "_buffers")
         known = place.registry.get(place.key)
-        self._devices[spec.name] = lies.home = known.device if isinstance(known, Tensor) else self._device
+        lies.home = known.device if isinstance(known, Tensor) else self._device
         if lies.split and not isinstance(here, FakeTensor):
             place.registry[place.key] = part_like(here, lies)
         elif isinstance(known, Tensor) and known.shape == here.shape and known.device == here.device and known.dtype == here.dtype:
@@ -200,7 +199,7 @@ class Tree:
         full = {name: lies.gather(self.at_rest(name)) for name, lies in self.lies.items()}
         before = {name: place.registry[place.key] for name, place in self.buffers.items()}
         if home:
-            full = {name: whole.to(self._devices[name]) for name, whole in full.items()}
+            full = {name: whole.to(self.lies[name].home) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
         whole = {id(param): nn.Parameter(full[name], requires_grad=param.requires_grad) for name, param in self.params.items()}
         for param in self.params.values():
