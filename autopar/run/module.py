@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.ir import Layout
 from autopar.run import comm, state
-from autopar.run.buckets import Bucket, make_buckets, make_units
+from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.inputs import Batch, Shapes, as_example, micro_batch
@@ -141,6 +141,7 @@ class ParallelModule(StandIn):
     _tree: Tree
     _modules_of_original: tuple[nn.Module, ...]
     _buckets: tuple[Bucket, ...]
+    _of_a_pass: tuple[Bucket, ...]
     _units: Units
     _orders: Orders
     _first: Form
@@ -175,7 +176,7 @@ class ParallelModule(StandIn):
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
-        keep["mesh"] = mesh = Mesh(manifest.mesh, device)
+        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
@@ -187,6 +188,7 @@ class ParallelModule(StandIn):
         tree.take(state.distribute(specs, tensors, mesh, device))
         tree.constants.update(regions_of(manifest, tensors))
         keep["_buckets"] = make_buckets(tree.held.values(), mesh)
+        keep["_of_a_pass"] = make_buckets_of_a_pass(tree.held.values(), mesh)
         keep["_units"] = Units(make_units(tree.held.values(), mesh))
         keep["_orders"] = {}
         keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards)
@@ -222,6 +224,7 @@ class ParallelModule(StandIn):
             names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
+            of_a_pass=self._of_a_pass,
             where_used=GatheredWhereUsed(self._units, self._orders),
             passes=n,
         )
@@ -240,9 +243,9 @@ class ParallelModule(StandIn):
                 with step.saving():
                     (loss,) = form.stage(**parts[0])
             elif form.pipeline is None:
-                loss = accumulate(form.stage, parts, step.saving)
+                loss = accumulate(form.stage, parts, step)
             else:
-                loss = form.pipeline.run(parts, step.saving)
+                loss = form.pipeline.run(parts, step)
         del form.stage.weights  # so that gathered copies live no longer than the step
         if mesh.pp.size > 1:
             loss = torch.empty((), dtype=form.loss_dtype, device=self.device) if loss is None else loss

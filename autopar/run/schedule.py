@@ -13,8 +13,7 @@ too: the results of one action and the needs of the next are exchanged together,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,22 +23,22 @@ from autopar.run import comm
 from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
+from autopar.run.weights import Step
 from cost_models.pipeline import SCHEDULES, Action
 
 __all__ = ["Pipeline", "accumulate"]
 
 Inputs = Mapping[str, Tensor]
-Saving = Callable[[], AbstractContextManager[object]]
 
-
-def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> Tensor:
+def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step) -> Tensor:
     """The only stage, over all micro-batches: forward, and with gradients on backward. Returns the sum of losses."""
     losses = []
     for given in inputs:
-        with saving():
+        with step.saving():
             (loss,) = stage(**given)
         if loss.requires_grad:
             loss.backward()
+        step.end_pass()
         losses.append(loss.detach())
     return torch.stack(losses).sum(0)
 
@@ -56,18 +55,18 @@ class Pipeline:
         self._actions = SCHEDULES[schedule](mesh.pp.rank, mesh.pp.size, micro_batches)
         comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
-    def run(self, inputs: Sequence[Inputs], saving: Saving) -> Tensor | None:
+    def run(self, inputs: Sequence[Inputs], step: Step) -> Tensor | None:
         """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None."""
-        return _Run(self, inputs, saving).all()
+        return _Run(self, inputs, step).all()
 
 
 class _Run:
     """One step: what has been received and sent for each micro-batch in flight."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], step: Step) -> None:
         self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
         self._previous, self._next = pipeline._previous, pipeline._next
-        self._inputs, self._saving = inputs, saving
+        self._inputs, self._step = inputs, step
         self._train = torch.is_grad_enabled()
         self._actions = [a for a in pipeline._actions if self._train or a.pass_ == "F"]
         self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
@@ -115,7 +114,7 @@ class _Run:
 
     def _forward(self, i: int) -> tuple[Tensor, ...]:
         received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
-        with self._saving():
+        with self._step.saving():
             outputs = self._stage(*received, **self._inputs[i])
         if self._next is None:
             (loss,) = outputs
@@ -135,6 +134,7 @@ class _Run:
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
         if used:
             torch.autograd.backward([t for t, _ in used], [g for _, g in used])
+        self._step.end_pass()
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
