@@ -17,9 +17,9 @@ from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import PLANS, USUAL, Judge, Outcome, _described, _stopped, differences, run_program
 
 PROGRAMS_HERE = (
-    "a_copy_used_after_training", "accumulated_by_the_user", "batch_norm", "clipped_norm", "clipped_norm_by_the_module", "frozen_midway",
-    "grad_scaler", "hooked_steps", "label_smoothing_with_ignored_labels", "lamb", "lion", "loss_in_a_dict", "low_rank_adapters",
-    "optimizer_before_compile", "targets_as_an_input", "two_models_in_turns",
+    "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "batch_norm", "clipped_norm",
+    "clipped_norm_by_the_module", "frozen_midway", "grad_scaler", "hooked_steps", "label_smoothing_with_ignored_labels", "lamb", "lion",
+    "loss_in_a_dict", "low_rank_adapters", "optimizer_before_compile", "targets_as_an_input", "two_models_in_turns",
 )  # fmt: skip
 
 

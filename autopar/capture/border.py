@@ -82,12 +82,12 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 
 
 def observed(
-    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...]
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None
 ) -> Calls | None:
-    """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (no data, or no
-    wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
-    if trainable:
-        return call_twice(model, loss, inputs, start, trainable)
+    """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
+    if trainable is not None:
+        return call_twice(model, loss, inputs, start, trainable, compare=True)
     if not found.changes:
         return None
     try:

@@ -77,7 +77,7 @@ def capture(
         raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     inputs = args, kwargs
     infer, guards = Inference(), Guards.take(model, loss)
     with without_key_value_cache(model):
@@ -91,10 +91,10 @@ def capture(
         whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
         program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
-        trainable = trainable_tensors(program, trace.tensors) if check and real else {}
-        calls = observed(model, loss, inputs, start, found, tuple(trainable.values()))
-        written = check_border(model, loss, inputs, start, found, trace, calls, checked=bool(trainable))
-        if trainable and calls is not None:
+        trainable = trainable_tensors(program, trace.tensors) if check and real else None
+        calls = observed(model, loss, inputs, start, found, None if trainable is None else tuple(trainable.values()))
+        written = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None)
+        if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
             check_program(checked, calls, trace.tensors, _inputs_by_value(program, *copied(inputs)))
         elif found.own_gradients:
@@ -148,8 +148,8 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         ops = moved if blocks else ops
     if not types[trace.loss].grad:
         raise CaptureError(
-            f"the loss of {trace.name} does not depend on any parameter that requires a gradient\n  what to do: check requires_grad, "
-            f"and that no torch.no_grad or .detach() stands between parameters and loss"
+            f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: check "
+            f"requires_grad, and that no torch.no_grad or .detach() stands between parameters and loss"
         )
     batch, doubt = _batch_size([types[i.value].shape for i in trace.inputs])
     return Program(
@@ -170,6 +170,10 @@ def _batch_size(shapes: list[tuple[int, ...]]) -> tuple[int | None, tuple[str, .
     return most[0], (doubt,) if len(most) > 1 else ()
 
 
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
@@ -181,7 +185,7 @@ def _defaults(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _inputs_by_value(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = {}
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
-        leaves[leaf_path(path)] = leaf
-    return {i.value: leaves[i.path] for i in program.inputs}
+    """In the order of their leaves."""
+    values = {i.path: i.value for i in program.inputs}
+    leaves = ((leaf_path(path), leaf) for path, leaf in pytree.tree_leaves_with_path((args, kwargs)))
+    return {values[path]: leaf for path, leaf in leaves if path in values}

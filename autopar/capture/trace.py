@@ -61,7 +61,7 @@ class Traced:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """What capture knows before the operators are made functional. storages: the identity of the memory behind each value:
-    equal for views of one another. metas: what was traced, of every value (grad only of parameters). tensors: of
+    equal for views of one another. metas: what was traced, of every value (grad only of parameters and inputs). tensors: of
     parameters, buffers and constants. outside: what the code calls a constant that it reads
     from an attribute, a closure, a global."""
 
@@ -179,7 +179,7 @@ class _Flattener:
                     self.constant_inputs.append((path, self._arg(spec.arg.value)))
                     continue
                 value = self.names.fresh(node.name)
-                self.metas[value] = meta_of(node.meta["val"])
+                self.metas[value] = meta_of(node.meta["val"], node.meta["val"].requires_grad)
                 self.inputs.append(Input(value=value, path=path))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]

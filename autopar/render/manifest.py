@@ -72,7 +72,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     )
     inputs = tuple(
         InputSpec(
-            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]), layouts=_layouts(x.layouts)
+            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]),
+            layouts=_layouts(x.layouts), grad=program.types[x.value].grad,
         )
         for x in local.inputs
     )

@@ -51,13 +51,14 @@ class BufferSpec:
 class InputSpec:
     """One tensor of the batch. name: the argument of the stages' forward; path: where it is in the user's call
     (('input_ids',): a keyword; (0,): positional; longer when nested). layouts: over 'dp' ('S(0)': each dp rank takes its
-    part) and over 'time' ('S(0)': split into micro-batches)."""
+    part) and over 'time' ('S(0)': split into micro-batches). grad: it requires a gradient."""
 
     name: str
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: str
     layouts: Mapping[str, str] = field(default_factory=dict)
+    grad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from autopar.ir import Layout
@@ -20,6 +19,7 @@ from autopar.run import comm, state
 from autopar.run.buckets import Bucket, make_buckets, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
+from autopar.run.input_gradients import InputGradients
 from autopar.run.inputs import Batch, Shapes, as_example, micro_batch
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
@@ -93,16 +93,20 @@ class Form:
 
 
 class _Deposit(torch.autograd.Function):
-    """loss -> loss, whose backward returns the gradients of the parameters at rest."""
+    """loss -> loss, whose backward returns the gradients of the parameters at rest and of inputs."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *params: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *leaves: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of this loss were asked for with create_graph=True, to be differentiated again: the parallel module gives first "
+                "gradients alone. A penalty on gradients needs the original model"
+            )
         if ctx.gradients is None:
             raise RuntimeError("backward() a second time on the loss of one step: call the model again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -215,7 +219,8 @@ class ParallelModule(StandIn):
         bound = form.batch.bind(args, kwargs)
         if self.debug:
             form.batch.check_equal(bound)
-        inputs = form.batch.own_parts(bound)
+        differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), mesh, local=form.batch.local)
+        inputs = differentiated.parts
         n = manifest.micro_batches
         step = Step(
             held=tree.held,
@@ -248,7 +253,7 @@ class ParallelModule(StandIn):
             loss = torch.empty((), dtype=form.loss_dtype, device=self.device) if loss is None else loss
             comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
         trainable = [(name, param) for name, param in tree.params.items() if param.requires_grad]
-        if not (torch.is_grad_enabled() and trainable):
+        if not (torch.is_grad_enabled() and (trainable or differentiated.given)):
             step.finish()
             return as_returned(loss.detach(), self._returns)
 
@@ -264,9 +269,10 @@ class ParallelModule(StandIn):
             if mesh.pp.size > 1 and (names not in form.trained or form.regions):
                 form.trained[names] = frozenset(mesh.collected(sorted(found)))
             elsewhere = form.trained.get(names, frozenset()) - tree.held.keys()
-            return [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
+            of_params = [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
+            return [*of_params, *differentiated.collected(None if whole else grad)]
 
-        deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable))
+        deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable), *differentiated.given)
         return as_returned(deposited, self._returns)
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
