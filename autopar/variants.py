@@ -22,6 +22,7 @@ from autopar.planner import Plan
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
 from autopar.run.module import Emitted, Guards
+from autopar.run.outputs import Returned
 from autopar.run.together import done_by_all
 
 __all__ = ["Variants", "tensors_of"]
@@ -37,16 +38,21 @@ def tensors_of(captured: Captured) -> dict[str, Tensor]:
 class Variants:
     """Emits the module of a plan for the model as it is at a call. For the capture its parameters are whole for a moment."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str]) -> None:
-        self._model, self._plan, self._loss, self._emit = model, plan, loss, emit
+    def __init__(
+        self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str], *, outputs: bool = False
+    ) -> None:
+        self._model, self._plan, self._loss, self._emit, self._outputs = model, plan, loss, emit, outputs
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
+    def __call__(
+        self, module: ParallelModule, inputs: Any, why: str
+    ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
         with torch.inference_mode(False), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss), same=lambda c: program_hash(c.program), what="capture for other inputs"
-            )
+                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs), same=lambda c: program_hash(c.program),
+                what="capture for other inputs",
+            )  # fmt: skip
         fitted = msgspec.structs.replace(plan, program_hash=program_hash(captured.program), global_batch=captured.program.batch_size or 0)
         try:
             emitted = load(self._emit(captured, fitted, positional_names(model), adapted=True))
@@ -60,7 +66,7 @@ class Variants:
             raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e
         constants = {b.fqn or b.value for b in captured.program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
-        return emitted, tensors, captured.guards
+        return emitted, tensors, captured.guards, captured.returned
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:

@@ -350,7 +350,7 @@ def _at_one_moment(body: Program, typing: Assignment) -> Program:
 def _live(program: Program, whole: set[str]) -> tuple[list[int], tuple[str, ...]]:
     """Indices of the operators that the body needs when `whole` is given to it, and which of `whole` it reads."""
     mutable = {b.value for b in program.buffers if b.mutated}
-    needed = {program.loss, *(v for _, v in program.mutations)}
+    needed = {program.loss, *program.outputs, *(v for _, v in program.mutations)}
     needed |= {o for op in program.ops if mutable & set(refs(op)) for o in op.outputs if o is not None}
     kept: list[int] = []
     for index in reversed(range(len(program.ops))):
