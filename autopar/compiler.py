@@ -21,6 +21,7 @@ from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
+from autopar.run.left_out import leave_out
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
 from autopar.variants import Variants, tensors_of
@@ -181,6 +182,7 @@ def compile(  # noqa: A001  (the field's word)
             another=Variants(model, compiled.plan, loss, emit, outputs=outputs == "all"), guards=captured.guards, returns=captured.returns,
             returned=captured.returned, outputs=outputs,
         )  # fmt: skip
+        leave_out(model, captured.written)
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
         if expected is not None:

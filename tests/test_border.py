@@ -264,6 +264,41 @@ def test_what_is_frozen_when_the_model_is_captured_again_may_thaw(pair: WorkerPo
     compare(pair, _frozen_while_captured, plan)
 
 
+class Remembering(nn.Module):
+    """Leaves tensors in attributes, for people to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.last: Tensor | None = None
+        self.kept: list[Tensor | None] = [None]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        self.last, self.kept[0] = hidden.detach(), hidden.detach()
+        return F.cross_entropy(self.head(hidden), y)
+
+
+def _left_out() -> list[str]:
+    model = Remembering().double()
+    model(*batch())
+    module: Any = autopar.compile(model, 2, example_inputs=batch(), cluster="cpu", pins={"dp": 2})
+    module(*batch(1)).backward()
+    said = []
+    for read in (lambda: module.last.sum(), lambda: model.last + 1, lambda: torch.mean(module.kept[0]), lambda: float(model.last)):
+        try:
+            said.append(str(read()))
+        except AttributeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_the_original_would_have_left_in_attributes_is_not_taken_for_new(pair: WorkerPool) -> None:
+    for said in pair.run(_left_out, timeout_s=60):
+        assert len(said) == 4 and all("the original's forward leaves a tensor there" in text and "outputs='all'" in text for text in said)
+
+
 def _seeds() -> tuple[bool, bool, bool]:
     model = autopar.compile(models.model(dropout=0.5).double(), 2, example_inputs=batch(), cluster="cpu", pins={"tp": 2})
     losses = []
