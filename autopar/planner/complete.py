@@ -54,13 +54,8 @@ class _Rest:
         return _Rest({x.name: x.layouts for x in kept}, {x.name: x.stages for x in kept})
 
     def on(self, program: Program, axis: str) -> dict[str, Layout]:
-        """Value -> its layout on an axis, of all parameters and buffers that rest. PlanError for others."""
-        found: dict[str, Layout] = {}
-        for fqn, value in _named(program).items():
-            if fqn not in self.layouts:
-                raise PlanError(f"{fqn} was not in the model when the plan was made")
-            found[value] = Layout.parse(self.layouts[fqn].get(axis, "I"))
-        return found
+        """Value -> its layout on an axis, of all parameters and buffers that rest."""
+        return {value: Layout.parse(self.layouts[fqn].get(axis, "I")) for fqn, value in _named(program).items()}
 
 
 def _named(program: Program) -> dict[str, str]:
@@ -76,6 +71,8 @@ class _Completion:
     def __init__(self, plan: Plan, old: Program, new: Program, manifest: Manifest, cluster: Cluster) -> None:
         self.plan, self.new, self.cluster = plan, new, cluster
         self.rest = _Rest.of(manifest)
+        if unknown := [fqn for fqn in _named(new) if fqn not in self.rest.layouts]:
+            raise PlanError(f"{unknown[0]} was not in the model when the plan was made")
         self.old, self.before = old, on_axes(old, plan)
 
     def run(self) -> Plan:
