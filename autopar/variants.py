@@ -22,6 +22,7 @@ from autopar.render import load, positional_names
 from autopar.run import ParallelModule
 from autopar.run.manifest import ParamSpec
 from autopar.run.module import Emitted, Guards
+from autopar.run.outputs import Returned
 from autopar.run.together import decided_by_rank_0, done_by_all
 from cost_models.cluster import Cluster
 
@@ -41,17 +42,21 @@ class Variants:
 
     def __init__(
         self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
-        cluster: Cluster,
+        cluster: Cluster, *, outputs: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
+        self._outputs = outputs
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
+    def __call__(
+        self, module: ParallelModule, inputs: Any, why: str
+    ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
         with torch.inference_mode(False), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss), same=lambda c: program_hash(c.program), what="capture for other inputs"
-            )
+                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs), same=lambda c: program_hash(c.program),
+                what="capture for other inputs",
+            )  # fmt: skip
         program = captured.program
         try:
             completed = decided_by_rank_0(lambda: complete(plan, self._program, program, module.manifest, self._cluster).to_json())
@@ -67,7 +72,7 @@ class Variants:
             raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
-        return emitted, tensors, captured.guards
+        return emitted, tensors, captured.guards, captured.returned
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:

@@ -148,6 +148,7 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
         indices = _needed(program, start, stop, derived, by_output, last=s == len(positions))
         ops = tuple(program.ops[k] for k in indices)
         made = {o for op in ops for o in op.outputs}
+        outputs = tuple(v for v in program.outputs if _owner(program, v, bounds) == s)
         stages.append(
             StageProgram(
                 index=s,
@@ -156,6 +157,7 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
                 sends=sends,
                 calls=_calls(program, indices, recompute),
                 mutations=tuple((b, v) for b, v in program.mutations if v in made and _owner(program, v, bounds) == s),
+                outputs=outputs,
             )
         )
     return Lowered(
@@ -184,7 +186,8 @@ def used_on(lowered: Lowered) -> dict[str, tuple[int, ...]]:
 
 
 def _owner(program: Program, value: str, bounds: tuple[int, ...]) -> int:
-    index = next(k for k, op in enumerate(program.ops) if value in op.outputs)
+    """The stage that makes it; the first one of what the prologue makes."""
+    index = next((k for k, op in enumerate(program.ops) if value in op.outputs), 0)
     return max(s for s, b in enumerate(bounds[:-1]) if b <= index)
 
 
@@ -196,6 +199,7 @@ def _needed(
     roots = [*(r for k in own for r in refs(program.ops[k])), *((program.loss,) if last else ())]
     mutated = [v for _, v in program.mutations if v in derived]
     roots += mutated if start == 0 else []
+    roots += [v for v in program.outputs if v in derived and v in by_output and start <= by_output[v][0] < stop]
     chosen = set(own)
     stack = [r for r in roots if r in derived]
     while stack:

@@ -15,7 +15,7 @@ from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
 from autopar.planner.stages import used_on
 from autopar.planner.units import gather_units
-from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from autopar.run.region import REGION
 from cost_models.recipe import AUTOPAR
 
@@ -71,11 +71,21 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     )
     inputs = tuple(
         InputSpec(
-            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]), layouts=_layouts(x.layouts)
+            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]),
+            layouts=_layouts(x.layouts), grad=program.types[x.value].grad,
         )
         for x in local.inputs
     )
     over_time = local.layouts.get("time", {})
+    outputs = tuple(
+        OutputSpec(
+            name=v, shape=program.types[v].shape, dtype=_dtype(program.types[v]),
+            layouts={axis: str(of[v]) for axis, of in local.layouts.items() if of.get(v, I) != I}, stage=stage.index,
+            grad=program.types[v].grad,
+        )
+        for stage in lowered.stages
+        for v in stage.outputs
+    )  # fmt: skip
     return Manifest(
         model=program.name,
         mesh=dict(plan.mesh),
@@ -85,6 +95,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         params=params,
         buffers=buffers,
         inputs=inputs,
+        outputs=outputs,
         positional=positional,
         constant_inputs=program.constant_inputs,
         libraries=_libraries(lowered),
