@@ -105,12 +105,12 @@ def plan_of(captured: Captured, gpus: int, **wanted: Any) -> Plan:
     return wishes(gpus, **wanted)(captured)
 
 
-def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = (), *, adapted: bool = False) -> str:
-    """The source of the emitted module. PlanError if the plan was made for another program. adapted: see `planner.lower`."""
+def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) -> str:
+    """The source of the emitted module. PlanError if the plan was made for another program."""
     if decided.program_hash != program_hash(captured.program):
         raise PlanError(f"the plan was made for another model or batch ({decided.model}); plan {captured.program.name} again")
     with timed("rendering"):
-        lowered = lower(captured.program, decided, adapted=adapted)
+        lowered = lower(captured.program, decided)
         source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
     said(4, lambda: source)
     return source
@@ -177,9 +177,11 @@ def compile(  # noqa: A001  (the field's word)
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         expected = first_loss(model, inputs, loss, compiled.captured.program) if verify else None
         captured = compiled.captured
+        another = Variants(
+            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster, count), outputs=outputs == "all"
+        )  # fmt: skip
         module = ParallelModule(
-            load(compiled.source), tensors_of(captured), original=model,
-            another=Variants(model, compiled.plan, loss, emit, outputs=outputs == "all"), guards=captured.guards, returns=captured.returns,
+            load(compiled.source), tensors_of(captured), original=model, another=another, guards=captured.guards, returns=captured.returns,
             returned=captured.returned, outputs=outputs,
         )  # fmt: skip
         leave_out(model, captured.written)

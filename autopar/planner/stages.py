@@ -15,7 +15,7 @@ from autopar.ir import BlockCall, Lowered, Op, Program, Span, StageProgram, refs
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments, derived_from_inputs
 
-__all__ = ["Cuts", "Pieces", "Segment", "cut_stages", "legal_cuts", "segments_of"]
+__all__ = ["Cuts", "Pieces", "Segment", "cut_stages", "legal_cuts", "recomputable", "segments_of", "used_on"]
 
 MAX_SEGMENTS = 96  # candidates for cuts in one program; beyond it only the cheapest to cross are kept
 
@@ -167,6 +167,22 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
         prologue_outputs=moments.prologue_outputs,
         prologue_types=moments.prologue_types,
     )
+
+
+def recomputable(program: Program, span: Span) -> bool:
+    """Whether operators may run a second time: they change no buffer, and read none that the step changes."""
+    mutated = {b.value for b in program.buffers if b.mutated}
+    return not any(r in mutated for op in program.ops[span.start : span.stop] for r in refs(op))
+
+
+def used_on(lowered: Lowered) -> dict[str, tuple[int, ...]]:
+    """Value -> the stages whose operators read it, or that change it at the end; what the prologue reads, on every stage."""
+    used: dict[str, dict[int, None]] = {}
+    for stage in lowered.stages:
+        for value in (*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)):
+            used.setdefault(value, {})[stage.index] = None
+    everywhere = tuple(stage.index for stage in lowered.stages)
+    return {v: tuple(s) for v, s in used.items()} | {v: everywhere for op in lowered.prologue for v in refs(op)}
 
 
 def _owner(program: Program, value: str, bounds: tuple[int, ...]) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Mapping
 
 from torch import nn
 
 from autopar.catalog.rule import draws
 from autopar.catalog.schema import bind, registering_module
-from autopar.ir import I, Layout, Lowered, Op, Program, TensorType, refs
+from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, TensorType, refs
 from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
+from autopar.planner.stages import used_on
 from autopar.planner.units import gather_units
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from autopar.run.region import REGION
@@ -31,12 +34,8 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
 def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = (), *, training: bool = True) -> Manifest:
     """program: as captured, whose types are the global shapes. training: the mode in which it was."""
     local = lowered.program
-    used: dict[str, list[int]] = {}
-    for stage in lowered.stages:
-        for value in dict.fromkeys([*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)]):
-            used.setdefault(value, []).append(stage.index)
-    everywhere = tuple(stage.index for stage in lowered.stages)
-    used |= {value: list(everywhere) for op in lowered.prologue for value in refs(op)}
+    used = used_on(lowered)
+    homes = _homes(program, used)
     parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.mesh["dp"]).items() if p.in_parts}
     readers = [(r, op.target) for op in program.ops for r in refs(op)]
     only = {r for r, target in readers if target == REGION} - {r for r, target in readers if target != REGION}
@@ -49,7 +48,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             aliases=p.aliases,
             trainable=p.trainable,
             layouts=_layouts(p.layouts),
-            stages=tuple(used.get(p.value, (0,))),
+            stages=used.get(p.value, homes.get(p.value, (0,))),
             zero_dim=plan.zero_dims.get(p.fqn),
             gather="use" if plan.zero == 3 else "step",
             unit=units.get(p.value),
@@ -66,7 +65,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             constant=b.fqn is None or b.region,
             region=b.region,
             layouts=_layouts(b.layouts),
-            stages=tuple(used.get(b.value, (0,))),
+            stages=used.get(b.value, homes.get(b.value, (0,))),
         )
         for b in local.buffers
     )
@@ -104,6 +103,26 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         training=training,
         mode_dependent=_mode_dependent(program),
     )
+
+
+def _homes(program: Program, used: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The stage of each parameter and buffer that no operator reads (a branch that is not taken now): where what stands nearest to it
+    in the model is used."""
+    leaves: tuple[Param | Buffer, ...] = (*program.params, *program.buffers)
+    named = [(k, x.value, x.fqn) for k, x in enumerate(leaves) if x.fqn is not None]
+    read = [(k, used[value], fqn) for k, value, fqn in named if value in used]
+    found: dict[str, tuple[int, ...]] = {}
+    for k, value, fqn in named:
+        if value not in used and read:
+            nearest = max(read, key=lambda other: (_shared(fqn, other[2]), -abs(k - other[0])))  # noqa: B023
+            found[value] = nearest[1][:1]
+    return found
+
+
+def _shared(one: str, other: str) -> int:
+    """How many modules two names have in common, from the outermost."""
+    paths = zip(one.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], paths))
 
 
 def _mode_dependent(program: Program) -> tuple[str, ...]:
