@@ -90,4 +90,4 @@ class Variants:
 
 
 def _lies(spec: ParamSpec) -> tuple[object, ...]:
-    return spec.shape, spec.dtype, spec.aliases, spec.layouts, spec.zero_dim, spec.gather
+    return spec.shape, spec.dtype, spec.aliases, spec.layouts, spec.zero_dim, spec.rest

@@ -235,10 +235,11 @@ def _input_gradients(pins: dict[str, Any] | None, frozen: bool = False) -> list[
     return [*found, norm.item()]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "moments", "pp_moments"])
+@pytest.mark.parametrize("plan", [*PLANS, "moments", "pp_moments", "tp_moments"])
 def test_inputs_that_require_a_gradient_get_it(pair: WorkerPool, plan: str) -> None:
     moments = {"moments": {"dp": 2, "micro_batches": 2}, "pp_moments": {"pp": 2, "micro_batches": 4}}
-    pins = PLANS | moments | {"tp": {"tp": 2, "micro_batches": 1}}
+    moments["tp_moments"] = {"tp": 2, "micro_batches": 2}
+    pins = PLANS | moments
     for frozen in (False, True):
         expected = _input_gradients(None, frozen)
         for found in pair.run(_input_gradients, pins[plan], frozen, timeout_s=120):
