@@ -251,7 +251,8 @@ class ParallelModule(StandIn):
         form.stage.train(self.training)
         form.stage.weights = Weights(step)
         for r in form.regions:
-            r.reached.clear()
+            r.reached = set()
+        reached_in = [(r, r.reached) for r in form.regions]
         with self._random_numbers(form):
             extra = _run_prologue(form, mesh, inputs)
             torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
@@ -272,7 +273,7 @@ class ParallelModule(StandIn):
             whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
             if whole:
                 loss.backward(grad)
-            found = without_unreached(step.finish(), manifest.params, form.regions, tree.names, (mesh.dp, mesh.tp))
+            found = without_unreached(step.finish(), manifest.params, reached_in, tree.names, (mesh.dp, mesh.tp))
             if not whole:
                 for value in found.values():
                     value.mul_(grad)
