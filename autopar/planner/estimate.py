@@ -19,7 +19,7 @@ from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
-from autopar.planner.stages import Pieces, Segment
+from autopar.planner.stages import Pieces, Segment, recomputable
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
@@ -77,11 +77,7 @@ class Estimator:
         return tuple(found[k] for k in self.segments.order)
 
     def _recomputable(self, segment: Segment) -> bool:
-        if segment.block < 0:
-            return False
-        mutated = {b.value for b in self.rank.program.buffers if b.mutated}
-        ops = self.rank.program.ops[segment.span.start : segment.span.stop]
-        return not any(r in mutated for op in ops for r in refs(op))
+        return segment.block >= 0 and recomputable(self.rank.program, segment.span)
 
     def _read(self, span: Span) -> set[str]:
         """The parameters that the operators of a span read."""

@@ -15,7 +15,7 @@ from autopar.render.functions import Facts, Function, Item, dtype_name
 from autopar.render.literals import INDENT, WIDTH, Code, literal, statement, string
 from autopar.render.names import comment_text, identifier, short
 from autopar.render.pieces import Wanted, wanted_names
-from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from cost_models.rests import rest_of
 
 __all__ = ["manifest_source", "render"]
@@ -24,7 +24,7 @@ IMPORTS = """\
 import torch
 import torch.nn.functional as F
 
-from autopar.run import BufferSpec, InputSpec, Manifest, ParamSpec, Stage, recompute
+from autopar.run import BufferSpec, InputSpec, Manifest, {specs}ParamSpec, Stage, recompute
 from autopar.run import collectives as C
 from autopar.run import local_ops as L
 """
@@ -37,7 +37,7 @@ def render(lowered: Lowered, manifest: Manifest) -> str:
     does not pass `check_source`.
     """
     writer = _Writer(lowered, manifest)
-    parts = [writer.header(), IMPORTS, manifest_source(writer.manifest)]
+    parts = [writer.header(), IMPORTS.format(specs="OutputSpec, " if manifest.outputs else ""), manifest_source(writer.manifest)]
     parts += [writer.block(function) for function in writer.blocks]
     if lowered.prologue_outputs:  # of its operators, or constants that are cut over time
         parts.append(writer.prologue())
@@ -54,7 +54,7 @@ def manifest_source(manifest: Manifest) -> str:
     """The statement MANIFEST = Manifest(...), all literals, fields at their defaults left out."""
     lines = ["MANIFEST = Manifest("]
     for name, value in _fields(manifest):
-        if isinstance(value, tuple) and value and isinstance(value[0], ParamSpec | BufferSpec | InputSpec):
+        if isinstance(value, tuple) and value and isinstance(value[0], ParamSpec | BufferSpec | InputSpec | OutputSpec):
             lines.append(f"{INDENT}{name}=(")
             for spec in value:
                 lines += _entry(2, "", Code(f"{type(spec).__name__}(", tuple(f"{k}={literal(v)}" for k, v in _fields(spec)), ")"))
@@ -87,7 +87,7 @@ def _fresh(text: str, taken: set[str]) -> str:
     return name
 
 
-def _fields(record: Manifest | ParamSpec | BufferSpec | InputSpec) -> Iterable[tuple[str, object]]:
+def _fields(record: Manifest | ParamSpec | BufferSpec | InputSpec | OutputSpec) -> Iterable[tuple[str, object]]:
     for f in dataclasses.fields(record):
         value = getattr(record, f.name)
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
@@ -140,7 +140,7 @@ class _Writer:
     def _wanted(self) -> dict[str, Wanted]:
         found = wanted_names(self.lowered.prologue, self.lowered.prologue_outputs)
         for stage in self.lowered.stages:
-            found |= wanted_names(stage.ops, (*stage.sends, *(value for _, value in stage.mutations)), self.weights)
+            found |= wanted_names(stage.ops, stage.kept, self.weights)
         return found
 
     def _usual_dtype(self) -> str:
@@ -207,12 +207,11 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- stages
     def stage(self, stage: StageProgram) -> str:
         items = self._items(stage)
-        kept = (*stage.sends, *(value for _, value in stage.mutations))
-        used = {value for item in items for value in item.takes} | set(kept)
+        used = {value for item in items for value in item.takes} | set(stage.kept)
         writer = Function(self.facts, self.weights, depth=2)
         keywords = self._take_keywords(writer, [v for v in self.keywords if v in used and v not in stage.receives])
         received = [writer.argument(value) for value in stage.receives]
-        body = writer.write(items, kept)
+        body = writer.write(items, stage.kept)
         if stage.mutations and not writer.ends_in_no_grad:
             body.append(f"{INDENT * 2}with torch.no_grad():")
         body += self._mutations(stage, writer)
@@ -221,11 +220,12 @@ class _Writer:
             *self._described(stage),
             *self._crossing("receives", stage.receives),
             *self._crossing("sends", stage.sends),
+            *(self._crossing("outputs", stage.outputs) if stage.outputs else ()),
             "",
             *_definition("forward", ("self", *received, *keywords), depth=1),
             f"{INDENT * 2}w, mesh = self.weights, self.mesh",
             *body,
-            *_returned(tuple(map(writer.source, stage.sends)), depth=2, always_tuple=True),
+            *_returned(tuple(map(writer.source, (*stage.sends, *stage.outputs))), depth=2, always_tuple=True),
         ]
         return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cost_models.rests import WHOLE
 
-__all__ = ["BufferSpec", "InputSpec", "Manifest", "ParamSpec"]
+__all__ = ["BufferSpec", "InputSpec", "Manifest", "OutputSpec", "ParamSpec"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +53,27 @@ class BufferSpec:
 class InputSpec:
     """One tensor of the batch. name: the argument of the stages' forward; path: where it is in the user's call
     (('input_ids',): a keyword; (0,): positional; longer when nested). layouts: over 'dp' ('S(0)': each dp rank takes its
-    part) and over 'time' ('S(0)': split into micro-batches)."""
+    part) and over 'time' ('S(0)': split into micro-batches). grad: it requires a gradient."""
 
     name: str
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: str
     layouts: Mapping[str, str] = field(default_factory=dict)
+    grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSpec:
+    """One tensor that a call gives beside the loss. shape: global. layouts: axis -> layout, over 'time' too ('R': the same of every
+    micro-batch; 'P': to be summed). stage: which makes it. grad: the original's has a gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    stage: int = 0
+    grad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +83,7 @@ class Manifest:
     parts of one lie, None for all.
     positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs.
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
+    outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
     libraries: Python modules that register operators which the stages call. training: the mode that the model was captured
     in; mode_dependent: operators that compute something else in the other one."""
 
@@ -80,6 +95,7 @@ class Manifest:
     params: tuple[ParamSpec, ...]
     buffers: tuple[BufferSpec, ...]
     inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...] = ()
     shard: int | None = None
     positional: tuple[str, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()

@@ -26,16 +26,28 @@ from autopar.run.stage import Stage
 from autopar.run.weights import Step
 from cost_models.pipeline import SCHEDULES, Action
 
-__all__ = ["Pipeline", "accumulate"]
+__all__ = ["Made", "Pipeline", "accumulate", "at_once"]
 
 Inputs = Mapping[str, Tensor]
+Made = list[tuple[Tensor, ...]]  # a stage's outputs, of each micro-batch
 
-def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step) -> Tensor:
-    """The only stage, over all micro-batches: forward, and with gradients on backward. Returns the sum of losses."""
+
+def at_once(stage: Stage, given: Inputs, step: Step, made: Made) -> Tensor:
+    """The only stage over the only micro-batch: its loss, to be differentiated. made: takes the stage's outputs."""
+    with step.saving():
+        (loss,), outputs = _apart(stage, stage(**given))
+    made.append(outputs)
+    return loss
+
+
+def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor:
+    """The only stage, over all micro-batches: forward, and with gradients on backward. Returns the sum of losses. made: takes the
+    stage's outputs for each."""
     losses = []
     for given in inputs:
         with step.saving():
-            (loss,) = stage(**given)
+            (loss,), outputs = _apart(stage, stage(**given))
+        made.append(outputs)
         if loss.requires_grad:
             loss.backward()
         step.end_pass()
@@ -55,18 +67,19 @@ class Pipeline:
         self._actions = SCHEDULES[schedule](mesh.pp.rank, mesh.pp.size, micro_batches)
         comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
-    def run(self, inputs: Sequence[Inputs], step: Step) -> Tensor | None:
-        """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None."""
-        return _Run(self, inputs, step).all()
+    def run(self, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor | None:
+        """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None. made: takes this
+        stage's outputs for each."""
+        return _Run(self, inputs, step, made).all()
 
 
 class _Run:
     """One step: what has been received and sent for each micro-batch in flight."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], step: Step) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], step: Step, made: Made) -> None:
         self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
         self._previous, self._next = pipeline._previous, pipeline._next
-        self._inputs, self._step = inputs, step
+        self._inputs, self._step, self._made = inputs, step, made
         self._train = torch.is_grad_enabled()
         self._actions = [a for a in pipeline._actions if self._train or a.pass_ == "F"]
         self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
@@ -115,7 +128,8 @@ class _Run:
     def _forward(self, i: int) -> tuple[Tensor, ...]:
         received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
         with self._step.saving():
-            outputs = self._stage(*received, **self._inputs[i])
+            outputs, others = _apart(self._stage, self._stage(*received, **self._inputs[i]))
+        self._made.append(others)
         if self._next is None:
             (loss,) = outputs
             self._losses.append(loss.detach())
@@ -139,6 +153,12 @@ class _Run:
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
         return tuple(empty(shape, dtype, self._device) for shape, dtype in tensors)
+
+
+def _apart(stage: Stage, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What a stage sends (the last: its loss), and its outputs."""
+    n = len(results) - len(stage.outputs)
+    return results[:n], tuple(t.detach() for t in results[n:])
 
 
 def _check(stage: Stage, outputs: Sequence[Tensor]) -> None:

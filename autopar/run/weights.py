@@ -81,6 +81,7 @@ class Step:
         self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
         self._passes, self._pass = passes, 1  # how many there are, and which one is next
         self._grad = torch.is_grad_enabled()
+        self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._started = 0  # of the buckets that are due in this pass
@@ -115,7 +116,7 @@ class Step:
         return self._leaves[name]
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        if not (self._grad and self._held[name].trains):
+        if not (self._grad and name in self._trains):
             return value
         leaf = value.requires_grad_()
         step = weakref.ref(self)  # a strong one would be a cycle through the leaf, which only the collector could free
@@ -188,7 +189,7 @@ class Step:
         self._finish_going()
         self._late.update(of_used)
         for name, held in self._held.items():
-            if held.tied is not None and held.trains:
+            if held.tied is not None and name in self._trains:
                 leaf = self._leaves.get(name)
                 grad = self._late.get(name, None if leaf is None else leaf.grad)
                 self._late[name] = held.no_gradient() if grad is None else grad.contiguous()
