@@ -21,6 +21,7 @@ from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
+from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
 from autopar.variants import Variants, tensors_of
@@ -158,6 +159,8 @@ def compile(  # noqa: A001  (the field's word)
     and says on the first call which command launches it. Batches of other sizes, and the other of training and evaluation
     mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
     """
+    if isinstance(model, StandIn):
+        raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
     count = world_size() if gpus is None else gpus
     check_name("outputs", outputs, ("loss", "all"))
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)

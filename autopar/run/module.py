@@ -33,7 +33,7 @@ from autopar.run.region import Region, regions_of, without_unreached
 from autopar.run.schedule import Made, Pipeline, Saving, accumulate, at_once
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
-from autopar.run.stand_in import StandIn
+from autopar.run.stand_in import StandIn, runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
@@ -190,6 +190,7 @@ class ParallelModule(StandIn):
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
+        runs_as_it_is(_Deposit, "backward")
         manifest = emitted.MANIFEST
         keep = self.__dict__
         keep["manifest"] = manifest
