@@ -517,11 +517,14 @@ class ParallelModule(StandIn):
     @contextlib.contextmanager
     def _random_numbers(self, form: Form) -> Iterator[None]:
         """Generators that are equal on all ranks and differ from step to step. Where the model draws, they begin anew when the
-        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone."""
+        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone.
+        Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
-        if form.manifest.mode_dependent:
-            if torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()):
-                self.__dict__["_seed"], self.__dict__["_steps"] = self.mesh.agree(torch.initial_seed(), self.device), 0
+        if form.manifest.draws:
+            fresh = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
+            seed = self.mesh.agree_number(torch.initial_seed() if fresh else None, self.device)
+            if seed is not None:
+                self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
