@@ -22,6 +22,7 @@ from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.left_out import leave_out
+from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
 from autopar.variants import Variants, tensors_of
@@ -163,6 +164,8 @@ def compile(  # noqa: A001  (the field's word)
     of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
     the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
     """
+    if isinstance(model, StandIn):
+        raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
     count = world_size() if gpus is None else gpus
     check_name("outputs", outputs, ("loss", "all"))
     wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case

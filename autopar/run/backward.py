@@ -17,7 +17,7 @@ from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree
 from autopar.run.weights import Step
 
-__all__ = ["Backward"]
+__all__ = ["FUNCTIONS", "Backward"]
 
 
 def _refuse(gradients: object) -> None:
@@ -63,6 +63,9 @@ class _Opened(torch.autograd.Function):
         _refuse(ctx.gradients)
         gradients, ctx.gradients = ctx.gradients, None
         return (None, None, *(None,) * ctx.n, *gradients(grads))
+
+
+FUNCTIONS = (_Deposit, _Opened)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, NoLoss
 from autopar.run import comm, state
-from autopar.run.backward import Backward
+from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.form import Emitted, Form, Guards
@@ -31,7 +31,7 @@ from autopar.run.outputs import Returned, as_returned
 from autopar.run.parts import local
 from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
-from autopar.run.stand_in import StandIn
+from autopar.run.stand_in import StandIn, runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
@@ -109,6 +109,8 @@ class ParallelModule(StandIn):
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
+        for function in FUNCTIONS:
+            runs_as_it_is(function, "backward")
         manifest = emitted.MANIFEST
         keep = self.__dict__
         keep["manifest"] = manifest
@@ -418,11 +420,14 @@ class ParallelModule(StandIn):
     @contextlib.contextmanager
     def _random_numbers(self, form: Form) -> Iterator[None]:
         """Generators that are equal on all ranks and differ from step to step. Where the model draws, they begin anew when the
-        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone."""
+        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone.
+        Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
-        if form.manifest.mode_dependent:
-            if torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()):
-                self.__dict__["_seed"], self.__dict__["_steps"] = self.mesh.agree(torch.initial_seed(), self.device), 0
+        if form.manifest.draws:
+            fresh = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
+            seed = self.mesh.agree_number(torch.initial_seed() if fresh else None, self.device)
+            if seed is not None:
+                self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
