@@ -285,7 +285,8 @@ class Program:
     """A model's forward pass to its scalar loss, in topological order.
 
     types: shape and dtype of every value. mutations: (buffer value, value that it becomes at the end of the forward).
-    outputs: what the user is given beside the loss, as it was when the model returned it (empty unless asked for).
+    outputs: what the user is given beside the loss, as it was when the model returned it (empty unless asked for). own_loss: False if
+    the user makes the loss of the outputs; `loss` is then their sum, and backward begins when all micro-batches have gone forward.
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
     batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split).
     layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
@@ -300,6 +301,7 @@ class Program:
     types: Mapping[str, TensorType]
     mutations: tuple[tuple[str, str], ...] = ()
     outputs: tuple[str, ...] = ()
+    own_loss: bool = True
     blocks: tuple[Block, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None

@@ -34,6 +34,25 @@ def step_compiled_by_torch(compile: Compile) -> Results:
 
 
 @program(KIND)
+def whole_step_compiled_by_torch(compile: Compile) -> Results:
+    """The same with the optimizer's step and clipping inside."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    losses = [step(*given).item() for given in batches(4)]
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
 def compiled_in_place_by_torch(compile: Compile) -> Results:
     """model.compile(), as nn.Module has it, before training and evaluation."""
     model = compile(seeded(Net), example_inputs=batch())
@@ -117,6 +136,25 @@ def in_distributed_data_parallel(compile: Compile) -> Results:
 
 
 @program(KIND)
+def in_distributed_data_parallel_with_others(compile: Compile) -> Results:
+    """DistributedDataParallel around a module of which what compile returned is a part."""
+
+    class Larger(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.inner(x * self.scale.detach(), y) + self.scale.square().mean()
+
+    model: Any = compile(seeded(Net), example_inputs=batch())
+    inner, larger = model, Larger(model)
+    if hasattr(model, "full_state_dict"):
+        larger = nn.parallel.DistributedDataParallel(larger)
+    return {"losses": train(larger), "state": state(inner)}
+
+
+@program(KIND)
 def fully_sharded(compile: Compile) -> Results:
     """fully_shard (FSDP2) of what compile returned."""
     from torch.distributed.fsdp import fully_shard
@@ -159,10 +197,11 @@ def halved(compile: Compile) -> Results:
 
 @program(KIND)
 def part_halved(compile: Compile) -> Results:
-    """The head alone is cast after compile."""
+    """The head alone is rounded to float32 and cast back after compile."""
     model = compile(seeded(Net), example_inputs=batch())
-    model.head.to(torch.float32)
-    return {"dtype": str(model.head.weight.dtype), "losses": train(model)}
+    model.head.float()
+    model.head.double()
+    return {"dtype": str(model.head.weight.dtype), **trained(model)}
 
 
 @program(KIND)

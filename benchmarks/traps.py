@@ -1,6 +1,6 @@
 """Ordinary programs around a model, beside the same program on one process: right, refused with a remedy, wrong, or failed.
 
-    python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero3,dp2mb2,dp2tp2] [--json]
+    python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero2,zero3,hybrid3,dp2mb2,dp2tp2] [--json]
                                [--results FILE.jsonl] [--redo failed,wrong] [--limit-s 180] [--list]
 
 Each program is a small training script, written once as a function of `compile`. It runs with the plain model on one process, and

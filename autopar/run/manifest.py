@@ -103,3 +103,8 @@ class Manifest:
     libraries: tuple[str, ...] = ()
     training: bool = True
     mode_dependent: tuple[str, ...] = ()
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(target.split(".")[1] not in ("batch_norm", "instance_norm") for target in self.mode_dependent)
