@@ -20,6 +20,7 @@ from autopar.run import WorkerPool
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}, "dp_moments": {"dp": 2, "micro_batches": 2},
+    "zero2": {"dp": 2, "zero": 2}, "zero2_moments": {"dp": 2, "zero": 2, "micro_batches": 2},
     "pp_moments": {"pp": 2, "micro_batches": 4}, "tp_moments": {"tp": 2, "micro_batches": 2}, "pp_again": {"pp": 2, "recompute": "full"},
 }  # fmt: skip
 
@@ -210,7 +211,7 @@ def loss_outside(pins: dict[str, Any] | None) -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("plan", ["dp", "tp", "pp", "zero3", "pp_moments", "pp_again"])
+@pytest.mark.parametrize("plan", ["dp", "tp", "pp", "zero2", "zero3", "pp_moments", "pp_again"])
 def test_a_loss_outside_of_the_model(pair: WorkerPool, plan: str) -> None:
     expected = loss_outside(None)
     for found in pair.run(loss_outside, PLANS[plan], timeout_s=120):

@@ -22,7 +22,8 @@ from tests import wrong_models as models
 pytestmark = pytest.mark.gloo
 
 PLANS: dict[str, dict[str, Any]] = {
-    "dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero1": {"dp": 2, "zero": 1}, "zero3": {"dp": 2, "zero": 3},
+    "dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero1": {"dp": 2, "zero": 1},
+    "zero2": {"dp": 2, "zero": 2, "micro_batches": 2}, "zero3": {"dp": 2, "zero": 3},
 }  # fmt: skip
 
 
