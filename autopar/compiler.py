@@ -196,7 +196,7 @@ def compile(  # noqa: A001  (the field's word)
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
         if expected is not None:
-            check_first_loss(module, inputs, expected)
+            check_first_loss(module, inputs, loss, expected)
         return module
 
     if example_inputs is not None and world_size() == count:
