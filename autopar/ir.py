@@ -261,7 +261,8 @@ class Program:
     types: shape and dtype of every value. mutations: (buffer value, value that it becomes at the end of the forward).
     outputs: what the user is given beside the loss, as it was when the model returned it (empty unless asked for).
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
-    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split).
+    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split). batched: the inputs
+    that have it there (None: all whose dim 0 has that size).
     layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
     """
 
@@ -277,6 +278,7 @@ class Program:
     blocks: tuple[Block, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None
+    batched: tuple[str, ...] | None = None
     layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import networkx
 
+from autopar.capture.batch import may_be_confused
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.measure.count import Counts, count, op_class
@@ -246,7 +247,7 @@ def _strategies(
         if not pending:
             break
     if data:
-        found = _derived_only(ops, edges, found, leaf_layouts, _rows(program, ops))[0]
+        found = _derived_only(ops, edges, found, leaf_layouts, _rows(program, ops, edges, found, leaf_layouts))[0]
     elif batched:
         batch = _derived_only(ops, edges, found, {v: (S(0),) for v in batched})[1]
         found = {name: _not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
@@ -386,15 +387,46 @@ def _derived_only(
     return kept, reached
 
 
-def _rows(program: Program, ops: Mapping[str, Op]) -> dict[Source, bool]:
-    """Results whose first dim has the size of the batch -> whether they have a gradient; with one, those of two dims or more."""
+def _rows(
+    program: Program,
+    ops: Mapping[str, Op],
+    edges: tuple[Edge, ...],
+    found: dict[str, tuple[Strategy, ...]],
+    leaf_layouts: Mapping[str, tuple[Layout, ...]],
+) -> dict[Source, bool]:
+    """Results with a row for each sample -> whether they have a gradient; with one, those of two dims or more. Their first dim has the
+    size of the batch; where others have it too, by chance, they are those that are cut together with something that derives from
+    the batch."""
     rows: dict[Source, bool] = {}
     for name, op in ops.items():
         for k, o in enumerate(x for x in op.outputs if x is not None):
             t = program.types[o]
             if len(t.shape) > (1 if t.grad else 0) and t.shape[0] == program.batch_size:
                 rows[Source(name, k)] = t.grad
-    return rows
+    if not rows or not may_be_confused(program.types, program.batch_size or 0):
+        return rows
+    reached = _derived_only(ops, edges, found, leaf_layouts)[1]
+    batch = _with_the_batch(ops, edges, found, reached)
+    return {source: grad for source, grad in rows.items() if source in batch}
+
+
+def _with_the_batch(
+    ops: Mapping[str, Op], edges: tuple[Edge, ...], found: Mapping[str, tuple[Strategy, ...]], reached: Mapping[Source, set[Layout]]
+) -> set[Source]:
+    """The results that are cut along their first dim where an operator cuts what derives from the batch, or others of these."""
+    incoming: dict[str, list[Edge]] = defaultdict(list)
+    for e in edges:
+        incoming[e.consumer].append(e)
+    batch = {source for source, cuts in reached.items() if S(0) in cuts}
+    for _ in range(2):  # the second round follows a repeated block's input to the output before it
+        for name in reversed(list(ops)):
+            for s in found[name]:
+                cut = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
+                joined = any(s.inputs[e.operand] in reached.get(e.source, ()) for e in cut)
+                made = any(x == S(0) and Source(name, k) in batch for k, x in enumerate(s.outputs))
+                if joined or made:
+                    batch |= {e.source for e in cut if s.inputs[e.operand] == S(0)}
+    return batch
 
 
 def _not_over(
