@@ -20,8 +20,8 @@ from autopar.ir import Program
 from autopar.planner import Plan, complete
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
+from autopar.run.form import Emitted, Guards
 from autopar.run.manifest import ParamSpec
-from autopar.run.module import Emitted, Guards
 from autopar.run.outputs import Returned
 from autopar.run.together import decided_by_rank_0, done_by_all
 from cost_models.cluster import Cluster
@@ -42,7 +42,7 @@ class Variants:
 
     def __init__(
         self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
-        cluster: Cluster, *, outputs: bool = False,
+        cluster: Cluster, *, outputs: bool | None = None,
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
         self._outputs = outputs
@@ -90,4 +90,4 @@ class Variants:
 
 
 def _lies(spec: ParamSpec) -> tuple[object, ...]:
-    return spec.shape, spec.dtype, spec.aliases, spec.layouts, spec.zero_dim, spec.gather
+    return spec.shape, spec.dtype, spec.aliases, spec.layouts, spec.zero_dim, spec.rest

@@ -14,7 +14,7 @@ from autopar.compare import digest
 from autopar.errors import PlanError
 from autopar.render import load
 from autopar.run import ParallelModule
-from autopar.run.module import Emitted, Guards
+from autopar.run.form import Emitted, Guards
 from autopar.run.parts import local
 from autopar.run.state import assemble
 from autopar.variants import Variants

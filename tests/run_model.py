@@ -158,7 +158,7 @@ def emitted(
             dtype="float64",
             layouts={"dp": "R", "tp": tp_layout},
             zero_dim=(1 if name.endswith("fc.weight") else 0) if zero and name != "unused" else None,
-            gather="use" if zero == 3 else "step",
+            rest=f"zero{zero}",
             unit=layer + 1 if zero == 3 and units else None,
             **more,
         )
@@ -178,7 +178,8 @@ def emitted(
             mesh={"pp": pp, "dp": dp, "tp": tp},
             micro_batches=micro_batches,
             schedule=schedule,
-            zero=zero,
+            rest=f"zero{zero}",
+            shard=dp if zero else 1,
             params=tuple(params),
             buffers=(
                 BufferSpec(name="seen", shape=(), dtype="int64", stages=(pp - 1,)),

@@ -235,10 +235,11 @@ def _input_gradients(pins: dict[str, Any] | None, frozen: bool = False) -> list[
     return [*found, norm.item()]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "moments", "pp_moments"])
+@pytest.mark.parametrize("plan", [*PLANS, "moments", "pp_moments", "tp_moments"])
 def test_inputs_that_require_a_gradient_get_it(pair: WorkerPool, plan: str) -> None:
     moments = {"moments": {"dp": 2, "micro_batches": 2}, "pp_moments": {"pp": 2, "micro_batches": 4}}
-    pins = PLANS | moments | {"tp": {"tp": 2, "micro_batches": 1}}
+    moments["tp_moments"] = {"tp": 2, "micro_batches": 2}
+    pins = PLANS | moments
     for frozen in (False, True):
         expected = _input_gradients(None, frozen)
         for found in pair.run(_input_gradients, pins[plan], frozen, timeout_s=120):
@@ -262,6 +263,41 @@ def _frozen_while_captured(pins: dict[str, Any] | None) -> list[float]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_frozen_when_the_model_is_captured_again_may_thaw(pair: WorkerPool, plan: str) -> None:
     compare(pair, _frozen_while_captured, plan)
+
+
+class Remembering(nn.Module):
+    """Leaves tensors in attributes, for people to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.last: Tensor | None = None
+        self.kept: list[Tensor | None] = [None]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        self.last, self.kept[0] = hidden.detach(), hidden.detach()
+        return F.cross_entropy(self.head(hidden), y)
+
+
+def _left_out() -> list[str]:
+    model = Remembering().double()
+    model(*batch())
+    module: Any = autopar.compile(model, 2, example_inputs=batch(), cluster="cpu", pins={"dp": 2})
+    module(*batch(1)).backward()
+    said = []
+    for read in (lambda: module.last.sum(), lambda: model.last + 1, lambda: torch.mean(module.kept[0]), lambda: float(model.last)):
+        try:
+            said.append(str(read()))
+        except AttributeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_the_original_would_have_left_in_attributes_is_not_taken_for_new(pair: WorkerPool) -> None:
+    for said in pair.run(_left_out, timeout_s=60):
+        assert len(said) == 4 and all("the original's forward leaves a tensor there" in text and "outputs='all'" in text for text in said)
 
 
 def _seeds() -> tuple[bool, bool, bool]:

@@ -1,4 +1,5 @@
-"""outputs='all': everything that the original returns, whole on every rank, in training and in evaluation, computed in parallel."""
+"""outputs='all': everything that the original returns, whole on every rank, in training and in evaluation, computed in parallel. And
+models without a loss: the user makes one of what they return."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, PlanError
 from autopar.run import WorkerPool
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ def flat(found: dict[str, Any]) -> list[float]:
 
 
 def program(pins: dict[str, Any] | None) -> list[float]:
-    """Two steps, then evaluation: the same batch, half of it, and three samples without labels."""
+    """Two steps, then evaluation: the same batch, half of it, and four and three samples without labels."""
     model: Any = Talkative().double()
     x, y = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
     if pins is not None:
@@ -81,8 +82,10 @@ def program(pins: dict[str, Any] | None) -> list[float]:
         optimizer.step()
         numbers += flat(found)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")  # two of the three are computed in parallel, and nothing need be said of the third
-        return numbers + flat(model(x, y)) + flat(model(x[:4], y[:4])) + flat(model(x[:3]))
+        warnings.simplefilter("error")
+        numbers += flat(model(x, y)) + flat(model(x[:4], y[:4])) + flat(model(x[:4]))
+        warnings.simplefilter("ignore")  # it may not divide: then the original computes it
+        return numbers + flat(model(x[:3]))
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +171,79 @@ def test_the_program_says_what_it_returns() -> None:
     assert shapes == sorted([(8, 4), *[(8, 8)] * 4, (8,), (3,), (), (), (8,)])
     assert any("10 tensors beside the loss" in note for note in program.notes)
     assert len(capture(Talkative(), (x, y)).program.ops) < len(program.ops)
+
+
+class Plain(Talkative):
+    """Returns no loss: logits, what its first block makes, a mask, and a parameter's exponential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        found = super().forward(x)
+        return {"logits": found["logits"], "first": found["hidden"][0], "gate": found["seen"].gate, "scale": self.temperature.exp()}
+
+
+def loss_outside(pins: dict[str, Any] | None) -> list[float]:
+    """Three steps with a loss made of other outputs each time, the last with an input that requires a gradient; then evaluation."""
+    model: Any = Plain().double()
+    x, y = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+    if pins is not None:
+        model = autopar.compile(model, 2, example_inputs=(x,), cluster="cpu", pins=pins)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers: list[float] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        given = (x + step).requires_grad_(step == 2)
+        found = model(given)
+        loss = F.cross_entropy(found["logits"] * found["scale"], y)
+        if step:
+            loss = loss + found["first"].square().mean()
+        loss.backward()
+        numbers += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+        optimizer.step()
+    assert given.grad is not None
+    numbers += given.grad.flatten().tolist()
+    with torch.no_grad():
+        return numbers + model(x[:4])["logits"].flatten().tolist() + model(x)["gate"].double().tolist()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plan", ["dp", "tp", "pp", "zero3", "pp_moments", "pp_again"])
+def test_a_loss_outside_of_the_model(pair: WorkerPool, plan: str) -> None:
+    expected = loss_outside(None)
+    for found in pair.run(loss_outside, PLANS[plan], timeout_s=120):
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-14)
+
+
+def _refused() -> list[str]:
+    x, y = torch.randn(8, 8), torch.arange(8) % 4
+    said: list[str] = []
+
+    def note(call: Any) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError, PlanError) as error:
+            said.append(str(error))
+
+    model = autopar.compile(Plain(), 2, example_inputs=(x,), cluster="cpu", pins={"dp": 2})
+    note(lambda: torch.autograd.grad(model(x)["logits"].sum(), model.head.weight, create_graph=True))
+    loss = model(x)["logits"].sum()
+    loss.backward()
+    note(loss.backward)
+    note(lambda: model.train_step(x))
+    staged = autopar.compile(Talkative(), 2, example_inputs=(x, y), cluster="cpu", pins={"pp": 2, "micro_batches": 4})
+    note(lambda: staged(x))
+    for pins in ({"pp": 2, "schedule": "1f1b"}, {"dp": 2, "micro_batches": 2}):
+        note(lambda pins=pins: autopar.compile(Plain(), 2, example_inputs=(x,), cluster="cpu", pins=pins))  # type: ignore[misc]
+    return said
+
+
+@pytest.mark.gloo
+def test_what_a_loss_outside_excludes_is_said(pair: WorkerPool) -> None:
+    words = ("create_graph=True", "a second time", "returns no loss, and train_step needs one", "pin schedule=gpipe", "Pin schedule=gpipe",
+             "give loss=fn")  # fmt: skip
+    for said in pair.run(_refused, timeout_s=60):
+        assert len(said) == len(words)
+        assert all(word in text for word, text in zip(words, said, strict=True)), said

@@ -40,9 +40,9 @@ class TracedCall:
     returned: Returned | None = None
 
 
-def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool = False) -> TracedCall:
+def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False) -> TracedCall:
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
-    that the model returns."""
+    that the model returns; None: if it returns no loss."""
     ends: list[End] = []
     state = torch.get_rng_state()
     step = Step(model, loss, start, ends, outputs=outputs)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.export import loss_of
+from autopar.capture.export import objective_of
 from autopar.capture.source import first_line
 from autopar.capture.state import ABSENT, Change, Opaque, State
 from autopar.errors import CaptureError
@@ -88,13 +88,13 @@ def call_twice(
                 before = _marks(given)
                 with watch:
                     output = model(*given[0], **given[1])
-                    result = loss_of(output, loss)
+                    result, own = objective_of(output, loss, outputs)
                 wanted = (*parameters, *differentiated(given)) if compare else ()
                 found = torch.autograd.grad(result, wanted, allow_unused=True) if wanted and result.requires_grad else (None,) * len(wanted)
             _check_inputs(given, before)
             buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
             n = len(parameters)
-            others = tuple(t.detach().clone() for t in taken_apart(output, result)[1]) if outputs else ()
+            others = tuple(t.detach().clone() for t in taken_apart(output, result, own_loss=own)[1]) if outputs else ()
             calls.append(Call(loss=result.detach(), gradients=found[:n], of_inputs=found[n:], buffers=buffers, returned=others))
             states.append(State.take(model, loss, start))
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()

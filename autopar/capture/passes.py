@@ -69,15 +69,16 @@ def capture(
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     check: bool = True,
-    outputs: bool = False,
+    outputs: bool | None = False,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
     example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
     theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
     the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
-    loss, gradients and buffers (not on meta). outputs: the tensors that the model returns beside the loss are in the program too.
-    The model is left as it was. Raises CaptureError with the line of the model's source and what to do.
+    loss, gradients and buffers (not on meta). outputs: the tensors that the model returns beside the loss are in the program too;
+    None: if it returns no loss, for the user to make one of them. The model is left as it was. Raises CaptureError with the line of
+    the model's source and what to do, NoLoss if there is no loss.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
@@ -99,7 +100,8 @@ def capture(
         program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
-        calls = observed(model, loss, inputs, start, found, None if trainable is None else tuple(trainable.values()), outputs=outputs)
+        compared = None if trainable is None else tuple(trainable.values())
+        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None)
         written = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
@@ -118,6 +120,8 @@ def capture(
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
         said = f"outputs: {len(program.outputs)} tensors beside the loss, {nbytes} bytes in all, are whole on every rank after a call"
         program = program.replace(notes=(*program.notes, f"{said}, which neither the time nor the memory of the plan counts"))
+        if found.returned is not None and not found.returned.own_loss:
+            program = program.replace(own_loss=False)
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
     return Captured(
         program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned
@@ -125,7 +129,7 @@ def capture(
 
 
 def _traced(
-    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None
 ) -> tuple[TracedCall, Trace]:
     """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
     regions = Regions(model, loss, inputs)

@@ -24,6 +24,7 @@ from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
 from cost_models.pipeline import CLOSED_FORMS, step_time_s
 from cost_models.recipe import AUTOPAR, Recipe
+from cost_models.rests import Rest
 from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
 
 __all__ = ["Estimator"]
@@ -31,14 +32,15 @@ __all__ = ["Estimator"]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """One rank's program under one schedule and ZeRO stage. params: value -> its bytes; dims: fqn -> the dim it rests sharded on;
-    in_flight: micro-batches whose activations each stage holds."""
+    """One rank's program under one schedule. rest: how parameters rest; shard: over how many data-parallel ranks. params: value -> its
+    bytes; dims: fqn -> the dim it rests sharded on; in_flight: micro-batches whose activations each stage holds."""
 
     rank: Rank
     cluster: Cluster
     optimizer: str
     schedule: str
-    zero: int
+    rest: Rest
+    shard: int
     dims: Mapping[str, int]
     params: Mapping[str, ParamBytes]
     segments: Pieces
@@ -97,7 +99,7 @@ class Estimator:
         return list(found)
 
     def _gather_s(self, own: Collection[str], compute_s: float, *, and_scatter: bool = False) -> float:
-        """Exposed seconds of gathering parameters where they are used (ZeRO-3), the next unit while the present one is used;
+        """Exposed seconds of gathering parameters where they are used, the next unit while the present one is used;
         and_scatter: and of reduce-scattering their gradients in the same way."""
         gathered = self._gathered([(v, 0) for v in own])
         return max(0.0, sum(self._unit_s(n, and_scatter=and_scatter) for n in gathered.values()) - compute_s)
@@ -126,7 +128,7 @@ class Estimator:
 
     @functools.cached_property
     def _units(self) -> dict[str, int]:
-        parts = {v: p.local_bytes for v, p in self.params.items() if p.in_parts} if self.zero == 3 else {}
+        parts = {v: p.local_bytes for v, p in self.params.items() if p.in_parts} if self.rest.gathered == "use" else {}
         return gather_units(self.rank.program, parts, self.recipe.unit_bytes) if parts else {}
 
     @functools.cached_property
@@ -141,7 +143,7 @@ class Estimator:
         """Memory with these parameters, their gradients and optimizer states. Which of them rest in parts differs from parameter
         to parameter, so the figures are of one rank already."""
         trained = [self.params[v] for v in own if self.params[v].trainable]
-        working = sum(p.local_bytes for p in trained if self.zero == 1 and p.in_parts)
+        working = sum(p.local_bytes for p in trained if self.rest.gathered == "step" and p.in_parts)
         at_rest = sum(p.resting_bytes for p in trained)
         given: dict[str, float] = {"activation_bytes_per_micro_batch": 0.0, **activations}
         return stage_memory(
@@ -161,7 +163,7 @@ class Estimator:
     def _accumulators(self, trained: Collection[ParamBytes]) -> int:
         item = self.recipe.gradient_itemsize
         copies = self.recipe.gradient_copies
-        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.zero >= 2 else p.numel) for p in trained)
+        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.rest.gradients else p.numel) for p in trained)
 
     def _states(self, trained: Collection[ParamBytes]) -> int:
         """Bytes of the optimizer's states, its own copy of the parameters included."""
@@ -196,14 +198,14 @@ class Estimator:
                 micro_batches=self.rank.micro_batches,
                 gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in trained.items()},
                 reduced=self._partial,
-                scattered=parts if self.zero == 1 else (),
-                where_used={v: params[v].local_bytes for v in parts} if self.zero == 3 else {},
+                scattered=parts if self.rest.reduced == "step" else (),
+                where_used={v: params[v].local_bytes for v in parts} if self.rest.gathered == "use" else {},
                 units=self._units,
                 bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0, accumulates=self.recipe.accumulates,
             )
         )
         at_rest = sum(self._gradient(p, p.resting_numel) for p in trained.values())
-        gathered = sum(params[v].local_bytes for v in parts) if self.zero == 1 else 0
+        gathered = sum(params[v].local_bytes for v in parts) if self.rest.gathered == "step" else 0
         copied = sum(params[v].resting_bytes for v in parts) if gathered and self.recipe.master_itemsize else 0  # the shard is the copy
         foreach = OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1
         update = Moment(gradients=at_rest, temporary=at_rest if foreach else 0)
@@ -259,7 +261,7 @@ class Estimator:
                 )
             )
         return Candidate(
-            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims,
+            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, rest=self.rest, shard=self.shard, zero_dims=self.dims,
             segments=self.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
             bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
         )  # fmt: skip
@@ -343,16 +345,17 @@ class Estimator:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
 
     def _sync_s(self, own: Collection[tuple[str, int]], forward_s: float, backward_s: float) -> float:
-        """Exposed seconds of bringing gradients together over the data axis while the last micro-batch's backward runs, and, for
-        ZeRO-1, of gathering parameters while the first one's forward runs."""
+        """Exposed seconds of bringing gradients together over the data axis while the last micro-batch's backward runs, and of gathering
+        parameters, where that is done once a step, while the first one's forward runs."""
         trained = [self.params[v] for v, _ in own if self.params[v].trainable]
         parts = [p for p in trained if p.in_parts]
         sent = self.recipe.gradient_itemsize
         whole, sharded = (float(sum(p.numel * (sent or p.itemsize) for p in of)) for of in (trained, parts))
         reduced = self._buckets_s("all_reduce", whole - sharded)
         gathers: list[float] = []
-        if self.zero == 1:
+        if self.rest.reduced == "step":
             reduced += self._buckets_s("reduce_scatter", sharded)
+        if self.rest.gathered == "step":
             gathers = self._buckets_s("all_gather", float(sum(p.local_bytes for p in parts)))
         exposed = exposed_reduction_s(reduced, backward_s) if reduced and self.recipe.overlaps_reduction else sum(reduced)
         if not self.recipe.overlaps_gathers:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Store:
-    """folds: whether equal layers are walked once. seconds: spent, by pass; notes: for the plan. pinned_tp: whether the size of
+    """folds: whether equal layers are walked once. seconds: of the CPU, spent by pass; notes: for the plan. pinned_tp: whether the size of
     the tensor axis is pinned."""
 
     program: Program
@@ -65,11 +65,11 @@ class Store:
         return self._folded
 
     def timed(self, name: str, call: Callable[[], T]) -> T:
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             return call()
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
     def pricer(self, mesh: Mesh, recipe: Recipe = AUTOPAR, live: Live | None = None) -> Pricer:
         return Pricer(self.cluster, mesh.sizes(), live, recipe)

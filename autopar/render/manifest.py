@@ -18,6 +18,7 @@ from autopar.planner.units import gather_units
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from autopar.run.region import REGION
 from cost_models.recipe import AUTOPAR
+from cost_models.rests import WHOLE, rest_of
 
 __all__ = ["make_manifest", "positional_names"]
 
@@ -36,10 +37,10 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     local = lowered.program
     used = used_on(lowered)
     homes = _homes(program, used)
-    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.mesh["dp"]).items() if p.in_parts}
+    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.shard).items() if p.in_parts}
     readers = [(r, op.target) for op in program.ops for r in refs(op)]
     only = {r for r, target in readers if target == REGION} - {r for r, target in readers if target != REGION}
-    units = gather_units(local, parts, AUTOPAR.unit_bytes) if plan.zero == 3 else {}
+    units = gather_units(local, parts, AUTOPAR.unit_bytes) if rest_of(plan.rest).gathered == "use" else {}
     params = tuple(
         ParamSpec(
             name=p.fqn,
@@ -50,7 +51,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             layouts=_layouts(p.layouts),
             stages=used.get(p.value, homes.get(p.value, (0,))),
             zero_dim=plan.zero_dims.get(p.fqn),
-            gather="use" if plan.zero == 3 else "step",
+            rest=plan.rest if p.fqn in plan.zero_dims else WHOLE.name,
             unit=units.get(p.value),
             regions_only=p.value in only,
         )
@@ -91,7 +92,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         mesh=dict(plan.mesh),
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
-        zero=plan.zero,
+        rest=plan.rest,
+        shard=plan.shard,
         params=params,
         buffers=buffers,
         inputs=inputs,

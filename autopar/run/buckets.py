@@ -1,7 +1,7 @@
 """Parameters on one rank: the part that rests here, and the buckets in which they are gathered and their gradients reduced.
 
 A parameter lies over tp as its layout says, then over dp along `zero_dim` if it has one (the part at rest). At its use it
-is whole over dp again: gathered once a step with its bucket (gather='step'), or where it is read, with its unit (gather='use').
+is whole over dp again: gathered once a step with its bucket, or where it is read, with its unit (cost_models.rests).
 
 Gradients of what is used become gradients of what rests: over an axis on which the use is R they are partial and summed
 (reduce-scattered over dp where the parameter rests in slices); on which it is I they are the same everywhere; on which it
@@ -24,6 +24,7 @@ from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.parts import local
 from autopar.run.slices import joined, parted
+from cost_models.rests import Rest, rest_of
 
 __all__ = [
     "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "make_buckets", "make_units",
@@ -34,13 +35,14 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a 
 
 @dataclass(kw_only=True, eq=False)
 class Held:
-    """One parameter on one rank. param: the user's parameter. zero: its dim sharded over dp at
-    rest, None if it rests whole. partial: the axes over which the gradient of its use is partial. tied: the pipeline stages that
-    share it, None if it is on one stage. trains: whether the present step computes its gradient."""
+    """One parameter on one rank. param: the user's parameter. zero: its dim sharded over dp at rest, None if it rests whole; rest: the
+    row that says when it is gathered and its gradient reduced. partial: the axes over which the gradient of its use is partial. tied: the
+    pipeline stages that share it, None if it is on one stage. trains: whether the present step computes its gradient."""
 
     spec: ParamSpec
     param: nn.Parameter
     zero: int | None
+    rest: Rest
     partial: tuple[str, ...]
     tied: Axis | None
     trains: bool
@@ -52,7 +54,7 @@ class Held:
 
     @property
     def gathered_when_used(self) -> bool:
-        return self.zero is not None and self.spec.gather == "use"
+        return self.zero is not None and self.rest.gathered == "use"
 
     @property
     def late(self) -> bool:
@@ -67,6 +69,7 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) ->
         spec=spec,
         param=param,
         zero=spec.zero_dim if mesh.dp.size > 1 else None,
+        rest=rest_of(spec.rest),
         partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
         tied=tied,
         trains=spec.trainable,
@@ -191,7 +194,7 @@ def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTE
     done: list[list[Held]] = []
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
-        key = (one.local.dtype, one.zero is not None, one.spec.gather, one.partial, one.late, one.spec.trainable)
+        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.spec.trainable)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
         if sum(h.local.numel() * h.local.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:

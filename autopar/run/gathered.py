@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters that rest in slices over dp and are gathered where they are used.
+"""Parameters that rest in slices over dp and are gathered where they are used.
 
 They are gathered in *units*: the parameters of one block, which the manifest states. A unit is there from its first use until
 another one is used; autograd saves for backward only how to make a parameter again (`Dropped`). The order in which a step

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, NoLoss
-from autopar.ir import Layout
 from autopar.run import comm, state
+from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_units
 from autopar.run.dtypes import dtype_named
+from autopar.run.form import Emitted, Form, Guards
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.input_gradients import InputGradients
-from autopar.run.inputs import Batch, Shapes, as_example, micro_batch
+from autopar.run.inputs import Shapes, as_example
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.outputs import Outputs, Returned, as_returned
+from autopar.run.outputs import Returned, as_returned
 from autopar.run.parts import local
-from autopar.run.region import Region, regions_of, without_unreached
-from autopar.run.schedule import Made, Pipeline, Saving, accumulate, at_once
-from autopar.run.slices import local_slice
-from autopar.run.stage import Stage
+from autopar.run.region import regions_of
+from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import StandIn, runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
@@ -41,88 +39,9 @@ from autopar.run.weights import Step, Weights
 __all__ = ["Emitted", "ParallelModule"]
 
 
-class Emitted(Protocol):
-    """What an emitted module has; it may also have `prologue(w, mesh, *, ...)`, see ParallelModule."""
-
-    @property
-    def MANIFEST(self) -> Manifest: ...  # noqa: N802
-
-    @property
-    def STAGES(self) -> tuple[type[Stage], ...]: ...  # noqa: N802
-
-
 Key = tuple[bytes, Shapes]  # the mode of each module, and the shape of each input or its value
-
-
-class Guards(Protocol):
-    """What capture has frozen of the user's program."""
-
-    def changed(self) -> str | None: ...
-
-
 Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
-
-
-class Form:
-    """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name. guards: say whether it is
-    still what the user's model does. returned: where the outputs go in what a call returns; None for the loss alone."""
-
-    def __init__(
-        self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool,
-        guards: Guards | None = None, returned: Returned | None = None,
-    ) -> None:  # fmt: skip
-        manifest = emitted.MANIFEST
-        for library in manifest.libraries:
-            importlib.import_module(library)
-        if len(emitted.STAGES) != mesh.pp.size:
-            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
-        self.manifest, self.constants, self.guards, self.returned = manifest, constants, guards, returned
-        self.outputs = Outputs(manifest, mesh, device, local=local_batch)
-        self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
-        others: Mapping[str, Any] = constants  # submodules stand where tensors do
-        self.regions = tuple(r for r in others.values() if isinstance(r, Region))
-        self.batch = Batch(manifest, mesh, device, local=local_batch)
-        self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
-        self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
-        self.stage = emitted.STAGES[mesh.pp.rank]()
-        self.stage.mesh = mesh
-        self.wanted = _keywords(self.stage.forward)
-        self.pipeline: Pipeline | None = None
-        if mesh.pp.size > 1:
-            self.pipeline = Pipeline(
-                self.stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
-            )
-
-
-    def run(self, parts: Sequence[Mapping[str, Tensor]], saving: Saving, made: Made) -> Tensor:
-        """The micro-batches. The loss, on the last stage: of one micro-batch on one stage it is to be differentiated, else it has been.
-        made: takes the stage's outputs for each."""
-        if self.pipeline is None:
-            return at_once(self.stage, parts[0], saving, made) if len(parts) == 1 else accumulate(self.stage, parts, saving, made)
-        loss = self.pipeline.run(parts, saving, made)
-        return torch.empty((), dtype=self.loss_dtype, device=self.outputs.device) if loss is None else loss
-
-
-class _Deposit(torch.autograd.Function):
-    """loss -> loss, whose backward returns the gradients of the parameters at rest and of inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "gradients of this loss were asked for with create_graph=True, to be differentiated again: the parallel module gives first "
-                "gradients alone. A penalty on gradients needs the original model"
-            )
-        if ctx.gradients is None:
-            raise RuntimeError("backward() a second time on the loss of one step: call the model again")
-        gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *gradients(grad))
 
 
 class ParallelModule(StandIn):
@@ -190,7 +109,8 @@ class ParallelModule(StandIn):
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
-        runs_as_it_is(_Deposit, "backward")
+        for function in FUNCTIONS:
+            runs_as_it_is(function, "backward")
         manifest = emitted.MANIFEST
         keep = self.__dict__
         keep["manifest"] = manifest
@@ -239,58 +159,39 @@ class ParallelModule(StandIn):
         if self.debug:
             form.batch.check_equal(bound)
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), mesh, local=form.batch.local)
-        inputs = differentiated.parts
-        n = manifest.micro_batches
         step = Step(
             held=tree.held,
             names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
             where_used=GatheredWhereUsed(self._units, self._orders),
-            passes=n,
+            passes=manifest.micro_batches,
         )
+        rest = Backward(
+            form=form, tree=tree, step=step, trainable=[(name, p) for name, p in tree.params.items() if p.requires_grad],
+            inputs=differentiated, reached_in=form.begin(),
+        )  # fmt: skip
+        differentiates = torch.is_grad_enabled() and bool(rest.leaves)
         form.stage.train(self.training)
         form.stage.weights = Weights(step)
-        for r in form.regions:
-            r.reached.clear()
+        made: Made = []
+        run: OpenRun | None = None
         with self._random_numbers(form):
-            extra = _run_prologue(form, mesh, inputs)
-            torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
-            parts = [
-                {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | _part(form, extra, i)).items() if k in form.wanted}
-                for i in range(n)
-            ]
-            made: Made = []
-            loss = form.run(parts, step.saving, made)
+            parts = form.micro_batches(differentiated.parts)
+            if form.open and differentiates:
+                run = form.run_open(parts, step.saving)
+            else:
+                loss = form.run(parts, step.saving, made)
         del form.stage.weights  # so that gathered copies live no longer than the step
-        comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
-        trainable = [(name, param) for name, param in tree.params.items() if param.requires_grad]
-        if not (torch.is_grad_enabled() and (trainable or differentiated.given)):
+        if run is None:
+            comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
+        if not differentiates:
             step.finish()
-            return self._result(form, loss.detach(), made)
-
-        def gradients(grad: Tensor) -> list[Tensor | None]:
-            whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
-            if whole:
-                loss.backward(grad)
-            found = without_unreached(step.finish(), manifest.params, form.regions, tree.names, (mesh.dp, mesh.tp))
-            if not whole:
-                for value in found.values():
-                    value.mul_(grad)
-            names = tuple(name for name, _ in trainable)
-            if mesh.pp.size > 1 and (names not in form.trained or form.regions):
-                form.trained[names] = frozenset(mesh.collected(sorted(found)))
-            elsewhere = form.trained.get(names, frozenset()) - tree.held.keys()
-            of_params = [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
-            return [*of_params, *differentiated.collected(None if whole else grad)]
-
-        deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable), *differentiated.given)
-        return self._result(form, deposited, made)
-
-    def _result(self, form: Form, loss: Tensor, made: Made) -> Any:
-        """Collective: what the call returns. made: the stage's outputs for each micro-batch."""
         if form.returned is None:
-            return as_returned(loss, self._returns)
+            return as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
+        if run is not None:
+            return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run))
+        loss = rest.of_loss(loss) if differentiates else loss.detach()
         returned = form.returned.put_together(loss, form.outputs.collected(made, loss))
         return returned if form.returned.has_loss or not torch.is_grad_enabled() else loss
 
@@ -309,6 +210,8 @@ class ParallelModule(StandIn):
             return self.train_step(**args[0])
         result = self(*args, **kwargs)
         returned = self._ran.returned
+        if self._ran.open:
+            raise ValueError(f"{self.manifest.model} returns no loss, and train_step needs one: compile it with loss=fn")
         loss: Tensor = result if returned is None or not returned.has_loss else returned.loss_in(result)
         loss.backward()
         return loss.detach()
@@ -530,24 +433,6 @@ class ParallelModule(StandIn):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1
             yield
-
-
-def _run_prologue(form: Form, mesh: Mesh, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if form.prologue is None:
-        return {}
-    wanted = _keywords(form.prologue)
-    with torch.no_grad():
-        return dict(form.prologue(form.stage.weights, mesh, **{k: v for k, v in inputs.items() if k in wanted}))
-
-
-def _part(form: Form, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """What micro-batch `index` gets of the prologue's results."""
-    over_time, n = form.manifest.prologue, form.manifest.micro_batches
-    return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
-
-
-def _keywords(fn: Callable[..., object]) -> frozenset[str]:
-    return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:

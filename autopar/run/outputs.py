@@ -13,12 +13,12 @@ from torch._C import _disabled_torch_function_impl
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
-from autopar.ir import Layout, P
+from autopar.ir import Layout, P, R
 from autopar.run import comm
 from autopar.run.dtypes import empty
 from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
-from autopar.run.slices import joined
+from autopar.run.slices import joined, local_slice
 
 __all__ = ["Loss", "Outputs", "Returned", "as_returned", "taken_apart"]
 
@@ -95,18 +95,20 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
-    """What the original returns, without its tensors. names: the program's output that each of these is."""
+    """What the original returns, without its tensors. names: the program's output that each of these is. own_loss: False if it
+    computes no loss, nor a function that was given: the user makes one of what it returns."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...] = ()
+    own_loss: bool = True
 
     @property
     def has_loss(self) -> bool:
         """Whether the loss is in it: else a function of the user's makes it."""
         return any(x is _LOSS or (isinstance(x, _Made) and x.fields.has_loss) for x in self.leaves)
 
-    def put_together(self, loss: Tensor, tensors: Mapping[str, Tensor]) -> Any:
+    def put_together(self, loss: Tensor | None, tensors: Mapping[str, Tensor]) -> Any:
         """The same with these tensors in it."""
         return self._filled(loss, [tensors[name] for name in self.names])
 
@@ -119,7 +121,7 @@ class Returned:
                 return here.fields.loss_in({name: getattr(leaf, name) for name in here.names})
         raise ValueError("there is no loss in what the model returns")
 
-    def _filled(self, loss: Tensor, tensors: Sequence[Tensor]) -> Any:
+    def _filled(self, loss: Tensor | None, tensors: Sequence[Tensor]) -> Any:
         def leaf(x: Any) -> Any:
             if isinstance(x, _Made):
                 return dataclasses.replace(x.like, **x.fields._filled(loss, tensors))
@@ -128,10 +130,10 @@ class Returned:
         return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
 
 
-def taken_apart(output: Any, loss: Tensor) -> tuple[Returned, tuple[Tensor, ...]]:
+def taken_apart(output: Any, loss: Tensor, *, own_loss: bool = True) -> tuple[Returned, tuple[Tensor, ...]]:
     """What a model returned, and the tensors in it beside the loss. CaptureError for what can hold tensors that are not seen."""
     tensors: list[Tensor] = []
-    return _apart(output, loss, tensors), tuple(tensors)
+    return dataclasses.replace(_apart(output, loss, tensors), own_loss=own_loss), tuple(tensors)
 
 
 def _apart(output: Any, loss: Tensor, tensors: list[Tensor]) -> Returned:
@@ -178,7 +180,12 @@ class Outputs:
         """local: each data-parallel rank is given its own part of the batch, and is given back its own part."""
         self._specs, self._mesh, self.device, self._local = manifest.outputs, mesh, device, local
 
-    def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor) -> dict[str, Tensor]:
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """The names of those that have a gradient in the original."""
+        return frozenset(spec.name for spec in self._specs if spec.grad)
+
+    def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None) -> dict[str, Tensor]:
         """Collective. made: by this rank's stage for each micro-batch. loss: what is differentiated, if it is. By name, in the order of
         the manifest."""
         own = iter(zip(*made, strict=True))
@@ -189,8 +196,26 @@ class Outputs:
             if self._mesh.pp.size > 1:
                 value = value.contiguous()
                 comm.broadcast_(value, self._mesh.pp.ranks[spec.stage], self._mesh.pp)
-            found[spec.name] = _Ends.apply(value, loss) if spec.grad and loss.requires_grad else value
+            found[spec.name] = _Ends.apply(value, loss) if spec.grad and loss is not None and loss.requires_grad else value
         return found
+
+    def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
+        """For each micro-batch the gradients of what this rank's stage made, in its order, from those of the whole outputs, which are the
+        same on every rank: the transpose of `collected`."""
+        own = [spec for spec in self._specs if spec.stage == self._mesh.pp.rank]
+        return [[self._cut(spec, grads.get(spec.name), i, micro_batches) for spec in own] for i in range(micro_batches)]
+
+    def _cut(self, spec: OutputSpec, grad: Tensor | None, index: int, micro_batches: int) -> Tensor | None:
+        for name in ("dp", "time", "tp"):
+            layout = Layout.parse(spec.layouts.get(name, "I"))
+            if grad is None or self._kept_apart(name, layout):
+                continue
+            rank, size = (index, micro_batches) if name == "time" else (self._mesh.axis(name).rank, self._mesh.axis(name).size)
+            if layout.is_shard:
+                grad = local_slice(grad, layout, rank, size)
+            elif layout == R and rank > 0:  # the same value, used for different work: one of them takes it, and all go backward alike
+                grad = torch.zeros_like(grad)
+        return grad
 
     def _kept_apart(self, axis: str, layout: Layout) -> bool:
         return axis == "dp" and self._local and layout.is_shard

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
 from cost_models.pipeline import SCHEDULES, Action
 
-__all__ = ["Made", "Pipeline", "Saving", "accumulate", "at_once"]
+__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "Saving", "accumulate", "at_once"]
 
 Inputs = Mapping[str, Tensor]
 Saving = Callable[[], AbstractContextManager[object]]
@@ -55,6 +56,32 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving, made: Mad
     return torch.stack(losses).sum(0)
 
 
+class OpenRun(Protocol):
+    """Micro-batches that have gone forward, of which `backward` is yet to be given the gradients. made: the stage's outputs for each."""
+
+    made: Made
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
+        """cotangents: for each micro-batch, of the stage's outputs; None for those without."""
+
+
+class OpenStage:
+    """An OpenRun of the only stage."""
+
+    def __init__(self, stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> None:
+        self._made: Made = []
+        for given in inputs:
+            with saving():
+                _, outputs = _apart(stage, stage(**given), detach=False)
+            self._made.append(outputs)
+        self.made: Made = [tuple(t.detach() for t in outputs) for outputs in self._made]
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
+        for outputs, grads in zip(self._made, cotangents, strict=True):
+            _differentiate(outputs, grads)
+        self._made = []
+
+
 class Pipeline:
     """This rank's stage over mesh.pp, in a schedule of cost_models.pipeline. Collective over the ranks of mesh.pp."""
 
@@ -72,14 +99,22 @@ class Pipeline:
         stage's outputs for each."""
         return _Run(self, inputs, saving, made).all()
 
+    def run_open(self, inputs: Sequence[Inputs], saving: Saving) -> OpenRun:
+        """All micro-batches forward. Collective, as is the backward of what is returned."""
+        run = _Run(self, inputs, saving, [], open_=True)
+        run.passes("F")
+        return run
+
 
 class _Run:
     """One step: what has been received and sent for each micro-batch in flight."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving, made: Made) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving, made: Made, *, open_: bool = False) -> None:
         self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
         self._previous, self._next = pipeline._previous, pipeline._next
-        self._inputs, self._saving, self._made = inputs, saving, made
+        self._inputs, self._saving, self.made = inputs, saving, made
+        self._open: dict[int, tuple[Tensor, ...]] | None = {} if open_ else None  # outputs that are yet to be differentiated
+        self._cotangents: Sequence[Sequence[Tensor | None]] = ()
         self._train = torch.is_grad_enabled()
         self._actions = [a for a in pipeline._actions if self._train or a.pass_ == "F"]
         self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
@@ -89,8 +124,17 @@ class _Run:
         self._works: list[tuple[dist.Work, tuple[Tensor, ...]]] = []  # sends on their way, and what they send
 
     def all(self) -> Tensor | None:
+        self.passes("FB")
+        return torch.stack(self._losses).sum(0) if self._next is None else None
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
+        self._cotangents = cotangents
+        self.passes("B")
+
+    def passes(self, which: str) -> None:
+        """The actions of these passes."""
         results: tuple[tuple[Tensor, ...], int | None] = ((), None)
-        for action in self._actions:
+        for action in (a for a in self._actions if a.pass_ in which):
             self._exchange(*results, action)
             if action.pass_ == "F":
                 results = self._forward(action.micro_batch), self._next
@@ -99,7 +143,7 @@ class _Run:
         self._exchange(*results, None)
         for work, _ in self._works:
             work.wait()
-        return torch.stack(self._losses).sum(0) if self._next is None else None
+        self._works = []
 
     def _exchange(self, results: tuple[Tensor, ...], to: int | None, action: Action | None) -> None:
         """Send the results of the last action, and receive what the next one needs."""
@@ -128,9 +172,13 @@ class _Run:
     def _forward(self, i: int) -> tuple[Tensor, ...]:
         received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
         with self._saving():
-            outputs, others = _apart(self._stage, self._stage(*received, **self._inputs[i]))
-        self._made.append(others)
-        if self._next is None:
+            outputs, others = _apart(self._stage, self._stage(*received, **self._inputs[i]), detach=self._open is None)
+        self.made.append(tuple(t.detach() for t in others))
+        if self._open is not None:
+            self._open[i] = others
+        if self._next is None and self._open is not None:
+            outputs = ()  # the sum of the outputs, which is not the loss
+        elif self._next is None:
             (loss,) = outputs
             self._losses.append(loss.detach())
         else:
@@ -144,20 +192,29 @@ class _Run:
     def _backward(self, i: int) -> tuple[Tensor, ...]:
         """Returns the gradients of what was received (zeros for what the loss does not depend on)."""
         outputs, received = self._sent.pop(i), self._received.pop(i, ())
-        grads = self._grads.pop(i, (None,) * len(outputs))
-        used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
-        if used:
-            torch.autograd.backward([t for t, _ in used], [g for _, g in used])
+        grads: Sequence[Tensor | None] = self._grads.pop(i, (None,) * len(outputs))
+        if self._open is None:
+            used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+            if used:
+                torch.autograd.backward([t for t, _ in used], [g for _, g in used])
+        else:
+            _differentiate((*outputs, *self._open.pop(i)), (*grads, *self._cotangents[i]))
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
         return tuple(empty(shape, dtype, self._device) for shape, dtype in tensors)
 
 
-def _apart(stage: Stage, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _apart(stage: Stage, results: tuple[Tensor, ...], *, detach: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a stage sends (the last: its loss), and its outputs."""
     n = len(results) - len(stage.outputs)
-    return results[:n], tuple(t.detach() for t in results[n:])
+    return results[:n], tuple(t.detach() if detach else t for t in results[n:])
+
+
+def _differentiate(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    used = [(t, g.to(t.dtype)) for t, g in zip(tensors, grads, strict=True) if t.requires_grad and g is not None]
+    if used:
+        torch.autograd.backward([t for t, _ in used], [g for _, g in used])
 
 
 def _check(stage: Stage, outputs: Sequence[Tensor]) -> None:

@@ -79,6 +79,7 @@ class Step:
         self._buckets = tuple(buckets)
         self._passes = passes
         self._grad = torch.is_grad_enabled()
+        self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._reductions: list[Reduction] = []
@@ -110,7 +111,7 @@ class Step:
         return self._leaves[name]
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        if not (self._grad and self._held[name].trains):
+        if not (self._grad and name in self._trains):
             return value
         leaf = value.requires_grad_()
         step = weakref.ref(self)  # a strong one would be a cycle through the leaf, which only the collector could free
@@ -154,7 +155,7 @@ class Step:
         for name, grad in of_parts.items():
             self._leaf(name).grad = grad
         for name, held in self._held.items():
-            if held.tied is not None and held.trains:
+            if held.tied is not None and name in self._trains:
                 leaf = self._leaf(name)
                 if leaf.grad is None:
                     leaf.grad = torch.zeros_like(leaf)
