@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.batch import batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
@@ -175,7 +176,8 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
         outputs=tuple(dict.fromkeys(trace.returned)),
         types={name: t for name, t in types.items() if name in used}, mutations=mutations, blocks=blocks,
-        constant_inputs=trace.constant_inputs, batch_size=batch, notes=(*trace.notes, *doubt),
+        constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
+        notes=(*trace.notes, *doubt),
     )  # fmt: skip
 
 
