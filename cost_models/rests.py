@@ -8,7 +8,11 @@ wherever its states are. A new kind is one entry of RESTS.
     row       parameters   gradients   states   over
     zero0     whole        whole       whole
     zero1     whole        whole       parts    all data-parallel ranks
+    zero2     whole        parts       parts    all
     zero3     parts        parts       parts    all
+    hybrid1   whole        whole       parts    those of a node; its copies on other nodes are the same
+    hybrid2   whole        parts       parts    those of a node
+    hybrid3   parts        parts       parts    those of a node
 
 Dtypes are not here: they are the training software's, see `recipe`.
 """
@@ -70,9 +74,16 @@ RESTS: dict[str, Rest] = {
     for row in (
         Rest(name="zero0", zero=0, title="whole on every data-parallel rank"),
         Rest(name="zero1", zero=1, title="ZeRO-1: optimizer states in parts", states=True),
+        Rest(name="zero2", zero=2, title="ZeRO-2: gradients and optimizer states in parts", states=True, gradients=True),
         Rest(
             name="zero3", zero=3, title="ZeRO-3: parameters, gradients and optimizer states in parts, gathered where they are used",
             states=True, gradients=True, parameters=True,
+        ),
+        Rest(name="hybrid1", zero=1, title="ZeRO-1 within groups", states=True, over="node"),
+        Rest(name="hybrid2", zero=2, title="ZeRO-2 within groups", states=True, gradients=True, over="node"),
+        Rest(
+            name="hybrid3", zero=3, title="ZeRO-3 within groups (hybrid sharding)", states=True, gradients=True, parameters=True,
+            over="node",
         ),
     )
 }  # fmt: skip

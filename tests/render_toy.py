@@ -167,7 +167,6 @@ def toy(layers: int = 2, recompute: bool = False, cut: bool = False) -> tuple[Lo
         micro_batches=1,
         schedule="1f1b",
         rest="zero1",
-        shard=2,
         params=tuple(ParamSpec(name=p.fqn, shape=types[p.value].shape, dtype="float32", layouts={"dp": "R"}) for p in program.params),
         buffers=(BufferSpec(name="steps", shape=(), dtype="int64"),),
         inputs=(

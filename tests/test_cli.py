@@ -253,7 +253,7 @@ def test_help_names_every_command(run) -> None:
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=two"], "Expected `int"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=0"], "Expected `int` >= 1"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=2", "--pin", "tp=1"], "given twice"),
-        (["plan", "models.py:net", "--gpus", "2", "--pin", "zero=7"], "zero must be one of 0, 1, 3"),
+        (["plan", "models.py:net", "--gpus", "2", "--pin", "zero=7"], "zero must be one of 0, 1, 2, 3"),
         (["plan", "models.py:net", "--gpus", "2", "-o", "no/such/plan.json"], "there is no folder"),
         (["plan", "models.py:net", "--gpus", "2", "-o", "."], "it is a folder"),
         (["plan", "models.py:no_loss", "--gpus", "2", "--loss", "models.py:number"], "needed is a function"),
@@ -281,7 +281,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     good = msgspec.json.encode(a_plan())
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
-        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":1', b'"version":99'),
+        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":2', b'"version":99'),
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):

@@ -173,7 +173,7 @@ def _of_two_dtypes() -> None:
     units = {"a": 0, "b": 0, "c": 0, "alone": None}
     form = SimpleNamespace(
         MANIFEST=Manifest(
-            model="Scale", mesh={"dp": n}, micro_batches=1, schedule="1f1b", rest="zero3", shard=n, buffers=(),
+            model="Scale", mesh={"dp": n}, micro_batches=1, schedule="1f1b", rest="zero3", buffers=(),
             params=tuple(ParamSpec(name=name, shape=(2 * n,), dtype=dtype, unit=units[name], **parts) for name, dtype in dtypes.items()),
             inputs=(InputSpec(name="x", path=(0,), shape=(n, 2 * n), dtype="float64", layouts={"dp": "S(0)"}),),
         ),

@@ -28,7 +28,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
     micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: how
-    parameters, gradients and optimizer states rest over the data axis (cost_models.rests): 0 to 3.
+    parameters, gradients and optimizer states rest over the data axis (cost_models.rests): 0 whole, 1 states in parts, 2 gradients too,
+    3 parameters too. shard: over how many neighbouring data-parallel ranks the parts of one parameter lie; with fewer than dp (hybrid
+    sharding) the other groups hold the same parts. None leaves the choice between all of them and those of a node to the solver; other
+    numbers are taken only where they are pinned.
     recompute: 'none', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each stage has."""
@@ -40,13 +43,14 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     micro_batches: Positive | None = None
     schedule: str | None = None
     zero: int | None = None
+    shard: Positive | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
     blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages"):
+        for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages", "shard"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"the pin {name} must be a positive whole number, not {value!r}")
@@ -55,6 +59,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stages = sorted({row.zero for row in RESTS.values()})
         if self.zero is not None and self.zero not in stages:
             raise PlanError(f"zero must be one of {', '.join(map(str, stages))}, not {self.zero!r}")
+        if self.zero == 0 and self.shard not in (None, 1):
+            raise PlanError(f"zero=0 leaves every parameter whole, and shard={self.shard} cuts it into parts: pin zero=1, 2 or 3 with it")
         if self.recompute is not None and self.recompute not in ("none", "full", "auto"):
             raise PlanError(f"recompute must be 'none', 'full' or 'auto', not {self.recompute!r}")
         if self.virtual_stages not in (None, 1):

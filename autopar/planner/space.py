@@ -83,7 +83,7 @@ class Space:
         """The rows that the pins allow, each with the number of ranks that a parameter's parts lie over."""
         node = self.cluster.gpus_per_node // mesh.tp
         rows = [row for row in RESTS.values() if self.pins.zero in (None, row.zero)]
-        return [(row, shard) for row in rows for shard in row.shards(mesh.dp, node)]
+        return [(row, shard) for row in rows for shard in row.shards(mesh.dp, node, self.pins.shard)]
 
     def schedules(self) -> list[str]:
         return [self.pins.schedule] if self.pins.schedule else list(SCHEDULES_TRIED)
@@ -108,7 +108,9 @@ class Space:
                 divides = f"a global batch of {self.batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
                 yield f"dp={mesh.dp}: {divides if self.batch is not None else 'no input has a dim that could be the batch'}"
             elif not self.rests(mesh):
-                yield f"zero={self.pins.zero}: there is no data axis to shard parameters over"
+                pins = " ".join(f"{k}={v}" for k in ("zero", "shard") if (v := getattr(self.pins, k)) is not None)
+                why = f"the parts of a parameter cannot lie so over the {mesh.dp} ranks of the data axis"
+                yield f"{pins}: {why if mesh.dp > 1 else 'there is no data axis to shard parameters over'}"
 
     def _counts_pin(self) -> str:
         if self.pins.micro_batches is not None:

@@ -93,7 +93,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
         rest=plan.rest,
-        shard=plan.shard,
+        shard=plan.shard if 1 < plan.shard < plan.mesh["dp"] else None,
         params=params,
         buffers=buffers,
         inputs=inputs,

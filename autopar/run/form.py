@@ -17,9 +17,10 @@ from autopar.run.manifest import Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Outputs, Returned
 from autopar.run.region import Region
-from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, Saving, accumulate, at_once
+from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
+from autopar.run.weights import Step
 
 __all__ = ["Emitted", "Form", "Guards"]
 
@@ -92,23 +93,23 @@ class Form:
             for i in range(n)
         ]
 
-    def run_open(self, parts: Sequence[Mapping[str, Tensor]], saving: Saving) -> OpenRun:
+    def run_open(self, parts: Sequence[Mapping[str, Tensor]], step: Step) -> OpenRun:
         """All micro-batches forward; backward is given the gradients of the outputs later. ValueError if the schedule does not wait."""
         if self.pipeline is None:
-            return OpenStage(self.stage, parts, saving)
+            return OpenStage(self.stage, parts, step)
         if self.manifest.schedule != "gpipe" and len(parts) > 1:
             raise ValueError(
                 f"{self.manifest.model} was planned for a loss of its own: {self.manifest.schedule} begins backward before all "
                 f"micro-batches have gone forward, and this call returns no loss. Compile the model for such calls, or pin schedule=gpipe"
             )
-        return self.pipeline.run_open(parts, saving)
+        return self.pipeline.run_open(parts, step)
 
-    def run(self, parts: Sequence[Mapping[str, Tensor]], saving: Saving, made: Made) -> Tensor:
+    def run(self, parts: Sequence[Mapping[str, Tensor]], step: Step, made: Made) -> Tensor:
         """The micro-batches. The loss, on the last stage: of one micro-batch on one stage it is to be differentiated, else it has been.
         made: takes the stage's outputs for each."""
         if self.pipeline is None:
-            return at_once(self.stage, parts[0], saving, made) if len(parts) == 1 else accumulate(self.stage, parts, saving, made)
-        loss = self.pipeline.run(parts, saving, made)
+            return at_once(self.stage, parts[0], step, made) if len(parts) == 1 else accumulate(self.stage, parts, step, made)
+        loss = self.pipeline.run(parts, step, made)
         return torch.empty((), dtype=self.loss_dtype, device=self.outputs.device) if loss is None else loss
 
 

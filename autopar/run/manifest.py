@@ -79,7 +79,8 @@ class OutputSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: 'gpipe' or '1f1b'. rest: a row of
-    cost_models.rests, of the parameters that are in parts. shard: over how many data-parallel ranks the parts of one lie.
+    cost_models.rests, of the parameters that are in parts. shard: over how many data-parallel ranks the
+    parts of one lie, None for all.
     positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs.
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
     outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
@@ -95,7 +96,7 @@ class Manifest:
     buffers: tuple[BufferSpec, ...]
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...] = ()
-    shard: int = 1
+    shard: int | None = None
     positional: tuple[str, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()
     prologue: Mapping[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import CaptureError, NoLoss
 from autopar.run import comm, state
 from autopar.run.backward import FUNCTIONS, Backward
-from autopar.run.buckets import Bucket, make_buckets, make_units
+from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
@@ -77,6 +77,7 @@ class ParallelModule(StandIn):
     _tree: Tree
     _modules_of_original: tuple[nn.Module, ...]
     _buckets: tuple[Bucket, ...]
+    _of_a_pass: tuple[Bucket, ...]
     _units: Units
     _orders: Orders
     _first: Form
@@ -116,7 +117,7 @@ class ParallelModule(StandIn):
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
-        keep["mesh"] = mesh = Mesh(manifest.mesh, device)
+        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
@@ -128,6 +129,7 @@ class ParallelModule(StandIn):
         tree.take(state.distribute(specs, tensors, mesh, device))
         tree.constants.update(regions_of(manifest, tensors))
         keep["_buckets"] = make_buckets(tree.held.values(), mesh)
+        keep["_of_a_pass"] = make_buckets_of_a_pass(tree.held.values(), mesh)
         keep["_units"] = Units(make_units(tree.held.values(), mesh))
         keep["_orders"] = {}
         keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
@@ -164,6 +166,7 @@ class ParallelModule(StandIn):
             names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
+            of_a_pass=self._of_a_pass,
             where_used=GatheredWhereUsed(self._units, self._orders),
             passes=manifest.micro_batches,
         )
@@ -179,9 +182,9 @@ class ParallelModule(StandIn):
         with self._random_numbers(form):
             parts = form.micro_batches(differentiated.parts)
             if form.open and differentiates:
-                run = form.run_open(parts, step.saving)
+                run = form.run_open(parts, step)
             else:
-                loss = form.run(parts, step.saving, made)
+                loss = form.run(parts, step, made)
         del form.stage.weights  # so that gathered copies live no longer than the step
         if run is None:
             comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)

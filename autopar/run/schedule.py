@@ -13,8 +13,7 @@ too: the results of one action and the needs of the next are exchanged together,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,33 +24,34 @@ from autopar.run import comm
 from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
+from autopar.run.weights import Step
 from cost_models.pipeline import SCHEDULES, Action
 
-__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "Saving", "accumulate", "at_once"]
+__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "accumulate", "at_once"]
 
 Inputs = Mapping[str, Tensor]
-Saving = Callable[[], AbstractContextManager[object]]
 Made = list[tuple[Tensor, ...]]  # a stage's outputs, of each micro-batch
 
 
-def at_once(stage: Stage, given: Inputs, saving: Saving, made: Made) -> Tensor:
+def at_once(stage: Stage, given: Inputs, step: Step, made: Made) -> Tensor:
     """The only stage over the only micro-batch: its loss, to be differentiated. made: takes the stage's outputs."""
-    with saving():
+    with step.saving():
         (loss,), outputs = _apart(stage, stage(**given))
     made.append(outputs)
     return loss
 
 
-def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving, made: Made) -> Tensor:
+def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor:
     """The only stage, over all micro-batches: forward, and with gradients on backward. Returns the sum of losses. made: takes the
     stage's outputs for each."""
     losses = []
     for given in inputs:
-        with saving():
+        with step.saving():
             (loss,), outputs = _apart(stage, stage(**given))
         made.append(outputs)
         if loss.requires_grad:
             loss.backward()
+        step.end_pass()
         losses.append(loss.detach())
     return torch.stack(losses).sum(0)
 
@@ -68,10 +68,11 @@ class OpenRun(Protocol):
 class OpenStage:
     """An OpenRun of the only stage."""
 
-    def __init__(self, stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> None:
+    def __init__(self, stage: Stage, inputs: Sequence[Inputs], step: Step) -> None:
         self._made: Made = []
+        self._step = step
         for given in inputs:
-            with saving():
+            with step.saving():
                 _, outputs = _apart(stage, stage(**given), detach=False)
             self._made.append(outputs)
         self.made: Made = [tuple(t.detach() for t in outputs) for outputs in self._made]
@@ -79,6 +80,7 @@ class OpenStage:
     def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
         for outputs, grads in zip(self._made, cotangents, strict=True):
             _differentiate(outputs, grads)
+            self._step.end_pass()
         self._made = []
 
 
@@ -94,14 +96,14 @@ class Pipeline:
         self._actions = SCHEDULES[schedule](mesh.pp.rank, mesh.pp.size, micro_batches)
         comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
-    def run(self, inputs: Sequence[Inputs], saving: Saving, made: Made) -> Tensor | None:
+    def run(self, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor | None:
         """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None. made: takes this
         stage's outputs for each."""
-        return _Run(self, inputs, saving, made).all()
+        return _Run(self, inputs, step, made).all()
 
-    def run_open(self, inputs: Sequence[Inputs], saving: Saving) -> OpenRun:
+    def run_open(self, inputs: Sequence[Inputs], step: Step) -> OpenRun:
         """All micro-batches forward. Collective, as is the backward of what is returned."""
-        run = _Run(self, inputs, saving, [], open_=True)
+        run = _Run(self, inputs, step, [], open_=True)
         run.passes("F")
         return run
 
@@ -109,10 +111,10 @@ class Pipeline:
 class _Run:
     """One step: what has been received and sent for each micro-batch in flight."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving, made: Made, *, open_: bool = False) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], step: Step, made: Made, *, open_: bool = False) -> None:
         self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
         self._previous, self._next = pipeline._previous, pipeline._next
-        self._inputs, self._saving, self.made = inputs, saving, made
+        self._inputs, self._step, self.made = inputs, step, made
         self._open: dict[int, tuple[Tensor, ...]] | None = {} if open_ else None  # outputs that are yet to be differentiated
         self._cotangents: Sequence[Sequence[Tensor | None]] = ()
         self._train = torch.is_grad_enabled()
@@ -171,7 +173,7 @@ class _Run:
 
     def _forward(self, i: int) -> tuple[Tensor, ...]:
         received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
-        with self._saving():
+        with self._step.saving():
             outputs, others = _apart(self._stage, self._stage(*received, **self._inputs[i]), detach=self._open is None)
         self.made.append(tuple(t.detach() for t in others))
         if self._open is not None:
@@ -199,6 +201,7 @@ class _Run:
                 torch.autograd.backward([t for t, _ in used], [g for _, g in used])
         else:
             _differentiate((*outputs, *self._open.pop(i)), (*grads, *self._cotangents[i]))
+        self._step.end_pass()
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
