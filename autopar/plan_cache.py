@@ -12,14 +12,17 @@ holds a lock, the others wait for it and read what it wrote. Where the folder ca
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,10 +34,9 @@ from autopar.ir import Program
 from autopar.planner import Plan, lower
 from cost_models.pipeline import SCHEDULES
 
-try:
-    import fcntl
-except ImportError:  # no such locks: several processes may plan the same, each for itself
-    fcntl = None  # type: ignore[assignment]
+fcntl: Any = None  # no such locks: several processes may plan the same, each for itself
+with contextlib.suppress(ImportError):
+    fcntl = importlib.import_module("fcntl")
 
 __all__ = ["cache_folder", "identity", "planned_once"]
 
@@ -82,8 +84,9 @@ def planned_once(program: Program, wishes: Mapping[str, object], make: Callable[
 def identity(program: Program) -> str:
     """sha256 of all of a captured program that a plan is made from or names: what it computes (`program_hash`), its names, dtypes, blocks
     and where its operators stand in the user's code."""
-    own = (program.name, program.inputs, program.params, program.buffers, program.ops, program.loss, sorted(program.types.items()))
-    return _digest(program_hash(program), repr((*own, program.blocks, program.constant_inputs, program.batch_size, program.notes)))
+    own = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
+    own |= {name: sorted(value.items()) for name, value in own.items() if isinstance(value, Mapping)}
+    return _digest(program_hash(program), repr(own))
 
 
 def versions() -> tuple[str, ...]:

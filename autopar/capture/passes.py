@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections import Counter
@@ -22,6 +23,7 @@ from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.infer import Inference
+from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
@@ -34,6 +36,7 @@ from autopar.capture.normalise import (
     with_old_values,
 )  # fmt: skip
 from autopar.capture.regions import Regions
+from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError, NoLoss
@@ -133,6 +136,10 @@ def _traced(
 ) -> tuple[TracedCall, Trace]:
     """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
     regions = Regions(model, loss, inputs)
+    again = repeated(model, loss, inputs, start)
+    if again.same:
+        with contextlib.suppress(CaptureError, NotRepeated):  # which the trace of every call explains
+            return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs)
     first: CaptureError | None = None
     while True:
         try:
@@ -145,6 +152,19 @@ def _traced(
             first = first or error
             if not regions.include(error):
                 raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+
+
+def _with_stand_ins(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, regions: Regions, again: Repeated,
+    *, outputs: bool | None,
+) -> tuple[TracedCall, Trace]:  # fmt: skip
+    """The trace, for which of calls that do the same one is traced. NotRepeated if they do not in the export."""
+    stand_ins = StandIns(model, again.same)
+    with stand_ins.standing_in():
+        found = traced(model, loss, copied(inputs), start, outputs=outputs)
+    if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
+        raise NotRepeated("what is stood for changes something")
+    return found, flatten(model, found.exported, start, regions, stand_ins)
 
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
