@@ -288,7 +288,8 @@ class Program:
     outputs: what the user is given beside the loss, as it was when the model returned it (empty unless asked for). own_loss: False if
     the user makes the loss of the outputs; `loss` is then their sum, and backward begins when all micro-batches have gone forward.
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
-    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split).
+    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split). batched: the inputs
+    that have it there (None: all whose dim 0 has that size).
     layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
     """
 
@@ -305,6 +306,7 @@ class Program:
     blocks: tuple[Block, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None
+    batched: tuple[str, ...] | None = None
     layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -22,11 +22,14 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
+from autopar.capture.trace import leaf_path
 from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
 from autopar.draws import Recorder, drawn_names, draws_given
 from autopar.errors import CaptureError, PlanError
+from autopar.ir import Program
 from autopar.planner import Pins, Plan, complete
+from autopar.planner.moments import batched_inputs
 from autopar.planner.wishes import check_inputs
 from autopar.render import load, positional_names
 from autopar.run import WorkerPool
@@ -134,7 +137,7 @@ def reference(
         start = time.perf_counter()
         captured = capture(copy.deepcopy(model), inputs, loss=loss)  # its tensors are not trained below
         capture_s = time.perf_counter() - start
-        batches = (inputs, _doubled(inputs, captured.program.batch_size)) if later and captured.program.batch_size else (inputs,)
+        batches = (inputs, _doubled(inputs, captured.program)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
         forms, notes = _captured(model, batches, loss, wanted if later else (), drawn_names(captured))
         notes = (*_lower_precision(captured), *notes)
@@ -199,11 +202,17 @@ def _given(captured: Captured, outcomes: list[list[Tensor]]) -> tuple[Captured, 
     return draws_given(captured, outcomes) if drawn_names(captured) else (captured, ({},) * len(outcomes))
 
 
-def _doubled(inputs: Any, batch_size: int | None) -> Any:
+def _doubled(inputs: Any, program: Program) -> Any:
     """The inputs with every sample a second time, in the reverse order."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: torch.cat([t, t.flip(0)]) if t.dim() and t.shape[0] == batch_size else t, inputs
-    )
+    batched = batched_inputs(program)
+    paths = {x.path for x in program.inputs if x.value in batched}
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+
+    def doubled(path: Sequence[Any], leaf: Any) -> Any:
+        return torch.cat([leaf, leaf.flip(0)]) if leaf_path(path) in paths else leaf
+
+    args, kwargs = pytree.tree_map_with_path(doubled, (args, kwargs))
+    return kwargs if isinstance(inputs, Mapping) else args
 
 
 def _captured(

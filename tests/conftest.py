@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: several workers share the cores
+os.environ["AUTOPAR_CACHE"] = "off"  # every test plans itself
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may load anything from a network
 
 import pytest

@@ -108,7 +108,7 @@ def shorter() -> Model:
 
 
 def rests(manifest: Manifest) -> dict[str, tuple[object, ...]]:
-    return {p.name: (dict(p.layouts), p.zero_dim, p.gather) for p in manifest.params}
+    return {p.name: (dict(p.layouts), p.zero_dim, p.rest) for p in manifest.params}
 
 
 def wrong_stages(found: Captured, plan: Plan, known: Manifest) -> list[str]:

@@ -73,7 +73,7 @@ def program(pins: dict[str, Any] | None) -> list[float]:
     model: Any = Talkative().double()
     x, y = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
     if pins is not None:
-        model = autopar.compile(model, 2, example_inputs=(x, y), cluster="cpu", pins=pins, outputs="all")
+        model = autopar.compile(model, 2, example_inputs=(x, y), cluster="cpu", pins=pins, outputs="all", verify=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     numbers: list[float] = []
     for _ in range(2):
@@ -191,7 +191,7 @@ def loss_outside(pins: dict[str, Any] | None) -> list[float]:
     model: Any = Plain().double()
     x, y = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
     if pins is not None:
-        model = autopar.compile(model, 2, example_inputs=(x,), cluster="cpu", pins=pins)
+        model = autopar.compile(model, 2, example_inputs=(x,), cluster="cpu", pins=pins, verify=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     numbers: list[float] = []
     for step in range(3):

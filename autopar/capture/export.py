@@ -25,7 +25,9 @@ from autopar.capture.state import State
 from autopar.errors import CaptureError, NoLoss
 from autopar.run.outputs import Returned, taken_apart
 
-__all__ = ["PREFIX", "End", "Step", "export", "loss_of", "objective_of", "own_gradients", "without_key_value_cache"]
+__all__ = [
+    "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "without_key_value_cache",
+]  # fmt: skip
 
 PREFIX = "model"  # the name of the user's model inside Step
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
@@ -152,6 +154,19 @@ def _without_vmap(exported: ExportedProgram) -> ExportedProgram:
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in batched.graph_signature.output_specs):
         raise CaptureError("a forward that uses torch.vmap also changes buffers\n  what to do: replace torch.vmap by batched operators")
     return batched
+
+
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
+    """Inside, code that asks torch.compiler whether it is exported is told that it is. (The flags are private; there is no other way.)"""
+    flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in flags:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, before in flags.items():
+            setattr(torch.compiler, name, before)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

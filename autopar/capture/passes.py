@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.batch import batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
@@ -21,6 +23,7 @@ from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.infer import Inference
+from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
@@ -33,6 +36,7 @@ from autopar.capture.normalise import (
     with_old_values,
 )  # fmt: skip
 from autopar.capture.regions import Regions
+from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError, NoLoss
@@ -132,6 +136,10 @@ def _traced(
 ) -> tuple[TracedCall, Trace]:
     """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
     regions = Regions(model, loss, inputs)
+    again = repeated(model, loss, inputs, start)
+    if again.same:
+        with contextlib.suppress(CaptureError, NotRepeated):  # which the trace of every call explains
+            return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs)
     first: CaptureError | None = None
     while True:
         try:
@@ -144,6 +152,19 @@ def _traced(
             first = first or error
             if not regions.include(error):
                 raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+
+
+def _with_stand_ins(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, regions: Regions, again: Repeated,
+    *, outputs: bool | None,
+) -> tuple[TracedCall, Trace]:  # fmt: skip
+    """The trace, for which of calls that do the same one is traced. NotRepeated if they do not in the export."""
+    stand_ins = StandIns(model, again.same)
+    with stand_ins.standing_in():
+        found = traced(model, loss, copied(inputs), start, outputs=outputs)
+    if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
+        raise NotRepeated("what is stood for changes something")
+    return found, flatten(model, found.exported, start, regions, stand_ins)
 
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
@@ -175,7 +196,8 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
         outputs=tuple(dict.fromkeys(trace.returned)),
         types={name: t for name, t in types.items() if name in used}, mutations=mutations, blocks=blocks,
-        constant_inputs=trace.constant_inputs, batch_size=batch, notes=(*trace.notes, *doubt),
+        constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
+        notes=(*trace.notes, *doubt),
     )  # fmt: skip
 
 

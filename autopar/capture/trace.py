@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import PREFIX
 from autopar.capture.infer import Meta, meta_of
+from autopar.capture.instances import Instances, StandIns
 from autopar.capture.regions import Regions
 from autopar.capture.source import source_line
 from autopar.capture.state import State
@@ -87,9 +88,12 @@ class Trace:
         return [i.value for i in self.inputs] + [p.value for p in self.params] + [b.value for b in self.buffers]
 
 
-def flatten(model: nn.Module, exported: ExportedProgram, start: State, regions: Regions) -> Trace:
-    """The trace of an exported Step of the model. start: what the model held when it was traced."""
-    return _Flattener(model, exported, start, regions).run()
+def flatten(
+    model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None = None
+) -> Trace:
+    """The trace of an exported Step of the model. start: what the model held when it was traced. stand_ins: of calls that are one
+    operator each in the export; raises NotRepeated if one of them cannot be made from the call that stands for it."""
+    return _Flattener(model, exported, start, regions, stand_ins).run()
 
 
 class _Symbolic:
@@ -108,8 +112,11 @@ class _Symbolic:
 
 
 class _Flattener:
-    def __init__(self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions) -> None:
+    def __init__(
+        self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None
+    ) -> None:
         self.model, self.exported, self.regions = model, exported, regions
+        self.instances = Instances(stand_ins, self) if stand_ins is not None else None
         self.outside = {_storage(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
         self.names = Names()
         self.ops: list[Traced] = []
@@ -233,6 +240,8 @@ class _Flattener:
             env[node] = container if isinstance(container, _Symbolic) else container[index]
         elif target is torch.ops.autopar_region.call.default:
             self._region_call(node, env, no_grad=no_grad)
+        elif self.instances is not None and isinstance(target, torch._ops.OpOverload) and target.namespace == "autopar_repeat":
+            self._repeated(node, target, env, self.instances)
         elif isinstance(target, torch._ops.OpOverload):
             if any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS):
                 env[node] = None
@@ -269,6 +278,17 @@ class _Flattener:
             )
         inner = [n for n in body.graph.nodes if n.op == "placeholder"]
         env[node] = self._inline(body, dict(zip(inner, operands, strict=True)), no_grad=no_grad, autocast=autocast)
+
+    def _repeated(self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], instances: Instances) -> None:
+        """A call that stands for others, or one that is stood for."""
+        path, given = str(node.args[0]), node.args[1]
+        operands = [env[n] for n in given if isinstance(n, fx.Node)] if isinstance(given, (list, tuple)) else []
+        if target is torch.ops.autopar_repeat.call.default:
+            env[node] = instances.call(path, operands, _module_stack(node)[0])
+        elif target is torch.ops.autopar_repeat.begin.default:
+            instances.begin(path, operands)
+        else:
+            instances.end(path, operands)
 
     def _region_call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool) -> None:
         """A submodule as one operator: of its handle, the tensors that it is given, its parameters and buffers."""

@@ -42,8 +42,9 @@ class Moments:
 
 def batched_inputs(program: Program) -> frozenset[str]:
     """The inputs whose dim 0 is the batch."""
-    size = program.batch_size
-    return frozenset(x.value for x in program.inputs if size and program.types[x.value].shape[:1] == (size,))
+    size, known = program.batch_size, program.batched
+    same = [x for x in program.inputs if size and program.types[x.value].shape[:1] == (size,)]
+    return frozenset(x.value for x in same if known is None or x.value in known or not x.path)
 
 
 def derived_from_inputs(program: Program) -> frozenset[str]:

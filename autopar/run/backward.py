@@ -25,7 +25,7 @@ def _refuse(gradients: object) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gradients were asked for with create_graph=True, to be differentiated again: the parallel module gives first gradients "
-            "alone. A penalty on gradients needs the original model"
+            "alone. Take such a term from differences (a second call on shifted inputs), or train the original without compile"
         )
     if gradients is None:
         raise RuntimeError("backward() a second time through one step: call the model again")
