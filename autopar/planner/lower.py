@@ -10,14 +10,14 @@ import dataclasses
 
 from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible, PlanError
-from autopar.ir import I, Layout, Lowered, Op, P, Program, R, S, Strategy, refs
+from autopar.ir import I, Layout, Lowered, Op, P, Program, R, S, Span, Strategy, refs
 from autopar.planner.choices import members_of
 from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
-from autopar.planner.plan import AxisPlan, Plan, parse_strategy
+from autopar.planner.plan import AxisPlan, BlockMode, Plan, parse_strategy
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.stages import cut_stages
 
-__all__ = ["axis_plan", "lower", "on_tensor_axis"]
+__all__ = ["axis_plan", "lower", "on_tensor_axis", "spans_of"]
 
 
 def on_tensor_axis(moments: Moments, assignment: Assignment | None) -> Program:
@@ -38,13 +38,29 @@ def lower(program: Program, plan: Plan, *, adapted: bool = False) -> Lowered:
     except NotSplittable as e:
         raise PlanError(f"the plan splits the step into {plan.micro_batches} micro-batches, but {e}") from e
     rank = on_tensor_axis(moments, _assignment(moments.body, plan, "tp", adapted))
-    instances = {(b, k) for b, block in enumerate(rank.blocks) for k in range(len(block.spans))}
-    if not (adapted or set(plan.recompute) <= instances):
-        raise PlanError(f"the plan recomputes blocks that this program does not have: {sorted(set(plan.recompute) - instances)}")
     try:
-        return cut_stages(moments, rank, _cuts(rank, plan, adapted), frozenset(plan.recompute))
+        return cut_stages(moments, rank, _cuts(rank, plan, adapted), _recomputed(rank, plan, adapted))
     except Infeasible as e:
         raise PlanError(f"the plan cuts where {e}") from e
+
+
+def spans_of(mode: BlockMode) -> tuple[Span, ...]:
+    return tuple(Span(first, behind) for first, behind in mode.spans)
+
+
+def _recomputed(rank: Program, plan: Plan, adapted: bool) -> dict[tuple[int, int], tuple[Span, ...]]:
+    """(block, instance) -> what of it runs again. PlanError if the program has no such blocks."""
+    lengths = {(b, k): len(span) for b, block in enumerate(rank.blocks) for k, span in enumerate(block.spans)}
+    found, missing = {}, []
+    for b, k, mode in plan.recompute:
+        spans = spans_of(plan.modes[mode])
+        if (b, k) in lengths and spans[-1].stop <= lengths[b, k]:
+            found[b, k] = spans
+        else:
+            missing.append((b, k))
+    if missing and not adapted:
+        raise PlanError(f"the plan recomputes blocks that this program does not have: {sorted(missing)}")
+    return found
 
 
 def _cuts(rank: Program, plan: Plan, adapted: bool) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ class Store:
             return split
         size = (batch or 1) // mesh.dp // count
         contended = self.pricer(mesh).contended
-        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed)
+        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed, recipe.stops_early)
         key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), sequence, *priced_by)
         if key not in self._rank:
             self._rank[key] = self._build(mesh, split, recipe, sequence)
