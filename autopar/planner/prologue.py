@@ -23,13 +23,11 @@ def prologue_s(rank: Rank, pricer: Pricer) -> float:
     moments = rank.moments
     if not moments.prologue:
         return 0.0
-    read = {r for op in moments.prologue for r in refs(op)}
-    types = {**moments.prologue_types}
-    types |= {v: _whole(rank, v, moments.body.types) for v in read if v not in types and v in moments.body.types}
-    program = moments.body.replace(types=types)
+    known = {**moments.body.types, **moments.prologue_types}
+    read = {r for op in moments.prologue for r in refs(op)} | set(moments.prologue_types)
+    program = moments.body.replace(types={v: _whole(rank, v, known) for v in read})
     costs = [pricer.op(op, program) for op in moments.prologue]
-    more = rank.micro_batches / rank.made_for[1]  # of a batch of another size than the program's
-    return max(more * sum(c.forward_s for c in costs), sum(c.host_s[0] for c in costs))
+    return max(sum(c.forward_s for c in costs), sum(c.host_s[0] for c in costs))
 
 
 def _whole(rank: Rank, value: str, types: Mapping[str, TensorType]) -> TensorType:
