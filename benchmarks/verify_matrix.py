@@ -35,6 +35,7 @@ PLANS = (
     PlanSpec(name="zero1", gpus=4, pins={"dp": 4, "zero": 1}),
     PlanSpec(name="zero3", gpus=4, pins={"dp": 4, "zero": 3}),
     PlanSpec(name="recompute", gpus=4, pins={"dp": 4, "recompute": "full"}),
+    PlanSpec(name="selective", gpus=4, pins={"dp": 4, "recompute": "selective"}),
 )
 
 
