@@ -281,7 +281,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     good = msgspec.json.encode(a_plan())
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
-        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":1', b'"version":99'),
+        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":2', b'"version":99'),
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):

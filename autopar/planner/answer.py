@@ -88,7 +88,10 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         work_per_step=float(tokens or program.batch_size or 0),
         tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
         provenance=rank.ledger.provenance,
-        notes=[*program.notes, *search.known.unsplit(c.mesh.dp), *search.known.notes, *_stopped(search.said), *_replicated(rank)],
+        notes=[
+            *program.notes, *search.known.unsplit(c.mesh.dp), *search.known.notes, *_stopped(search.said), *_replicated(rank),
+            *(search.known.split_notes if search.pins.tp is not None else ()),
+        ],
         limits=_limits(search, c),
         alternatives=_alternatives(search.said, c),
         pins={k: v for k, v in _asdict(search.pins).items() if v is not None},

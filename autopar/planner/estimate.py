@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,8 @@ from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
 
 __all__ = ["Estimator"]
+
+MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +284,19 @@ class Estimator:
             segments=self.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
             bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
         )  # fmt: skip
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Of a byte that a micro-batch keeps, in seconds: what running the pieces again costs for each byte less (running all again, where
+        nothing can), and much more. Rounded to powers of two, so that choices that differ little have the same."""
+        pairs = [(p.modes[-1].again_s, p.modes[0].kept_bytes - p.modes[-1].kept_bytes) for p in self.pieces]
+        seconds, nbytes = (sum(x) for x in zip(*pairs, strict=True))
+        if not seconds or not nbytes:
+            seconds, nbytes = sum(p.forward_s for p in self.pieces), sum(p.modes[0].kept_bytes for p in self.pieces)
+        if not seconds or not nbytes:
+            return ()
+        price = 2.0 ** round(math.log2(seconds / nbytes))
+        return price, MUCH * price
 
     def unsaid_bytes(self, part: Partition, stages: Sequence[StagePlan]) -> dict[tuple[int, int, int], float]:
         """Of each stage (first piece, first piece behind, number): the bytes beyond what its pieces say."""

@@ -43,7 +43,7 @@ from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
-from autopar.planner.space import Choice, Space
+from autopar.planner.space import Choice, Form, Space
 from autopar.planner.stage_account import Piece
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
@@ -67,7 +67,7 @@ class _Entry:
     """A choice in the queue: what it costs at least, how simple it is, and how far it was priced."""
 
     least_s: float
-    simplicity: tuple[int, ...]
+    simplicity: tuple[float, ...]
     number: int
     choice: Choice = field(compare=False)
     draft: Draft | None = field(compare=False, default=None)
@@ -100,7 +100,7 @@ class Search:
         self.batch_size = self.batch_size or self.program.batch_size
         self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
         given = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)
-        self.known = self._pinned(given)
+        self.known = given
         self.said = Searched()
 
     def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Search:
@@ -108,10 +108,6 @@ class Search:
         return dataclasses.replace(
             self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes, store=self.known
         )
-
-    def _pinned(self, store: Store) -> Store:
-        """What is known, under these pins."""
-        return dataclasses.replace(store, pinned_tp=self.pins.tp is not None)
 
     @property
     def refused(self) -> dict[str, None]:
@@ -140,7 +136,7 @@ class Search:
         try:
             yield from self._candidates()
         except NotAlike:  # the layers are not as alike as they seemed: each is walked
-            self.known = self._pinned(Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer, folds=False))
+            self.known = Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer, folds=False)
             self.said = Searched()
             yield from self._candidates()
 
@@ -184,13 +180,13 @@ class Search:
         """Price the rank's program."""
         choice, mesh = entry.choice, entry.choice.mesh
         self.said.explored += 1
-        rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
+        rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         estimator = self._estimator(rank, choice)
         if isinstance(estimator, str):
-            if choice.sequence is None or self.pins.sequence_parallel is not None:  # of a form that nobody asked for nothing need be said
+            if choice.form == self.space.form:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
             return
-        fastest = self._fastest.setdefault(dataclasses.replace(choice, sequence=None), estimator)
+        fastest = self._fastest.setdefault(dataclasses.replace(choice, form=self.space.form), estimator)
         if fastest is not estimator and _no_better(estimator.pieces, fastest.pieces):
             return
         entry.estimator = estimator
@@ -221,7 +217,8 @@ class Search:
 
     def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
         """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster."""
-        for choice in self.space.leaner(entry.choice):
+        assert entry.estimator is not None
+        for choice in self.space.leaner(entry.choice, entry.estimator.prices):
             self.said.choices += 1
             least_s = self._least.step_s(choice, self.batch_size)
             heapq.heappush(queue, _Entry(least_s, choice.simplicity, next(self._numbers), choice))
@@ -284,7 +281,7 @@ class Search:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
         were."""
         mesh = choice.mesh
-        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
+        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         if ledgers is not None and not isinstance(rank, str):
             key, program, pricer = (mesh.dp, rank.micro_batches, mesh.tp), rank.program, self.known.pricer(mesh, self.recipe, live)
             if key not in ledgers:
@@ -302,7 +299,7 @@ class Search:
             found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
             short = max(stage.memory.total_bytes for stage in found.stages) - self.memory_limit_bytes
             if short <= 0:
-                return dataclasses.replace(found, sequence=choice.sequence)
+                return dataclasses.replace(found, form=choice.form)
             more = 2.0 ** max(0, attempt - TRIES // 2) * short if attempt >= TRIES // 2 else 0.0
             for place, nbytes in estimator.unsaid_bytes(draft.part, found.stages).items():
                 if nbytes > 0 or more:
@@ -363,7 +360,7 @@ class Search:
         ledgers: Ledgers = {}
         again: list[Candidate] = []
         for c in found:
-            choice = Choice(mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, zero=c.zero, sequence=c.sequence)
+            choice = Choice(mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, zero=c.zero, form=c.form or Form())
             priced = self._exact(choice, live, ledgers)
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
                 break

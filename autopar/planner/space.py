@@ -6,37 +6,51 @@ A choice is a value; nothing here is priced. Strategies, stages and recompute ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.candidate import Mesh
 from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
 
-__all__ = ["FORMS", "RESTS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
+__all__ = ["RESTS", "SCHEDULES_TRIED", "Choice", "Form", "Space", "divisors"]
 
 RESTS = (0, 1, 3)  # how parameters, gradients and optimizer states rest over the data axis: the stages of ZeRO
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
-FORMS = (None, True, False)  # of the tensor axis: the fastest, and Megatron's two (see Pins.sequence_parallel)
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What is asked of the tensor axis' assignment; by default the fastest. sequence: Megatron's forms, as in Pins.sequence_parallel.
+    split: every heavy operator that can be split is. byte_s: the price of memory, in seconds of a micro-batch for each byte that it
+    keeps."""
+
+    sequence: bool | None = None
+    split: bool = False
+    byte_s: float = 0.0
+
+    @property
+    def simplicity(self) -> tuple[float, ...]:
+        return (self.sequence is not None, self.sequence is False, self.split, self.byte_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One point of the space, before anything inside it is decided. sequence: the form of the tensor axis. The fastest form keeps what
-    it likes; where that costs recompute or does not fit, the others are tried too."""
+    """One point of the space, before anything inside it is decided. form: of the tensor axis. The fastest form keeps what
+    it likes; where that costs recompute or does not fit, others are tried too."""
 
     mesh: Mesh
     micro_batches: int
     schedule: str
     zero: int
-    sequence: bool | None = None
+    form: Form = Form()
 
     @property
-    def simplicity(self) -> tuple[int, ...]:
+    def simplicity(self) -> tuple[float, ...]:
         """Of choices that cost the same, the one with the smaller value is taken."""
-        mesh, form = self.mesh, FORMS.index(self.sequence)
-        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, form, self.zero, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+        mesh, form = self.mesh, self.form.simplicity
+        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, *form, self.zero, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +98,26 @@ class Space:
                 for schedule in self.schedules():
                     for zero in self.rests(mesh):
                         if not (zero and mesh.dp == 1):
-                            form = self.pins.sequence_parallel if mesh.tp > 1 else None
-                            yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, zero=zero, sequence=form)
+                            form = self.form if mesh.tp > 1 else Form()
+                            yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, zero=zero, form=form)
 
-    def leaner(self, choice: Choice) -> Iterator[Choice]:
-        """The same in the other forms of the tensor axis."""
-        if choice.mesh.tp > 1 and choice.sequence is None:
-            yield from (dataclasses.replace(choice, sequence=form) for form in FORMS if form is not None)
+    @property
+    def form(self) -> Form:
+        """The first form that is tried. A pinned axis is there to split work, also where a small model would be faster without."""
+        sequence = self.pins.sequence_parallel
+        return Form(sequence=sequence, split=self.pins.tp is not None and sequence is None)
+
+    def leaner(self, choice: Choice, prices: Sequence[float]) -> Iterator[Choice]:
+        """The same in the other forms of the tensor axis that may need less memory. prices: of a byte that a micro-batch keeps."""
+        form = choice.form
+        if choice.mesh.tp == 1 or form.sequence is not None or form.byte_s:
+            return
+        found = [dataclasses.replace(form, byte_s=price) for price in prices]
+        if form == self.form:
+            found += [Form(sequence=True), Form(sequence=False)]
+        if not form.split:
+            found.append(dataclasses.replace(form, split=True))
+        yield from (dataclasses.replace(choice, form=x) for x in found)
 
     def refused(self) -> Iterator[str]:
         """Why there is no choice for a mesh that the pins allow."""
