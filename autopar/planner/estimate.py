@@ -17,7 +17,7 @@ from autopar.ir import R, Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.liveness import Activity, Moment
-from autopar.planner.partition import Partition
+from autopar.planner.partition import UNSOLVED, Partition
 from autopar.planner.pieces import AtRest, PieceMaker, can_run_again
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
@@ -306,6 +306,10 @@ class Estimator:
             said = stage_bytes(self.pieces[i:j], part.modes[i:j], self.in_flight[s], self.rank.micro_batches)
             found[i, j, s] = self.room_bytes(stage.memory.total_bytes) - said
         return found
+
+    def step_s(self, cuts: tuple[int, ...], modes: tuple[int, ...]) -> float:
+        """Of these stages and modes."""
+        return self.times(Partition(cuts=cuts, modes=modes, outcome=UNSOLVED)).step_s
 
     def _again(self, k: int, mode: int) -> tuple[Span, ...]:
         """The operators of piece k that run again in a mode."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import Infeasible
@@ -23,11 +23,14 @@ from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome
 from autopar.planner.stage_account import Account, Piece, Run, allowed, stage_modes
 
-__all__ = ["Over", "Partition", "least_bytes", "partition"]
+__all__ = ["UNSOLVED", "Over", "Partition", "least_bytes", "partition"]
 
 GIB = float(2**30)
 GAP = 1e-5  # relative, to which the cuts are proven
 ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
+UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
+NODES = 2000  # places of cuts that are looked at around the best ones
+StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
 Over = Mapping[tuple[int, int, int], float]  # first piece, first piece behind, stage -> bytes
 
 
@@ -57,11 +60,15 @@ def partition(
     cuts: tuple[int, ...] | None = None,
     rounds: int = ROUNDS,
     over: Over | None = None,
+    step_s: StepTime | None = None,
+    least_ends_s: float = 0.0,
 ) -> Partition | None:
     """The best stages and modes. recompute: 'none', 'selective', 'full' (each where a piece has such a mode) or 'auto'. worth_s: an
     objective that is not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the
     limit on the slowest stage may be lowered; beyond it the answer is out of budget, with its bound. over: what certain stages need
-    beyond what their pieces say. Raises Infeasible when nothing fits into limit_bytes."""
+    beyond what their pieces say. step_s: of cuts and modes, with the terms that the objective leaves out, which come to least_ends_s at
+    least: of cuts that could be as good as the best ones those with the fastest step are taken (`_Stages.nearby`). Raises Infeasible when
+    nothing fits into limit_bytes."""
     start = time.perf_counter()
     spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {})
     total_s = spans.busy[-1]
@@ -109,7 +116,10 @@ def partition(
         seconds=time.perf_counter() - start, solver="dynamic program", variables=0, constraints=0,
         status="solved" if done else "out of budget",
     )  # fmt: skip
-    return Partition(cuts=best.cuts, modes=spans.modes(best.cuts), outcome=outcome)
+    chosen = best.cuts
+    if step_s is not None and cuts is None and stages > 1:
+        chosen = spans.nearby(best.cuts, micro_batches, evenly_s, step_s, least_ends_s)
+    return Partition(cuts=chosen, modes=spans.modes(chosen), outcome=outcome)
 
 
 def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ...], micro_batches: int, recompute: str) -> float:
@@ -221,6 +231,35 @@ class _Stages:
             end = reach[s][end][2]
             cuts.append(end)
         return _Path(again_s, slowest_s, tuple(reversed(cuts)))
+
+    def nearby(
+        self, cuts: tuple[int, ...], micro_batches: int, evenly_s: float, step_s: StepTime, least_ends_s: float, nodes: int = NODES
+    ) -> tuple[int, ...]:
+        """The cuts with the fastest step of those whose objective, with the least of what it leaves out, is below that of the best ones:
+        all of them, as far as the nodes reach."""
+        best, best_s = cuts, step_s(cuts, self.modes(cuts))
+        count, stages, rest, total_s = len(self.pieces), self.stages, micro_batches - 1, self.busy[-1]
+        visited = 0
+
+        def place(s: int, i: int, again_s: float, slowest_s: float, made: tuple[int, ...]) -> None:
+            nonlocal visited, best, best_s
+            for j in range(i + 1, count - stages + s + 2) if s < stages - 1 else [count]:
+                visited += 1
+                busy_s = self.busy[j] - self.busy[i]
+                least_s = rest * max(slowest_s, busy_s, evenly_s) + total_s + again_s + least_ends_s
+                if visited > nodes or least_s >= best_s:
+                    return
+                if self.trained[j] == self.trained[i] or (again := self.again(i, j, s)) is None:
+                    continue
+                if least_s + again[0] >= best_s:
+                    continue
+                if s < stages - 1:
+                    place(s + 1, j, again_s + again[0], max(slowest_s, busy_s + again[0]), (*made, j))
+                elif (found := step_s(made, self.modes(made))) < best_s:
+                    best, best_s = made, found
+
+        place(0, 0, 0.0, 0.0, ())
+        return best
 
     def modes(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """The mode of every piece, as an index of its modes, for these cuts."""

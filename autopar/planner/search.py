@@ -268,6 +268,7 @@ class Search:
             part = partition(
                 estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
                 limit_bytes=room, recompute=self.pins.recompute or "auto", cuts=cuts, worth_s=worth_s - estimator.least_ends_s, over=over,
+                step_s=estimator.step_s, least_ends_s=estimator.least_ends_s,
             )  # fmt: skip
         except Infeasible:
             self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
