@@ -35,9 +35,10 @@ from autopar.planner.store import Store
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR
 
-__all__ = ["Answer", "Problem", "Restricted", "TooMany", "draw", "enumerated", "planned"]
+__all__ = ["AMPLE", "Answer", "Problem", "Restricted", "TooMany", "draw", "enumerated", "planned"]
 
 STEPS = ("linear", "wide", "relu", "gelu", "softmax", "norm", "scale", "add")
+AMPLE = 2**50  # bytes
 PLANS = 4000  # of one rank's program; more are not tried, and the problem is drawn again
 
 

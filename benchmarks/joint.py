@@ -21,11 +21,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from benchmarks._joint import Answer, Problem, TooMany, draw, enumerated, planned
+from benchmarks._joint import AMPLE, Answer, Problem, TooMany, draw, enumerated, planned
 
 EQUAL = 1e-6
 SHARE = 0.95
-AMPLE = 2**50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

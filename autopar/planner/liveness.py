@@ -18,7 +18,7 @@ from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 from autopar.planner.units import Units, Waiting
 
-__all__ = ["Activity", "Liveness", "Moment", "PieceBytes", "gathered_from"]
+__all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,27 @@ class PieceBytes:
     forward: int
     backward: int
     later: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Arriving:
+    """The gradients of activations that are there: value -> its storage, and the storages' bytes. Two values may share one."""
+
+    storage: dict[str, int]
+    nbytes: dict[int, int]
+
+    @staticmethod
+    def of(values: Sequence[str], program: Program) -> Arriving:
+        """One for each of these values."""
+        each = dict.fromkeys(values)
+        return Arriving(storage={v: k for k, v in enumerate(each)}, nbytes={k: program.types[v].nbytes for k, v in enumerate(each)})
+
+    def copy(self) -> Arriving:
+        return Arriving(storage=dict(self.storage), nbytes=dict(self.nbytes))
+
+    @property
+    def total(self) -> int:
+        return sum(self.nbytes[t] for t in set(self.storage.values()))
 
 
 class _Store(dict[str, int]):
@@ -148,17 +169,18 @@ class Liveness:
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, _Store())]
             some = bool(before.gradients)
-            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), accumulated=some, final=final)]
+            sent = Arriving.of(activity.sends, self.program)
+            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
         return max(moments, key=lambda x: x.total)
 
-    def piece(self, activity: Activity, units: Units, before: Collection[str]) -> PieceBytes:
-        """A piece by itself: `sends` cross its end, and it keeps nothing because it was received or is sent. units: of the program.
-        before: storages that earlier pieces keep, which are not counted again."""
+    def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
+        """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier
+        pieces keep, which are not counted again. arriving: from the pieces behind it; then those that it leaves."""
         kept = self._kept(activity.span, activity.recomputed, _Store())
         shared = sum(n for name, n in kept.items() if name in before)
         there = _Store({name: n for name, n in kept.items() if name in before})
         forward = max((x.total for x in self._forward(activity, units, activity.span, there)), default=0)
-        backward = list(self._backward(activity, units, _Store(kept), accumulated=False, final=False))
+        backward = list(self._backward(activity, units, _Store(kept), arriving, accumulated=False, final=False))
         return PieceBytes(
             kept={name: n for name, n in kept.items() if name not in before},
             forward=max(0, forward - shared),
@@ -251,8 +273,11 @@ class Liveness:
         found = (read[i] for i in self.work[k].saved_inputs) if backward else read
         return [r for r in dict.fromkeys(found) if r in a.where_used]
 
-    def _backward(self, a: Activity, units: Units, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
-        """Moments of a backward pass that begins with `held`. accumulated: gradients of parameters are there already."""
+    def _backward(
+        self, a: Activity, units: Units, held: _Store, arriving: Arriving, *, accumulated: bool, final: bool
+    ) -> Iterator[Moment]:
+        """Moments of a backward pass that begins with `held` and the gradients that arrive, and ends with those that it leaves.
+        accumulated: gradients of parameters are there already."""
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
         inner = {span: self.made(span) for span in a.recomputed}
@@ -265,18 +290,14 @@ class Liveness:
         freed: dict[int, list[str]] = {}
         for r, k in holder.items():
             freed.setdefault(k, []).append(r)
-        tokens: dict[str, int] = {}  # value -> the storage of its gradient
-        sizes: dict[int, int] = {}
-        for v in a.sends:
-            tokens[v] = len(sizes)
-            sizes[len(sizes)] = types[v].nbytes
+        tokens, sizes = arriving.storage, arriving.nbytes
         own = _Store()
         filling = reducing = 0
         bucket: list[str] = []
         waiting = Waiting(units)
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
-            arriving = [o for o in op.outputs if o is not None and o in tokens]
+            here = [o for o in op.outputs if o is not None and o in tokens]
             whole = next((s for s in a.recomputed if s.stop - 1 == k), None)
             alive = {t: sizes[t] for t in tokens.values()}
             if whole is not None:  # before its last operator's backward all of it runs again
@@ -284,13 +305,13 @@ class Liveness:
                 for moment in self._forward(a, units, whole, again):
                     yield _plus(moment, Moment(gradients=own.total, temporary=sum(alive.values())))
                 held = again
-            if arriving:
+            if here:
                 yield Moment(
                     saved=held.total, gradients=own.total, temporary=sum(alive.values()) + w.backward,
                     communication=reducing + waiting.bytes + units.backward.get(k, 0),
                 )  # fmt: skip
-                origin = tokens[arriving[0]]
-                for o in arriving:
+                origin = tokens[here[0]]
+                for o in here:
                     del tokens[o]
                 for r, fresh in zip(refs(op), w.gradients, strict=True):
                     if r in a.gradients:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir import Program, Span, refs
-from autopar.planner.liveness import Activity, Liveness, PieceBytes
+from autopar.planner.liveness import Activity, Arriving, Liveness, PieceBytes
 from autopar.planner.modes import Mode, again_s, spans_at_prices
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
@@ -72,8 +72,10 @@ class PieceMaker:
         received = self._received(kept, first)
         units = self.liveness.units(self.activity)
         last = {v: k for k, own in enumerate(self.reads) for v in own}
-        found = []
-        for k, (segment, (forward_s, backward_s), rest) in enumerate(zip(every, self.seconds, self.at_rest, strict=True)):
+        found: list[Piece] = []
+        arriving = Arriving.of((self.ledger.program.loss,), self.ledger.program)
+        for k in reversed(range(len(every))):
+            segment, (forward_s, backward_s), rest = every[k], self.seconds[k], self.at_rest[k]
             own = {v: self.activity.gradients[v] for v in self.reads[k] if last[v] == k and v in self.activity.gradients}
             made = {v: rests if v in self.activity.where_used else made for v, (made, rests) in own.items()}
             before = {x for x in kept[k] if first[x] < k}
@@ -83,10 +85,10 @@ class PieceMaker:
                     gradient_bytes=0.0 if self.activity.accumulates else float(sum(made.values())),
                     reduced_bytes=float(sum(n for v, n in made.items() if v in self.reduced)),
                     received_bytes=received[k], sent_bytes=self._sent(k, first), trains=self.trains[k],
-                    modes=self._modes(segment, own, before, units),
+                    modes=self._modes(segment, own, before, units, arriving),
                 )
             )  # fmt: skip
-        return tuple(found[k] for k in self.segments.order)
+        return tuple(found[-1 - k] for k in self.segments.order)
 
     def _sends(self, k: int) -> tuple[str, ...]:
         stop = self.segments.segments[k].span.stop
@@ -107,9 +109,13 @@ class PieceMaker:
         storages = self.liveness.crossing(self._sends(k))
         return float(sum(n for x, n in storages.items() if first.get(x, k + 1) > k))
 
-    def _modes(self, segment: Segment, own: Mapping[str, tuple[int, int]], before: set[str], units: Units) -> tuple[Mode, ...]:
-        """Of a segment; own: the gradients that are counted at it; before: what earlier ones keep of what it keeps."""
-        span, k = segment.span, self.segments.segments.index(segment)
+    def _modes(
+        self, segment: Segment, own: Mapping[str, tuple[int, int]], before: set[str], units: Units, arriving: Arriving
+    ) -> tuple[Mode, ...]:
+        """Of a segment; own: the gradients that are counted at it; before: what earlier ones keep of what it keeps; arriving: the
+        gradients that those behind it leave, and then those that it leaves."""
+        span = segment.span
+        first = arriving.copy()
         choices: list[tuple[str, tuple[Span, ...]]] = [("none", ())]
         if self.recompute != "none" and can_run_again(self.ledger.program, segment):
             if self.recompute in ("auto", "selective"):
@@ -119,7 +125,7 @@ class PieceMaker:
         modes: list[Mode] = []
         for name, offsets in choices:
             spans = tuple(Span(span.start + s.start, span.start + s.stop) for s in offsets)
-            b = self._of(segment, spans, own, before, units, self._sends(k))
+            b = self._of(segment, spans, own, before, units, arriving if not spans else first.copy())
             mode = Mode(
                 name=name, again_s=sum(self._again_s(segment, s) for s in spans), kept_bytes=float(sum(b.kept.values())),
                 forward_bytes=float(b.forward), backward_bytes=float(b.backward), later_bytes=float(b.later), spans=offsets,
@@ -145,20 +151,20 @@ class PieceMaker:
 
     def _of(
         self, segment: Segment, spans: tuple[Span, ...], own: Mapping[str, tuple[int, int]], before: set[str], units: Units,
-        sends: tuple[str, ...],
+        arriving: Arriving,
     ) -> PieceBytes:  # fmt: skip
         """What liveness says; once for instances of a block that keep as much."""
         a, live = self.activity, self.liveness
-        kept, sent = live.kept(segment.span, spans), live.crossing(sends)
+        kept = live.kept(segment.span, spans)
         shared = sum(n for x, n in kept.items() if x in before)
         offsets = tuple(s.start - segment.span.start for s in spans), tuple(s.stop - segment.span.start for s in spans)
         gathered = sum(units.forward.get(k, 0) + units.backward.get(k, 0) for k in range(segment.span.start, segment.span.stop))
-        key = (segment.block, offsets, sum(kept.values()), shared, sum(map(sum, own.values())), sum(sent.values()), gathered)
-        if segment.block < 0 or key not in self._bytes:
+        key = (segment.block, offsets, sum(kept.values()), shared, sum(map(sum, own.values())), arriving.total, gathered)
+        if segment.block < 0 or key not in self._bytes or not spans:
             activity = Activity(
-                span=segment.span, recomputed=spans, receives=(), sends=sends, in_flight=1, micro_batches=a.micro_batches, gradients=own,
+                span=segment.span, recomputed=spans, receives=(), sends=(), in_flight=1, micro_batches=a.micro_batches, gradients=own,
                 reduced=(), scattered=(), where_used={v: n for v, n in a.where_used.items() if v in own}, units=a.units,
                 bucket_bytes=0, accumulates=a.accumulates,
             )  # fmt: skip
-            self._bytes[key] = live.piece(activity, units, before)
+            self._bytes[key] = live.piece(activity, units, before, arriving)
         return self._bytes[key]
