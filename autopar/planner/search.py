@@ -2,16 +2,21 @@
 
     choice    the work divided by the GPUs, and the pipeline's bubble                            bounds.Least
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
-    stages    cut and recomputed under the memory limit, every term of a step priced             partition, Estimator.times
+    stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
     exact     of the whole program, memory from liveness at every moment of a step               Estimator.candidate
 
 The choice that is foremost in the queue takes the next of these steps and is put back with what it costs at least now; the first one that
 comes out exactly priced is the best. `Plan.bound_s` is the least of what was known of any choice then: explored, left behind, or out of
 budget. No plan of the space is faster than that, where the space is: every choice (space.py); on the data axis the assignment that
-splits the most work; on the tensor axis the assignments that its program finds (axis.py), the fastest one and those of Megatron's
-forms, which are decided before stages and recompute are and do not see them; every cut between pieces and every set of recomputed
-blocks. Within these the answer is exact but for what the stages' objective leaves out (reduction, optimizer, transfers), which
-`bound_s` counts at their least.
+splits the most work; on the tensor axis the assignments that its program finds (axis.py): the fastest one and, where that needs
+recompute or does not fit, Megatron's forms, one that splits all work, and the best ones at prices of memory that recompute sets
+(`Estimator.prices`); every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its
+Pareto set have it, or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
+that is the decomposition. Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and
+transfers, which `bound_s` counts at their least, and by which cuts that could be as good are compared as far as a budget reaches
+(`_Stages.nearby`); and memory is that of single pieces, which liveness counts one by one: what several share is found out when the plan
+is priced exactly, and its stages are then cut anew with what they were short of. `python -m benchmarks joint` compares the answers of
+small problems with those of trying every plan, every assignment included.
 """
 
 from __future__ import annotations
