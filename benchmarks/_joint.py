@@ -30,7 +30,7 @@ from autopar.planner.partition import UNSOLVED, Partition
 from autopar.planner.plan import Pins
 from autopar.planner.search import Search
 from autopar.planner.shard import Assignment
-from autopar.planner.space import RESTS, Choice, Form
+from autopar.planner.space import Choice, Form
 from autopar.planner.store import Store
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR
@@ -181,7 +181,7 @@ def planned(problem: Problem, store: Store, limit_bytes: int, **pins: Any) -> An
     except Infeasible:
         return Answer(step_s=None)
     modes = [plan.modes[m].name for *_, m in plan.recompute]
-    what = f"{plan.mesh} m={plan.micro_batches} zero={plan.zero} cuts={plan.cuts} modes={modes}"
+    what = f"{plan.mesh} m={plan.micro_batches} rest={plan.rest} shard={plan.shard} cuts={plan.cuts} modes={modes}"
     return Answer(step_s=plan.step_time_s, what=what, bound_s=plan.bound_s)
 
 
@@ -195,8 +195,8 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
         for m in [m for m in range(1, batch // dp + 1) if batch // dp % m == 0] if batch % dp == 0 else []:
             mesh = Mesh(pp=pp, dp=dp, tp=tp)
             for name, rank in _ranks(store, mesh, m):
-                for zero in RESTS if dp > 1 else (0,):
-                    estimator = search._estimator(rank, Choice(mesh=mesh, micro_batches=m, schedule="1f1b", zero=zero))
+                for rest, shard in search.space.rests(mesh):
+                    estimator = search._estimator(rank, Choice(mesh=mesh, micro_batches=m, schedule="1f1b", rest=rest, shard=shard))
                     if isinstance(estimator, str):
                         continue
                     if m * sum(p.forward_s + p.backward_s for p in estimator.pieces) / pp >= best_s:
@@ -206,7 +206,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                             break
                         if max(s.memory.total_bytes for s in estimator.candidate(part).stages) <= limit_bytes:
                             best_s = step_s
-                            what = f"{mesh.sizes()} m={m} zero={zero} cuts={part.cuts} modes={part.modes} {name}"
+                            what = f"{mesh.sizes()} m={m} rest={rest.name} shard={shard} cuts={part.cuts} modes={part.modes} {name}"
                             break
     return Answer(step_s=best_s if what else None, what=what)
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import joint
 from benchmarks._joint import AMPLE, Problem, Restricted, draw, planned
 from cost_models.cluster import Cluster
+from cost_models.rests import RESTS
 
 pytestmark = pytest.mark.pure
 
@@ -40,7 +41,7 @@ def test_relaxing_never_makes_a_plan_slower(seed: int) -> None:
     assert free[-1] <= plan.step_time_s * EQUAL, "what it takes is enough"
 
     tight = limits[3]
-    pins: dict[str, Any] = {**plan.mesh, "micro_batches": plan.micro_batches, "zero": plan.zero, "recompute": "none"}
+    pins: dict[str, Any] = {**plan.mesh, "micro_batches": plan.micro_batches, "zero": RESTS[plan.rest].zero, "recompute": "none"}
     pinned = step_s(problem, store, most, **pins)
     assert pinned == pytest.approx(plan.step_time_s, rel=joint.EQUAL), "a plan that is pinned as it is has a price, and the same"
     some = step_s(problem, store, tight, **pins)

@@ -6,18 +6,19 @@ backward makes it first. A stage that begins behind them holds them too (`Piece.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir import Program, Span, refs
+from autopar.ir import Span
 from autopar.planner.liveness import Activity, Arriving, Liveness, PieceBytes
 from autopar.planner.modes import Mode, again_s, spans_at_prices
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
-from autopar.planner.stages import Cuts, Pieces, Segment
+from autopar.planner.stages import Cuts, Pieces, Segment, recomputable
 from autopar.planner.units import Units
 
-__all__ = ["AtRest", "PieceMaker", "can_run_again"]
+__all__ = ["AtRest", "PieceMaker"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,15 +28,6 @@ class AtRest:
     rest: float
     passing: float
     update: float
-
-
-def can_run_again(program: Program, segment: Segment) -> bool:
-    """Whether a piece is a block instance that reads no buffer that changes."""
-    if segment.block < 0:
-        return False
-    mutated = {b.value for b in program.buffers if b.mutated}
-    ops = program.ops[segment.span.start : segment.span.stop]
-    return not any(r in mutated for op in ops for r in refs(op))
 
 
 @dataclass(kw_only=True)
@@ -77,18 +69,25 @@ class PieceMaker:
         for k in reversed(range(len(every))):
             segment, (forward_s, backward_s), rest = every[k], self.seconds[k], self.at_rest[k]
             own = {v: self.activity.gradients[v] for v in self.reads[k] if last[v] == k and v in self.activity.gradients}
-            made = {v: rests if v in self.activity.where_used else made for v, (made, rests) in own.items()}
+            made = {v: rests if v in self.activity.at_once else made for v, (made, rests) in own.items()}
             before = {x for x in kept[k] if first[x] < k}
             found.append(
                 Piece(
                     forward_s=forward_s, backward_s=backward_s, rest_bytes=rest.rest, passing_bytes=rest.passing, update_bytes=rest.update,
                     gradient_bytes=0.0 if self.activity.accumulates else float(sum(made.values())),
-                    reduced_bytes=float(sum(n for v, n in made.items() if v in self.reduced)),
+                    reduced_bytes=float(sum(self._copied(v) for v in own if v in self.reduced)),
                     received_bytes=received[k], sent_bytes=self._sent(k, first), trains=self.trains[k],
                     modes=self._modes(segment, own, before, units, arriving),
                 )
             )  # fmt: skip
         return tuple(found[-1 - k] for k in self.segments.order)
+
+    def _copied(self, value: str) -> int:
+        """Bytes beside a gradient while a bucket at the end of a step is sent: the copy, and the part that is made of it."""
+        made, rests = self.activity.gradients[value]
+        if value in self.activity.at_once:
+            return 2 * made
+        return made + (rests if value in self.activity.scattered else 0)
 
     def _sends(self, k: int) -> tuple[str, ...]:
         stop = self.segments.segments[k].span.stop
@@ -117,7 +116,7 @@ class PieceMaker:
         span = segment.span
         first = arriving.copy()
         choices: list[tuple[str, tuple[Span, ...]]] = [("none", ())]
-        if self.recompute != "none" and can_run_again(self.ledger.program, segment):
+        if self.recompute != "none" and segment.block >= 0 and recomputable(self.ledger.program, segment.span):
             if self.recompute in ("auto", "selective"):
                 choices += [("selective", spans) for spans in self._selective(segment)]
             if self.recompute in ("auto", "full"):
@@ -161,10 +160,9 @@ class PieceMaker:
         gathered = sum(units.forward.get(k, 0) + units.backward.get(k, 0) for k in range(segment.span.start, segment.span.stop))
         key = (segment.block, offsets, sum(kept.values()), shared, sum(map(sum, own.values())), arriving.total, gathered)
         if segment.block < 0 or key not in self._bytes or not spans:
-            activity = Activity(
-                span=segment.span, recomputed=spans, receives=(), sends=(), in_flight=1, micro_batches=a.micro_batches, gradients=own,
-                reduced=(), scattered=(), where_used={v: n for v, n in a.where_used.items() if v in own}, units=a.units,
-                bucket_bytes=0, accumulates=a.accumulates,
+            activity = dataclasses.replace(
+                a, span=segment.span, recomputed=spans, receives=(), sends=(), gradients=own, reduced=(), scattered=(),
+                at_once=[v for v in own if v in a.at_once], where_used={v: n for v, n in a.where_used.items() if v in own},
             )  # fmt: skip
             self._bytes[key] = live.piece(activity, units, before, arriving)
         return self._bytes[key]
