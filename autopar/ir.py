@@ -366,13 +366,18 @@ def call_text(op: Op) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCall:
     """Operators [span) of a stage are instance `instance` of block `block` (an index of `Program.blocks` of the lowered
-    program); all calls of one block have corresponding operators. recompute: it keeps only its inputs for backward."""
+    program); all calls of one block have corresponding operators. recompute: the spans of its operators, counted from its first, that keep
+    only what enters them for backward and run again there."""
 
     span: Span
     block: int
     instance: int
     prefix: str
-    recompute: bool = False
+    recompute: tuple[Span, ...] = ()
+
+    @property
+    def recomputed_whole(self) -> bool:
+        return self.recompute == (Span(0, len(self.span)),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,4 +91,4 @@ def repriced(
             ledgers[key] = estimator.rank.ledger.repriced(pricer)
         rank = replace(estimator.rank, ledger=ledgers[key])
         fresh = replace(estimator, rank=rank, cluster=changed, recipe=rules, pricer=pricer)
-        yield fresh.times(p.candidate.part, fresh.seconds())
+        yield fresh.times(p.candidate.part)

@@ -37,6 +37,7 @@ PLANS = (
     PlanSpec(name="zero3", gpus=4, pins={"dp": 4, "zero": 3}),
     PlanSpec(name="hybrid3", gpus=4, pins={"dp": 4, "zero": 3, "shard": 2}),
     PlanSpec(name="recompute", gpus=4, pins={"dp": 4, "recompute": "full"}),
+    PlanSpec(name="selective", gpus=4, pins={"dp": 4, "recompute": "selective"}),
 )
 
 

@@ -27,7 +27,8 @@ class Recipe:
     backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
     of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4). fuses:
-    pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand)."""
+    pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand). stops_early: what runs
+    again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end."""
 
     gradient_itemsize: int | None = None
     state_itemsize: int | None = None
@@ -45,6 +46,7 @@ class Recipe:
     held_gathers: float = 0.0
     attention_speed: float = 1.0
     fuses: bool = False
+    stops_early: bool = False
 
     def __post_init__(self) -> None:
         if min(self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:
@@ -53,7 +55,7 @@ class Recipe:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 
-AUTOPAR = Recipe()
+AUTOPAR = Recipe(stops_early=True)
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
 foreach optimizers. The allocator's slack is fitted: what 760 runs of nanotron on H100 hold beyond the model's account, at the median;
 HELD_GATHERS is fitted beside it."""

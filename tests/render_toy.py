@@ -143,7 +143,8 @@ def toy(layers: int = 2, recompute: bool = False, cut: bool = False) -> tuple[Lo
 
     def calls(first: int, numbers: range) -> tuple[BlockCall, ...]:
         starts = {n: first + 4 * (n - numbers.start) for n in numbers}
-        return tuple(BlockCall(span=Span(s, s + 4), block=0, instance=n, prefix=f"h.{n}", recompute=recompute) for n, s in starts.items())
+        again = (Span(0, 4),) if recompute else ()
+        return tuple(BlockCall(span=Span(s, s + 4), block=0, instance=n, prefix=f"h.{n}", recompute=again) for n, s in starts.items())
 
     if cut:
         half = layers // 2

@@ -160,8 +160,8 @@ def test_blocks_are_recomputed_by_their_places() -> None:
     model.order = (1, 2, 3)
     now, found, _ = completed("recomputed", model)
     blocks = on_axes(now.program, found).rank.blocks
-    assert [blocks[b].prefixes[k] for b, k in found.recompute] == ["layers.1", "layers.2", "layers.3"]
-    assert sum(call.recompute for stage in lower(now.program, found).stages for call in stage.calls) == 3
+    assert [blocks[b].prefixes[k] for b, k, _ in found.recompute] == ["layers.1", "layers.2", "layers.3"]
+    assert sum(call.recomputed_whole for stage in lower(now.program, found).stages for call in stage.calls) == 3
 
 
 def test_statistics_stay_on_their_stage_when_they_are_not_updated_any_more() -> None:

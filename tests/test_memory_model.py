@@ -34,6 +34,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"dp": 2, "zero": 3, "micro_batches": 1},
     "pp2 dp2": {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4},
     "dp2 recompute": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "full"},
+    "dp2 selective": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "selective"},
 }
 
 

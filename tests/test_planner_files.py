@@ -58,6 +58,9 @@ def test_a_plan_and_the_same_plan_from_a_file_emit_the_same_bytes(pins: dict[str
     assert again.to_json() == fresh.to_json()
 
 
+WHOLE = {"name": "full", "block": 7, "spans": [(0, 2)]}
+
+
 @pytest.mark.parametrize(
     "pins", [{}, {"dp": 2, "zero": 1}, {"tp": 2}, {"pp": 2, "micro_batches": 2, "recompute": "full"}, {"dp": 2, "tp": 2}]
 )
@@ -84,7 +87,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, pins: dict[str, Any]) -> Non
         (b"[1, 2]", "not an autopar plan"),
         (b"{}", "not an autopar plan"),
         (b'{"format": "autopar-plan", "version": 99}', "version 99"),
-        (b'{"format": "autopar-plan", "version": 2}', "damaged"),
+        (b'{"format": "autopar-plan", "version": 3}', "damaged"),
         (b"[" * 100_000, "not JSON"),
     ],
 )
@@ -116,7 +119,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"memo": 1}, "damaged"),
         ({"step_time_s": -1.0}, "damaged"),
         ({"stages": []}, "stages"),
-        ({"recompute": [(7, 0)]}, "recomputes blocks that this program does not have"),
+        ({"recompute": [(7, 0, 0)], "modes": [WHOLE]}, "recomputes blocks that this program does not have"),
+        ({"recompute": [(7, 0, 1)], "modes": [WHOLE]}, "not among the block's modes"),
+        ({"recompute": [(7, 0, 0)], "modes": [WHOLE | {"spans": [(2, 4), (1, 3)]}]}, "not in order"),
     ],
 )
 def test_inconsistent_plans_are_refused(change: dict[str, Any], message: str) -> None:

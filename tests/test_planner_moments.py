@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture import run_op, run_program
-from autopar.ir import Lowered, Program, refs
+from autopar.ir import Lowered, Program, Span, refs
 from autopar.planner.moments import NotSplittable, derived_from_inputs, split_into_moments
 from autopar.planner.stages import cut_stages, legal_cuts, segments_of
 from tests.planner_programs import captured_of, program_of
@@ -68,7 +68,7 @@ def test_every_legal_cut_computes_the_whole(name: str, count: int) -> None:
     positions = list(cuts.crossing)
     some = positions if name != "stack" else positions[:: 1 + 2 * count]
     for cut in [(), *((p,) for p in some), tuple(positions[:: max(1, len(positions) // 3)][:3])]:
-        lowered = cut_stages(moments, moments.body, cut, frozenset())
+        lowered = cut_stages(moments, moments.body, cut, {})
         assert len(lowered.stages) == len(cut) + 1
         total, found = _in_parts(lowered, program, name, count)
         torch.testing.assert_close(total, loss, rtol=1e-12, atol=1e-12)
@@ -97,7 +97,7 @@ def test_an_integer_of_differentiable_values_forbids_a_cut() -> None:
     crossing = legal_cuts(program).crossing
     assert not [p for p in crossing if made < p <= used]
     with pytest.raises(Exception, match="cannot be cut before operator"):
-        cut_stages(split_into_moments(program, 1), program, (used,), frozenset())
+        cut_stages(split_into_moments(program, 1), program, (used,), {})
 
 
 def test_losses_over_labelled_tokens_are_counted_in_the_prologue() -> None:
@@ -134,7 +134,7 @@ def test_one_micro_batch_is_the_program_itself() -> None:
 def test_derived_values_are_made_on_every_stage_that_reads_them() -> None:
     program = program_of("stack")
     first = program.blocks[0].spans[2].start
-    lowered = cut_stages(split_into_moments(program, 1), program, (first,), frozenset())
+    lowered = cut_stages(split_into_moments(program, 1), program, (first,), {})
     assert lowered.stages[1].receives == lowered.stages[0].sends and len(lowered.stages[0].sends) == 1
     for stage in lowered.stages:
         assert "aten.cos.default" in [op.target for op in stage.ops]
@@ -143,7 +143,7 @@ def test_derived_values_are_made_on_every_stage_that_reads_them() -> None:
 def test_a_tied_parameter_stands_on_both_stages() -> None:
     program = program_of("stack")
     (tied,) = [p.value for p in program.params if p.aliases]
-    lowered = cut_stages(split_into_moments(program, 2), split_into_moments(program, 2).body, (12,), frozenset())
+    lowered = cut_stages(split_into_moments(program, 2), split_into_moments(program, 2).body, (12,), {})
     readers = [any(tied in refs(op) for op in stage.ops) for stage in lowered.stages]
     assert readers == [True, True] and tied not in lowered.stages[0].sends
 
@@ -161,8 +161,9 @@ def test_segments_cover_the_program_between_legal_cuts(wanted: int) -> None:
 def test_blocks_that_are_cut_are_no_calls_and_others_are() -> None:
     program = program_of("stack")
     block = program.blocks[0]
-    whole = cut_stages(split_into_moments(program, 1), program, (), frozenset({(0, 1), (0, 3)}))
-    assert [(c.instance, c.recompute) for c in whole.stages[0].calls] == [(0, False), (1, True), (2, False), (3, True)]
+    every = (Span(0, len(block.spans[0])),)
+    whole = cut_stages(split_into_moments(program, 1), program, (), {(0, 1): every, (0, 3): every})
+    assert [(c.instance, c.recomputed_whole) for c in whole.stages[0].calls] == [(0, False), (1, True), (2, False), (3, True)]
     inside = block.spans[1].start + 2
-    cut = cut_stages(split_into_moments(program, 1), program, (inside,), frozenset())
+    cut = cut_stages(split_into_moments(program, 1), program, (inside,), {})
     assert [[c.instance for c in stage.calls] for stage in cut.stages] == [[0], [2, 3]]

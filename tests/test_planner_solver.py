@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from autopar.errors import Infeasible
-from autopar.planner.partition import Piece, _knapsack, partition
+from autopar.planner.modes import Mode
+from autopar.planner.partition import partition
 from autopar.planner.solver import INFINITY, Linear, OutOfBudget, solve
+from autopar.planner.stage_account import Piece
 from cost_models.pipeline import in_flight
 
 pytestmark = pytest.mark.pure
@@ -87,30 +89,15 @@ def test_the_same_program_has_the_same_answer() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_small_knapsack_is_that_of_trying_everything(seed: int) -> None:
-    rng = random.Random(seed)
-    items = [(rng.uniform(1, 5), float(rng.randint(1, 9)), rng.randint(1, 3), k) for k in range(4)]
-    for need in (1.0, 8.0, 17.0, 40.0):
-        ways = [w for w in itertools.product(*(range(n + 1) for *_, n, _ in items)) if sum(x * i[1] for x, i in zip(w, items)) >= need]
-        found = _knapsack(items, need)
-        assert (found is None) == (not ways)
-        if found is not None:
-            best = min(sum(x * i[0] for x, i in zip(w, items)) for w in ways)
-            assert found[0] == pytest.approx(best) == pytest.approx(found[2])
-            assert sum(items[k][1] * n for k, n in found[1]) >= need
-            cut = _knapsack(items, need, nodes=1)
-            assert cut is not None and cut[2] <= best * (1 + 1e-9) and cut[0] >= best * (1 - 1e-9)
-
-
 def test_stages_that_run_out_of_rounds_keep_their_best_and_a_bound_that_holds() -> None:
     rng = random.Random(0)
     pieces = tuple(
         Piece(
-            forward_s=rng.random(), backward_s=2 * rng.random(), state_bytes=rng.random(), kept_bytes=2.0, freed_bytes=1 + rng.random()
+            forward_s=rng.random(), backward_s=2 * rng.random(), rest_bytes=rng.random(),
+            modes=(Mode(name="none", kept_bytes=2.0), Mode(name="full", again_s=rng.random(), kept_bytes=rng.random())),
         )
         for _ in range(24)
-    )
+    )  # fmt: skip
     given = {"stages": 4, "micro_batches": 8, "in_flight": tuple(in_flight("1f1b", s, 4, 8) for s in range(4)), "recompute": "auto"}
     whole = partition(pieces, limit_bytes=24.0, **given)  # type: ignore[arg-type]
     cut = partition(pieces, limit_bytes=24.0, rounds=1, **given)  # type: ignore[arg-type]

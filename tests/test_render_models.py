@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture
-from autopar.ir import BlockCall, Lowered, StageProgram
+from autopar.ir import BlockCall, Lowered, Span, StageProgram
 from autopar.render import load, render
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
 
@@ -41,7 +41,7 @@ def whole(captured: Captured, recompute: bool = False) -> tuple[Lowered, Manifes
     """The program as one stage on one rank."""
     program, tensors = captured.program, captured.tensors
     calls = tuple(
-        BlockCall(span=span, block=b, instance=i, prefix=prefix, recompute=recompute)
+        BlockCall(span=span, block=b, instance=i, prefix=prefix, recompute=(Span(0, len(span)),) if recompute else ())
         for b, block in enumerate(program.blocks)
         for i, (span, prefix) in enumerate(zip(block.spans, block.prefixes, strict=True))
     )

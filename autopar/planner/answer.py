@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.capture import program_hash
-from autopar.ir import Program, refs
+from autopar.ir import Program, Span, refs
 from autopar.measure import count as count_op
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import GIB, Candidate, Draft, Mesh, Rank, gib
-from autopar.planner.lower import axis_plan
-from autopar.planner.plan import AxisPlan, Pins, Plan
+from autopar.planner.lower import axis_plan, spans_of
+from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.shard import Assignment
 from autopar.planner.stages import cut_stages
 
@@ -48,8 +48,8 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
     c = found[0]
     program, rank = search.program, c.rank
     positions = [c.segments[k].span.start for k in c.part.cuts]
-    recompute = sorted((c.segments[k].block, c.segments[k].instance) for k in c.part.recomputed)
-    cut_stages(rank.moments, rank.program, tuple(positions), frozenset(recompute))
+    recompute, modes = _modes(c)
+    cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute})
     axes: dict[str, AxisPlan] = {}
     if rank.data is not None:
         axes["dp"] = axis_plan(program, rank.data)
@@ -74,6 +74,7 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         shard=c.shard,
         cuts=positions,
         recompute=recompute,
+        modes=modes,
         stages=list(c.stages),
         axes=axes,
         zero_dims=dict(c.zero_dims),
@@ -88,12 +89,31 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         work_per_step=float(tokens or program.batch_size or 0),
         tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
         provenance=rank.ledger.provenance,
-        notes=[*program.notes, *search.known.unsplit(c.mesh.dp), *search.known.notes, *_stopped(search.said), *_replicated(rank)],
+        notes=[
+            *program.notes, *search.known.unsplit(c.mesh.dp), *search.known.notes, *_stopped(search.said), *_replicated(rank),
+            *(search.known.split_notes if search.pins.tp is not None else ()),
+        ],
         limits=_limits(search, c),
         alternatives=_alternatives(search.said, c),
         pins={k: v for k, v in _asdict(search.pins).items() if v is not None},
         searched=search.said.counts(),
     )
+
+
+def _modes(c: Candidate) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
+    """(block, instance, mode) of what runs again, and the modes."""
+    modes: dict[tuple[int, str, tuple[Span, ...]], BlockMode] = {}
+    found = []
+    for k in sorted(c.part.recomputed):
+        segment, mode = c.segments[k], c.estimator.pieces[k].modes[c.part.modes[k]]
+        key = segment.block, mode.name, mode.spans
+        if key not in modes:
+            ops = [op for s in mode.spans for op in c.rank.program.ops[segment.span.start + s.start : segment.span.start + s.stop]]
+            names = [op.name for op in ops] if mode.name == "selective" else []
+            spans = [(s.start, s.stop) for s in mode.spans]
+            modes[key] = BlockMode(name=mode.name, block=segment.block, spans=spans, operators=names)
+        found.append((segment.block, segment.instance, list(modes).index(key)))
+    return sorted(found), list(modes.values())
 
 
 def why_not(search: Search) -> str:

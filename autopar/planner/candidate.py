@@ -18,7 +18,7 @@ from cost_models.rests import Rest
 
 if TYPE_CHECKING:
     from autopar.planner.estimate import Estimator
-    from autopar.planner.space import Choice
+    from autopar.planner.space import Choice, Form
 
 __all__ = ["GIB", "Candidate", "Draft", "Mesh", "Rank", "Times", "gib"]
 
@@ -83,7 +83,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """estimator: what priced it. sequence: the form of the tensor axis."""
+    """estimator: what priced it. form: of the tensor axis."""
 
     estimator: Estimator
     rank: Rank
@@ -100,4 +100,4 @@ class Candidate:
     bubble_s: float
     gradient_sync_s: float
     optimizer_s: float
-    sequence: bool | None = None
+    form: Form | None = None

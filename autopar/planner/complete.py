@@ -24,7 +24,7 @@ from autopar.planner.choices import Choices, members_of, with_layouts
 from autopar.planner.lower import OnAxes, axis_plan, on_axes, on_data_axis, on_tensor_axis, split
 from autopar.planner.match import matched
 from autopar.planner.moments import NotSplittable, by_samples, derived_from_inputs
-from autopar.planner.plan import Plan
+from autopar.planner.plan import BlockMode, Plan
 from autopar.planner.problems import data_problem, given_on, tensor_problem
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solver import OutOfBudget
@@ -82,20 +82,30 @@ class _Completion:
             msgspec.structs.replace(stage, first_op=over.rank.ops[start].name)
             for stage, start in zip(self.plan.stages, (0, *cuts), strict=True)
         ]
-        again = {self.before.rank.blocks[b].prefixes[k] for b, k in self.plan.recompute}
-        recompute = [
-            (b, k)
-            for b, block in enumerate(over.rank.blocks)
-            for k, span in enumerate(block.spans)
-            if block.prefixes[k] in again and recomputable(over.rank, span)
-        ]
+        recompute, modes = self.recomputed(over.rank)
         self.check_stages(over, cuts)
         bodies = {"dp": (self.new, over.data), "tp": (over.moments.body, over.tensor)}
         axes = {axis: axis_plan(body, found) for axis, (body, found) in bodies.items() if found is not None}
         return msgspec.structs.replace(
             self.plan, program_hash=program_hash(self.new), global_batch=self.new.batch_size or 0, axes=axes, cuts=list(cuts),
-            stages=stages, recompute=recompute,
+            stages=stages, recompute=recompute, modes=modes,
         )  # fmt: skip
+
+    def recomputed(self, rank: Program) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
+        """What runs again: of the same block instances the same operators, or all of them where a block has others now."""
+        blocks = self.before.rank.blocks
+        again = {blocks[b].prefixes[k]: (self.plan.modes[mode], len(blocks[b].spans[k])) for b, k, mode in self.plan.recompute}
+        modes: list[BlockMode] = []
+        found = []
+        for b, block in enumerate(rank.blocks):
+            for k, span in enumerate(block.spans):
+                if block.prefixes[k] in again and recomputable(rank, span):
+                    mode, length = again[block.prefixes[k]]
+                    whole = BlockMode(name="full", block=b, spans=[(0, len(span))])
+                    mode = msgspec.structs.replace(mode, block=b) if mode.name != "full" and length == len(span) else whole
+                    modes += [mode] if mode not in modes else []
+                    found.append((b, k, modes.index(mode)))
+        return found, modes
 
     # ------------------------------------------------------------------------------------------------------- the axes
     def over_axes(self) -> OnAxes:
@@ -219,7 +229,7 @@ class _Completion:
     def check_stages(self, over: OnAxes, cuts: tuple[int, ...]) -> None:
         """Everything is used where it rests."""
         try:
-            used = used_on(cut_stages(over.moments, over.rank, cuts, frozenset()))
+            used = used_on(cut_stages(over.moments, over.rank, cuts, {}))
         except Infeasible as e:
             raise PlanError(f"the plan cuts where {e}") from e
         shared = {p.value for p in self.new.params if p.trainable}

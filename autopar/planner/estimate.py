@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autopar.ir import R, Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.exchange import Exchange
 from autopar.planner.liveness import Activity, Moment
-from autopar.planner.partition import Partition, Piece
+from autopar.planner.partition import UNSOLVED, Partition
+from autopar.planner.pieces import AtRest, PieceMaker
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
-from autopar.planner.stages import Pieces, Segment, recomputable
+from autopar.planner.prologue import prologue_bytes, prologue_s
+from autopar.planner.stage_account import Piece, stage_bytes
+from autopar.planner.stages import Pieces, recomputable
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
-from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
+from cost_models.memory import OPTIMIZERS, held_gathers, stage_memory
 from cost_models.pipeline import CLOSED_FORMS, step_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
 
 __all__ = ["Estimator"]
+
+MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +56,34 @@ class Estimator:
     pricer: Pricer
     batch_bytes: int = 0  # the global batch, as it is given to every rank
     recipe: Recipe = AUTOPAR
+    recompute: str = "auto"  # the modes that the pieces may have, as in Pins.recompute
 
     # --------------------------------------------------------------------------------------------------------- pieces
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The segments as the program over stages sees them."""
-        ledger, seen, seen_params = self.rank.ledger, set[str](), set[str]()
-        found = []
-        for segment, (forward_s, backward_s) in zip(self.segments.segments, self._seconds, strict=True):
-            indices = range(segment.span.start, segment.span.stop)
-            own = self._read(segment.span)
-            new = own - seen_params
-            seen_params |= new
-            kept = ledger.kept_bytes(segment.span, seen)
-            freed = max(0.0, kept - ledger.entering_bytes(segment.span)) if self._recomputable(segment) else 0.0
-            found.append(
-                Piece(
-                    forward_s=forward_s,
-                    backward_s=backward_s,
-                    state_bytes=float(self._at_rest(new).allocated_bytes),
-                    kept_bytes=float(kept),
-                    freed_bytes=freed,
-                    temporary_bytes=float(ledger.temporary_bytes(indices)),
-                    trains=any(self.params[v].trainable for v in own),
-                )
-            )
-        return tuple(found[k] for k in self.segments.order)
+        """The segments as the program over stages sees them, in the modes that the pin on recompute leaves."""
+        segments, seen = self.segments.segments, set[str]()
+        at_rest, reads = [], [self._read(x.span) for x in segments]
+        for own in reads:
+            at_rest.append(self._at_rest(own - seen))
+            seen |= own
+        return PieceMaker(
+            ledger=self.rank.ledger, cuts=self.rank.cuts, segments=self.segments, seconds=self._seconds, at_rest=at_rest, reads=reads,
+            activity=self._activity(Span(0, len(self.rank.program.ops)), (), seen), recompute=self.recompute,
+            trains=self.trains, reduced=self._copied(seen),
+        ).pieces()  # fmt: skip
 
-    def _recomputable(self, segment: Segment) -> bool:
-        return segment.block >= 0 and recomputable(self.rank.program, segment.span)
+    @functools.cached_property
+    def trains(self) -> list[bool]:
+        """Of each segment, whether it reads a trainable parameter."""
+        return [any(self.params[v].trainable for v in self._read(x.span)) for x in self.segments.segments]
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether a piece keeps less if it is recomputed as a whole."""
+        ledger, program = self.rank.ledger, self.rank.program
+        spans = [x.span for x in self.segments.segments if x.block >= 0 and recomputable(program, x.span)]
+        return any(ledger.kept_bytes(span) > ledger.entering_bytes(span) for span in spans)
 
     def _read(self, span: Span) -> set[str]:
         """The parameters that the operators of a span read."""
@@ -146,23 +152,34 @@ class Estimator:
         return frozenset(p.value for p in self.rank.program.params if any(dict(p.layouts).get(axis) == R for axis in axes))
 
     # --------------------------------------------------------------------------------------------------------- memory
-    def _at_rest(self, own: Collection[str], **activations: float) -> MemoryTerms:
-        """Memory with these parameters, their gradients and optimizer states. Which of them rest in parts differs from parameter
-        to parameter, so the figures are of one rank already."""
+    def _at_rest(self, own: Collection[str]) -> AtRest:
+        """Of these parameters with their optimizer states. Which of them rest in parts differs from parameter to parameter, so the figures
+        are of one rank already."""
         trained = [self.params[v] for v in own if self.params[v].trainable]
-        whole = sum(p.local_bytes for p in trained if p.in_parts)
-        at_rest = sum(p.resting_bytes for p in trained)
-        given: dict[str, float] = {"activation_bytes_per_micro_batch": 0.0, **activations}
-        return stage_memory(
-            param_bytes=sum(self.params[v].resting_bytes for v in own) + (whole if self.rest.gathered == "step" else 0),
-            trainable_params=sum(p.resting_numel for p in trained),
-            gradient_bytes=self._accumulators(trained)
-            if self.recipe.accumulates
-            else at_rest + (whole if self.rest.reduced == "step" else 0),
-            optimizer_state_bytes=self._states(trained),
-            optimizer=self.optimizer,
-            **given,  # type: ignore[arg-type]
-        )
+        rest = sum(self.params[v].resting_bytes for v in own) + self._states(trained)
+        gradients = sum(self._gradient(p, p.resting_numel) for p in trained)
+        gathered, copied = self._gathered_for_passes(trained)
+        update = self._update_temporary(gradients) + (gathered - copied if copied else 0)
+        if self.recipe.accumulates:
+            rest += self._accumulators(trained)
+        else:
+            update += gradients
+        return AtRest(rest=float(rest), passing=float(gathered - copied), update=float(update))
+
+    def _gathered_for_passes(self, trained: Collection[ParamBytes]) -> tuple[int, int]:
+        """Bytes of parameters in parts that are whole while passes run, and of the parts of them that are the optimizer's own copies."""
+        parts = [p for p in trained if p.in_parts] if self.rest.gathered == "step" else []
+        return sum(p.local_bytes for p in parts), sum(p.resting_bytes for p in parts) if self.recipe.master_itemsize else 0
+
+    def _update_temporary(self, gradients: int) -> int:
+        """Bytes beside what rests, of an optimizer that updates all parameters together."""
+        return gradients if OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1 else 0
+
+    def _copied(self, own: Collection[str]) -> frozenset[str]:
+        """The parameters whose gradients wait in a bucket, copied, when backward ends: all of them, if they do not fill one."""
+        reduced = [v for v in own if v in self._partial and self.params[v].trainable and v not in self._units]
+        total = sum(self._gradient(self.params[v], self.params[v].numel) for v in reduced)
+        return frozenset(reduced if self.recipe.overlaps_reduction and total < self.recipe.bucket_bytes else ())
 
     def _gradient(self, p: ParamBytes, numel: int) -> int:
         """Bytes of the gradient of so many numbers of a parameter."""
@@ -181,53 +198,53 @@ class Estimator:
 
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces: without what a rank needs whatever lies on it, and the allocator's slack."""
-        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._bucket_bytes()
+        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._fixed_bytes
 
-    def _bucket_bytes(self) -> int:
-        if not self.recipe.overlaps_reduction:
-            return 0  # what is reduced as a whole is reduced where it lies
-        every = [self.params[v] for v, _ in self._own(0, len(self.segments)) if v in self._partial]
-        reduced = sum(self._gradient(p, p.numel) for p in every if p.trainable)
-        return min(2 * self.recipe.bucket_bytes, reduced)
+    @property
+    def _fixed_bytes(self) -> int:
+        """The batch, buffers, and what the prologue made of the whole batch."""
+        program = self.rank.program
+        return sum(program.types[b.value].nbytes for b in program.buffers) + self.batch_bytes + prologue_bytes(self.rank)
+
+    def _activity(self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0) -> Activity:
+        """Of stage s with these operators and parameters."""
+        cuts, program = self.rank.cuts.crossing, self.rank.program
+        params = {v: self.params[v] for v in own}
+        parts = {v for v, p in params.items() if p.in_parts}
+        return Activity(
+            span=span,
+            recomputed=recomputed,
+            receives=cuts.get(span.start, ()),
+            sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
+            in_flight=self.in_flight[s],
+            micro_batches=self.rank.micro_batches,
+            gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
+            reduced=self._partial,
+            scattered=parts if self.rest.reduced == "step" else (),
+            at_once=parts if self.rest.reduced == "pass" else (),
+            where_used={v: params[v].local_bytes for v in parts} if self.rest.gathered == "use" else {},
+            units=self._units,
+            bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0,
+            accumulates=self.recipe.accumulates,
+        )
 
     def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
         """At the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are not
         counted), or in the optimizer's update."""
-        program, cuts = self.rank.program, self.rank.cuts.crossing
-        params = {v: self.params[v] for v in own}
-        trained = {v: p for v, p in params.items() if p.trainable}
-        parts = {v for v, p in params.items() if p.in_parts}
-        moment = self.rank.ledger.liveness.peak(
-            Activity(
-                span=span,
-                recomputed=recomputed,
-                receives=cuts[span.start] if s else (),
-                sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
-                in_flight=self.in_flight[s],
-                micro_batches=self.rank.micro_batches,
-                gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in trained.items()},
-                reduced=self._partial,
-                scattered=parts if self.rest.reduced == "step" else (),
-                at_once=parts if self.rest.reduced == "pass" else (),
-                where_used={v: params[v].local_bytes for v in parts} if self.rest.gathered == "use" else {},
-                units=self._units,
-                bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0, accumulates=self.recipe.accumulates,
-            )
-        )
-        at_rest = sum(self._gradient(p, p.resting_numel) for p in trained.values())
-        gathered = sum(params[v].local_bytes for v in parts) if self.rest.gathered == "step" else 0
-        copied = sum(params[v].resting_bytes for v in parts) if gathered and self.recipe.master_itemsize else 0  # the shard is the copy
-        foreach = OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1
-        update = Moment(gradients=at_rest, temporary=at_rest if foreach else 0)
-        updating = update.total > moment.total + gathered
+        trained = [self.params[v] for v in sorted(own) if self.params[v].trainable]
+        moment = self.rank.ledger.liveness.peak(self._activity(span, recomputed, own, s))
+        at_rest = sum(self._gradient(p, p.resting_numel) for p in trained)
+        gathered, copied = self._gathered_for_passes(trained)
+        update = Moment(gradients=0 if self.recipe.accumulates else at_rest, temporary=self._update_temporary(at_rest))
+        updating = update.total + (gathered - copied if copied else 0) > moment.total + gathered - copied
         moment = update if updating else moment
         terms = stage_memory(
-            param_bytes=sum(p.resting_bytes for p in params.values()) + (0 if updating and not copied else gathered - copied),
-            trainable_params=sum(p.resting_numel for p in trained.values()),
-            gradient_bytes=self._accumulators(trained.values()) if self.recipe.accumulates else moment.gradients,
-            optimizer_state_bytes=self._states(trained.values()),
+            param_bytes=sum(self.params[v].resting_bytes for v in own) + (0 if updating and not copied else gathered - copied),
+            trainable_params=sum(p.resting_numel for p in trained),
+            gradient_bytes=self._accumulators(trained) if self.recipe.accumulates else moment.gradients,
+            optimizer_state_bytes=self._states(trained),
             optimizer=self.optimizer,
-            buffer_bytes=sum(program.types[b.value].nbytes for b in program.buffers) + self.batch_bytes,
+            buffer_bytes=self._fixed_bytes,
             activation_bytes_per_micro_batch=moment.saved,
             largest_temporary_bytes=moment.temporary,
             bucket_bytes=moment.communication,
@@ -250,8 +267,9 @@ class Estimator:
         """The stages of a partition, as they will run: costs and memory of each from its own operators. Of a whole program only."""
         rank, program = self.rank, self.rank.program
         assert not any(self.segments.copies), "a folded program has no stages of its own"
+        again = [self._again(k, mode) for k, mode in enumerate(part.modes)]
         bounds = (0, *part.cuts, len(self.segments))
-        t = self.times(part, self.seconds())
+        t = self.times(part)
         stages = []
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             span = self._span(i, j)
@@ -260,12 +278,13 @@ class Estimator:
                 StagePlan(
                     first_op=program.ops[span.start].name,
                     blocks=[self._prefix(k) for k in range(i, j) if self.segments[k].block >= 0],
-                    recomputed=[self._prefix(k) for k in range(i, j) if k in part.recomputed],
+                    recomputed=[self._prefix(k) for k in range(i, j) if self.pieces[k].modes[part.modes[k]].name == "full"],
+                    selective=[self._prefix(k) for k in range(i, j) if self.pieces[k].modes[part.modes[k]].name == "selective"],
                     forward_s=t.forwards_s[s],
                     backward_s=t.backwards_s[s],
                     communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
                     flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
-                    memory=self._memory(s, span, tuple(self.segments[k].span for k in range(i, j) if k in part.recomputed), own),
+                    memory=self._memory(s, span, tuple(x for spans in again[i:j] for x in spans), own),
                     parameters=sum(self.params[v].numel for v in own),
                     micro_batches_in_flight=self.in_flight[s],
                 )
@@ -276,24 +295,56 @@ class Estimator:
             bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
         )  # fmt: skip
 
-    def times(self, part: Partition, seconds: Sequence[tuple[float, float]]) -> Times:
-        """The times of a step of these stages. seconds: (forward, backward) of each piece and micro-batch."""
-        rank = self.rank
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Of a byte that a micro-batch keeps, in seconds: what running the pieces again costs for each byte less (running all again, where
+        nothing can), and much more. Rounded to powers of two, so that choices that differ little have the same."""
+        pairs = [(p.modes[-1].again_s, p.modes[0].kept_bytes - p.modes[-1].kept_bytes) for p in self.pieces]
+        seconds, nbytes = (sum(x) for x in zip(*pairs, strict=True))
+        if not seconds or not nbytes:
+            seconds, nbytes = sum(p.forward_s for p in self.pieces), sum(p.modes[0].kept_bytes for p in self.pieces)
+        if not seconds or not nbytes:
+            return ()
+        price = 2.0 ** round(math.log2(seconds / nbytes))
+        return price, MUCH * price
+
+    def unsaid_bytes(self, part: Partition, stages: Sequence[StagePlan]) -> dict[tuple[int, int, int], float]:
+        """Of each stage (first piece, first piece behind, number): the bytes beyond what its pieces say."""
+        found = {}
+        for s, (place, stage) in enumerate(zip(pairwise((0, *part.cuts, len(self.segments))), stages, strict=True)):
+            i, j = place
+            said = stage_bytes(self.pieces[i:j], part.modes[i:j], self.in_flight[s], self.rank.micro_batches)
+            found[i, j, s] = self.room_bytes(stage.memory.total_bytes) - said
+        return found
+
+    def step_s(self, cuts: tuple[int, ...], modes: tuple[int, ...]) -> float:
+        """Of these stages and modes."""
+        return self.times(Partition(cuts=cuts, modes=modes, outcome=UNSOLVED)).step_s
+
+    def _again(self, k: int, mode: int) -> tuple[Span, ...]:
+        """The operators of piece k that run again in a mode."""
+        start = self.segments[k].span.start
+        return tuple(Span(start + x.start, start + x.stop) for x in self.pieces[k].modes[mode].spans)
+
+    def times(self, part: Partition) -> Times:
+        """The times of a step of these stages."""
+        rank, seconds = self.rank, self.seconds()
         bounds = (0, *part.cuts, len(self.segments))
         forwards, backwards, sync, optimizer, hop = [], [], 0.0, 0.0, 0.0
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             own = self._own(i, j)
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
-            backwards.append(sum(seconds[k][1] + (seconds[k][0] if k in part.recomputed else 0.0) for k in range(i, j)))
+            backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
             sync = max(sync, self._exchange.step_s(self._params(own), forwards[-1], backwards[-1]) + self._ends_s(i, j))
             optimizer = max(optimizer, self._optimizer_s(own))
         pipeline = step_time_s(self.schedule, forwards, backwards, rank.micro_batches, hop)
-        compute = rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
+        before = self._prologue_s
+        compute = before + rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
         return Times(
             forwards_s=tuple(forwards), backwards_s=tuple(backwards), compute_s=compute, sync_s=sync, optimizer_s=optimizer,
-            bubble_s=max(0.0, pipeline - compute) if len(forwards) > 1 else 0.0, step_s=pipeline + sync + optimizer,
+            bubble_s=max(0.0, before + pipeline - compute) if len(forwards) > 1 else 0.0, step_s=before + pipeline + sync + optimizer,
         )  # fmt: skip
 
     def least_s(self) -> float:
@@ -306,7 +357,7 @@ class Estimator:
     def least_ends_s(self) -> float:
         """What the stages' program leaves out, at its least: the update; the transfers between stages, at the cheapest cut; and, if there
         is one stage, the reduction of all gradients beside a backward pass in which everything runs again."""
-        update_s, stages, n = self.least_update_s(), len(self.in_flight), len(self.segments)
+        update_s, stages, n = self.least_update_s() + self._prologue_s, len(self.in_flight), len(self.segments)
         if stages > 1:
             if self.schedule not in CLOSED_FORMS:
                 return update_s
@@ -318,6 +369,10 @@ class Estimator:
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
         return update_s + self._exchange.step_s(self._params(self._own(0, n)), forward_s, backward_s) + self._ends_s(0, n)
+
+    @functools.cached_property
+    def _prologue_s(self) -> float:
+        return prologue_s(self.rank, self.pricer)
 
     def least_update_s(self) -> float:
         """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""

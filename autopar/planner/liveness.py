@@ -18,7 +18,7 @@ from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 from autopar.planner.units import Units, Waiting
 
-__all__ = ["Activity", "Liveness", "Moment", "gathered_from"]
+__all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,39 @@ class Activity:
     accumulates: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceBytes:
+    """Of a piece of a stage and one micro-batch. kept: storages that it keeps between forward and backward. The most that is alive beside
+    what earlier pieces keep: forward, while its forward pass runs; backward, while its backward pass does, gradients of its parameters
+    included as they come; later, the same without these (they are there already)."""
+
+    kept: Mapping[str, int]
+    forward: int
+    backward: int
+    later: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Arriving:
+    """The gradients of activations that are there: value -> its storage, and the storages' bytes. Two values may share one."""
+
+    storage: dict[str, int]
+    nbytes: dict[int, int]
+
+    @staticmethod
+    def of(values: Sequence[str], program: Program) -> Arriving:
+        """One for each of these values."""
+        each = dict.fromkeys(values)
+        return Arriving(storage={v: k for k, v in enumerate(each)}, nbytes={k: program.types[v].nbytes for k, v in enumerate(each)})
+
+    def copy(self) -> Arriving:
+        return Arriving(storage=dict(self.storage), nbytes=dict(self.nbytes))
+
+    @property
+    def total(self) -> int:
+        return sum(self.nbytes[t] for t in set(self.storage.values()))
+
+
 class _Store(dict[str, int]):
     """Storages by name, and their bytes in all."""
 
@@ -90,6 +123,7 @@ class Liveness:
         self._bytes: dict[str, int] = {}
         self.work: list[Workspace] = []
         self.saved: list[dict[str, int]] = []
+        self.trains: list[bool] = []  # whether a gradient passes through an operator
         strides: dict[str, tuple[int, ...]] = {}
         for v in self._resting:
             strides[v] = _contiguous(program.types[v].shape)
@@ -110,7 +144,8 @@ class Liveness:
             if self._root[o] == o:
                 self._bytes[o] = fresh
         saves: dict[str, int] = {}
-        if not op.no_grad and any(types[o].grad for o in results):
+        self.trains.append(not op.no_grad and any(types[o].grad for o in results))
+        if self.trains[-1]:
             names = [self._kept_as.get(operands[k], operands[k]) for k in w.saved_inputs] + [op.outputs[k] for k in w.saved_outputs]
             saves = {self._root[v]: self._bytes[self._root[v]] for v in names if v is not None and self._root[v] not in self._resting}
             if w.saved_other:
@@ -122,7 +157,7 @@ class Liveness:
     def peak(self, activity: Activity) -> Moment:
         """The moment of a step at which most is alive."""
         held = self._held(activity)
-        units = self._units(activity)
+        units = self.units(activity)
         whole, flights, m = held.total, activity.in_flight, activity.micro_batches
         none = Moment()
         there = {} if activity.accumulates else activity.gradients
@@ -136,17 +171,56 @@ class Liveness:
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, _Store())]
             some = bool(before.gradients)
-            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), accumulated=some, final=final)]
+            sent = Arriving.of(activity.sends, self.program)
+            moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
         return max(moments, key=lambda x: x.total)
+
+    def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
+        """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier
+        pieces keep, which are not counted again. arriving: from the pieces behind it; then those that it leaves."""
+        kept = self._kept(activity.span, activity.recomputed, _Store())
+        shared = sum(n for name, n in kept.items() if name in before)
+        there = _Store({name: n for name, n in kept.items() if name in before})
+        forward = max((x.total for x in self._forward(activity, units, activity.span, there)), default=0)
+        backward = list(self._backward(activity, units, _Store(kept), arriving, accumulated=False, final=False, ends=False))
+        return PieceBytes(
+            kept={name: n for name, n in kept.items() if name not in before},
+            forward=max(0, forward - shared),
+            backward=max([kept.total, *(x.total for x in backward)]) - shared,
+            later=max([kept.total, *(x.total - x.gradients for x in backward)]) - shared,
+        )
+
+    def crossing(self, values: Collection[str]) -> dict[str, int]:
+        """The storages of values between stages."""
+        return {self._root[v]: self._size(v) for v in values if self._root[v] not in self._resting}
+
+    def kept(self, span: Span, recomputed: Sequence[Span] = ()) -> Mapping[str, int]:
+        """The storages that the operators of a span keep between forward and backward."""
+        return self._kept(span, recomputed, _Store())
+
+    def kept_outside(self, span: Span) -> Collection[str]:
+        """The storages that operators outside of a span keep."""
+        return {x for k, saved in enumerate(self.saved) if k not in span for x in saved}
+
+    def keeps(self, k: int) -> bool:
+        """Whether operator k keeps anything for backward, a parameter perhaps."""
+        return bool(self.saved[k] or (self.trains[k] and self.work[k].saved_inputs))
+
+    def keeps_operands_alone(self, k: int) -> bool:
+        """Whether what operator k keeps is there before it runs: an operator of torch notes its operands first."""
+        w = self.work[k]
+        return self.program.ops[k].target.startswith("aten.") and not w.saved_outputs and not w.saved_other
 
     def _held(self, a: Activity) -> _Store:
         """What a micro-batch keeps between its forward and its backward pass."""
-        held = _Store({self._root[v]: self._size(v) for v in (*a.sends, *a.receives) if self._root[v] not in self._resting})
-        for k in self._indices(a.span):
-            inside = next((s for s in a.recomputed if k in s), None)
-            held.put(self.saved[k] if inside is None else {})
-        for span in a.recomputed:
-            held.put(self._entering(span))
+        return self._kept(a.span, a.recomputed, _Store(self.crossing((*a.sends, *a.receives))))
+
+    def _kept(self, span: Span, recomputed: Sequence[Span], held: _Store) -> _Store:
+        for k in self._indices(span):
+            if not any(k in s for s in recomputed):
+                held.put(self.saved[k])
+        for s in recomputed:
+            held.put(self._entering(s))
         return held
 
     def _size(self, value: str) -> int:
@@ -157,6 +231,10 @@ class Liveness:
         inside = {o for k in self._indices(span) for o in ops[k].outputs}
         read = dict.fromkeys(r for k in self._indices(span) for r in refs(ops[k]) if r not in inside)
         return {self._root[r]: self._size(r) for r in read if self._root[r] not in self._resting}
+
+    def made(self, span: Span) -> frozenset[str]:
+        """The storages that a span makes."""
+        return frozenset(self._root[o] for k in self._indices(span) for o in self.program.ops[k].outputs if o is not None)
 
     @staticmethod
     def _indices(span: Span) -> range:
@@ -170,21 +248,22 @@ class Liveness:
             for v in (*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)):
                 last[self._root[v]] = self._let_go[k]
         again = span in a.recomputed
+        own = self.made(span) if again else frozenset()
         live: dict[str, int] = {}
         for k in self._indices(span):
             op, w = ops[k], self.work[k]
             live |= {self._root[o]: self._bytes[o] for o in op.outputs if o is not None and self._root[o] == o}
             inside = None if again else next((s for s in a.recomputed if k in s), None)
             if inside is None:
-                held.put(self.saved[k])
+                held.put(_again(self.saved[k], own))
             elif k == inside.start:
                 held.put(self._entering(inside))
-            using = sum(n for r, n in live.items() if r not in held)
+            using = sum(n for r, n in live.items() if r not in held and f"{r}'" not in held)
             yield Moment(saved=held.total, temporary=using + w.forward, communication=units.forward.get(k, 0))
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def _units(self, a: Activity) -> Units:
+    def units(self, a: Activity) -> Units:
         indices = self._indices(a.span) if a.where_used else range(0)
         forward = [(k, self._used(a, k, False)) for k in indices]
         backward = [(k, self._used(a, k, True)) for k in reversed(indices)]
@@ -196,23 +275,24 @@ class Liveness:
         found = (read[i] for i in self.work[k].saved_inputs) if backward else read
         return [r for r in dict.fromkeys(found) if r in a.where_used]
 
-    def _backward(self, a: Activity, units: Units, held: _Store, *, accumulated: bool, final: bool) -> Iterator[Moment]:
-        """Moments of a backward pass that begins with `held`. accumulated: gradients of parameters are there already."""
+    def _backward(
+        self, a: Activity, units: Units, held: _Store, arriving: Arriving, *, accumulated: bool, final: bool, ends: bool = True
+    ) -> Iterator[Moment]:
+        """Moments of a backward pass that begins with `held` and the gradients that arrive, and ends with those that it leaves.
+        accumulated: gradients of parameters are there already. ends: no other piece of the stage comes after this one."""
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
+        inner = {span: self.made(span) for span in a.recomputed}
         for k in reversed(self._indices(a.span)):
-            holder.update(dict.fromkeys(self.saved[k], k))
+            inside = next((s for s in a.recomputed if k in s), None)
+            holder.update(dict.fromkeys(_again(self.saved[k], inner[inside] if inside is not None else ()), k))
         for span in a.recomputed:
             for r in self._entering(span):
                 holder[r] = min(holder.get(r, span.start), span.start)
         freed: dict[int, list[str]] = {}
         for r, k in holder.items():
             freed.setdefault(k, []).append(r)
-        tokens: dict[str, int] = {}  # value -> the storage of its gradient
-        sizes: dict[int, int] = {}
-        for v in a.sends:
-            tokens[v] = len(sizes)
-            sizes[len(sizes)] = types[v].nbytes
+        tokens, sizes = arriving.storage, arriving.nbytes
         own = _Store()
         complete: dict[str, int] = {}  # parameter -> the operator whose backward gives the last term of its gradient
         for k in reversed(self._indices(a.span)):
@@ -223,7 +303,7 @@ class Liveness:
         waiting = Waiting(units)
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
-            arriving = [o for o in op.outputs if o is not None and o in tokens]
+            here = [o for o in op.outputs if o is not None and o in tokens]
             whole = next((s for s in a.recomputed if s.stop - 1 == k), None)
             alive = {t: sizes[t] for t in tokens.values()}
             if whole is not None:  # before its last operator's backward all of it runs again
@@ -231,13 +311,13 @@ class Liveness:
                 for moment in self._forward(a, units, whole, again):
                     yield _plus(moment, Moment(gradients=own.total, temporary=sum(alive.values())))
                 held = again
-            if arriving:
+            if here:
                 yield Moment(
                     saved=held.total, gradients=own.total, temporary=sum(alive.values()) + w.backward,
                     communication=reducing + waiting.bytes + units.backward.get(k, 0),
                 )  # fmt: skip
-                origin = tokens[arriving[0]]
-                for o in arriving:
+                origin = tokens[here[0]]
+                for o in here:
                     del tokens[o]
                 for r, fresh in zip(refs(op), w.gradients, strict=True):
                     if r in a.gradients:
@@ -278,7 +358,7 @@ class Liveness:
                         filling = _Store()
             for r in freed.get(k, ()):
                 held.drop(r)
-        if scattering:
+        if scattering and ends:
             yield Moment(gradients=own.total + _parts_bytes(a, scattering), communication=scattering.total)
             own.put(_left(a, scattering, accumulated=accumulated))
         if final:
@@ -323,6 +403,11 @@ def _line_ends(ops: Sequence[Op]) -> list[int]:
             start, place = k, here
     ends[start:] = [len(ops) - 1] * (len(ops) - start)
     return ends
+
+
+def _again(saved: Mapping[str, int], made: Collection[str]) -> dict[str, int]:
+    """What is saved, where it is made a second time by a span that runs again: another storage than the first, which others may keep."""
+    return {f"{name}'" if name in made else name: n for name, n in saved.items()}
 
 
 def _plus(a: Moment, b: Moment) -> Moment:

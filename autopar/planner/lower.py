@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible, PlanError
-from autopar.ir import I, Layout, Lowered, Op, P, Program, Strategy, refs
+from autopar.ir import I, Layout, Lowered, Op, P, Program, Span, Strategy, refs
 from autopar.planner.choices import members_of
 from autopar.planner.moments import Moments, NotSplittable, split_into_moments
-from autopar.planner.plan import AxisPlan, Plan, parse_strategy
+from autopar.planner.plan import AxisPlan, BlockMode, Plan, parse_strategy
 from autopar.planner.problems import given_on
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.stages import cut_stages
 
-__all__ = ["OnAxes", "axis_plan", "lower", "on_axes", "on_data_axis", "on_tensor_axis", "split"]
+__all__ = ["OnAxes", "axis_plan", "lower", "on_axes", "on_data_axis", "on_tensor_axis", "spans_of", "split"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +64,29 @@ def on_axes(program: Program, plan: Plan) -> OnAxes:
 def lower(program: Program, plan: Plan) -> Lowered:
     """The lowered program of a plan. PlanError if the plan does not fit the program or states something unsound."""
     over = on_axes(program, plan)
-    instances = {(b, k) for b, block in enumerate(over.rank.blocks) for k in range(len(block.spans))}
-    if not set(plan.recompute) <= instances:
-        raise PlanError(f"the plan recomputes blocks that this program does not have: {sorted(set(plan.recompute) - instances)}")
     try:
-        return cut_stages(over.moments, over.rank, _cuts(over.rank, plan), frozenset(plan.recompute))
+        return cut_stages(over.moments, over.rank, _cuts(over.rank, plan), _recomputed(over.rank, plan))
     except Infeasible as e:
         raise PlanError(f"the plan cuts where {e}") from e
+
+
+def spans_of(mode: BlockMode) -> tuple[Span, ...]:
+    return tuple(Span(first, behind) for first, behind in mode.spans)
+
+
+def _recomputed(rank: Program, plan: Plan) -> dict[tuple[int, int], tuple[Span, ...]]:
+    """(block, instance) -> what of it runs again. PlanError if the program has no such blocks."""
+    lengths = {(b, k): len(span) for b, block in enumerate(rank.blocks) for k, span in enumerate(block.spans)}
+    found, missing = {}, []
+    for b, k, mode in plan.recompute:
+        spans = spans_of(plan.modes[mode])
+        if (b, k) in lengths and spans[-1].stop <= lengths[b, k]:
+            found[b, k] = spans
+        else:
+            missing.append((b, k))
+    if missing:
+        raise PlanError(f"the plan recomputes blocks that this program does not have: {sorted(missing)}")
+    return found
 
 
 def _cuts(rank: Program, plan: Plan) -> tuple[int, ...]:

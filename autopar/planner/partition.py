@@ -1,56 +1,51 @@
-"""Stages and recompute of a whole model: where the pipeline is cut, and which pieces run again in backward.
+"""Stages and modes of a whole model: where the pipeline is cut, and what of each piece runs again in backward.
 
-    minimise   (m - 1) t + sum_k (f_k + b_k) + sum_{k again} f_k            (the pipeline's closed form: fill, drain, slowest stage)
-    slowest    t >= sum_{k in s} (f_k + b_k) + sum_{k in s again} f_k        for every stage s
-    memory     sum_{k in s} (state_k + w_s kept_k) - w_s sum_{k in s again} freed_k + max_{k in s} temporary_k <= limit
+    minimise   (m - 1) t + sum_k (f_k + b_k + again_k)              (the pipeline's closed form: fill, drain, slowest stage)
+    slowest    t >= sum_{k in s} (f_k + b_k + again_k)              for every stage s
+    memory     stage_bytes(the pieces of s in their modes) <= limit for every stage s                               stage_account
     part       every stage has something to train
 
-m: micro-batches, w_s: micro-batches in flight on stage s. Solved exactly: what a stage [i, j) must run again to fit is a small
-knapsack of its own (`_Stages.again`; pieces that are alike are counted, not told apart); given a limit on t, the cuts that run the
-least again are a shortest path over (stages, pieces), and of these those with the smallest t; the limit is then lowered below the t
-that was found, until nothing better can come. A run of 100 equal layers is as easy as one of 10.
+m: micro-batches; again_k: seconds that the mode of piece k costs. What a stage [i, j) must run again to fit is a small choice of its own:
+how many pieces of each run of equal ones are in which mode (`stage_modes`). Given a limit on t, the cuts that run the least again
+are a shortest path over (stages, pieces), and of these those with the smallest t; the limit is then lowered below the t that was found,
+until nothing better can come. A run of 100 equal layers is as easy as one of 10.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopar.errors import Infeasible
+from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome
+from autopar.planner.stage_account import Account, Piece, Run, allowed, stage_modes
 
-__all__ = ["Partition", "Piece", "least_bytes", "partition", "peak_bytes"]
+__all__ = ["UNSOLVED", "Over", "Partition", "least_bytes", "partition"]
 
 GIB = float(2**30)
-KNAPSACK_NODES = 5000
 GAP = 1e-5  # relative, to which the cuts are proven
 ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """One segment as the program sees it. state_bytes: parameters, gradients and optimizer states of what first appears in
-    it. kept_bytes: activations saved by one micro-batch; freed_bytes: how much less if it is recomputed (0: it cannot be).
-    temporary_bytes: the most that is alive only while it runs. trains: it reads a trainable parameter."""
-
-    forward_s: float
-    backward_s: float
-    state_bytes: float
-    kept_bytes: float
-    freed_bytes: float = 0.0
-    temporary_bytes: float = 0.0
-    trains: bool = True
+UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
+NODES = 2000  # places of cuts that are looked at around the best ones
+StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
+Over = Mapping[tuple[int, int, int], float]  # first piece, first piece behind, stage -> bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """cuts: the index of the first segment of every stage but the first. recomputed: indices of segments."""
+    """cuts: the index of the first piece of every stage but the first. modes: of every piece, as an index of its modes."""
 
     cuts: tuple[int, ...]
-    recomputed: frozenset[int]
+    modes: tuple[int, ...]
     outcome: Outcome
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The pieces of which something runs again."""
+        return frozenset(k for k, mode in enumerate(self.modes) if mode)
 
 
 def partition(
@@ -64,22 +59,27 @@ def partition(
     worth_s: float = math.inf,
     cuts: tuple[int, ...] | None = None,
     rounds: int = ROUNDS,
+    over: Over | None = None,
+    step_s: StepTime | None = None,
+    least_ends_s: float = 0.0,
 ) -> Partition | None:
-    """The best stages and recomputation. recompute: 'none', 'full' (all that can be) or 'auto'. worth_s: an objective that is
-    not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the limit on the
-    slowest stage may be lowered; beyond it the answer is out of budget, with its bound. Raises Infeasible when no assignment fits into
-    limit_bytes."""
+    """The best stages and modes. recompute: 'none', 'selective', 'full' (each where a piece has such a mode) or 'auto'. worth_s: an
+    objective that is not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the
+    limit on the slowest stage may be lowered; beyond it the answer is out of budget, with its bound. over: what certain stages need
+    beyond what their pieces say. step_s: of cuts and modes, with the terms that the objective leaves out, which come to least_ends_s at
+    least: of cuts that could be as good as the best ones those with the fastest step are taken (`_Stages.nearby`). Raises Infeasible when
+    nothing fits into limit_bytes."""
     start = time.perf_counter()
-    spans = _Stages(pieces, stages, in_flight, limit_bytes, recompute, cuts)
-    total_s = spans.busy[-1] + (sum(p.forward_s for p in pieces if p.freed_bytes > 0) if recompute == "full" else 0.0)
+    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {})
+    total_s = spans.busy[-1]
     rest = micro_batches - 1
-    evenly_s = max(total_s / stages, max(p.forward_s + p.backward_s for p in pieces))
+    evenly_s = max(total_s / stages, max(b - a for a, b in zip(spans.busy, spans.busy[1:], strict=False)))
 
     def objective(path: _Path) -> float:
         return rest * path.slowest_s + total_s + path.again_s
 
     best: _Path | None = None
-    if cuts is None and least_bytes(pieces, stages, in_flight, recompute) > limit_bytes:
+    if cuts is None and spans.least_bytes() > limit_bytes:
         raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
     if worth_s < math.inf and rest:
         best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
@@ -116,7 +116,15 @@ def partition(
         seconds=time.perf_counter() - start, solver="dynamic program", variables=0, constraints=0,
         status="solved" if done else "out of budget",
     )  # fmt: skip
-    return Partition(cuts=best.cuts, recomputed=spans.recomputed(best.cuts), outcome=outcome)
+    chosen = best.cuts
+    if step_s is not None and cuts is None and stages > 1:
+        chosen = spans.nearby(best.cuts, micro_batches, evenly_s, step_s, least_ends_s)
+    return Partition(cuts=chosen, modes=spans.modes(chosen), outcome=outcome)
+
+
+def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ...], micro_batches: int, recompute: str) -> float:
+    """The memory below which there are no cuts: that of the fullest stage of the leanest ones."""
+    return _Stages(pieces, stages, in_flight, micro_batches, math.inf, recompute, None, {}).least_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,54 +134,68 @@ class _Path:
     cuts: tuple[int, ...]
 
 
+@dataclass
 class _Stages:
-    """What each stage [i, j) takes, worked out when it is first asked for."""
+    """What each stage [i, j) takes, worked out when it is first asked for. slack_s: by how much one stage's modes may be slower than the
+    best ones, where their search was cut short."""
 
-    def __init__(
-        self, pieces: Sequence[Piece], stages: int, in_flight: Sequence[int], limit_bytes: float, recompute: str, cuts: Sequence[int] | None
-    ) -> None:
-        self.pieces, self.stages, self.in_flight, self.limit_bytes, self.pinned = pieces, stages, in_flight, limit_bytes, cuts
-        self.may, self.all = recompute != "none", recompute == "full"
-        self.kinds: dict[Piece, int] = {}
-        self.kind = [self.kinds.setdefault(p, len(self.kinds)) for p in pieces]
-        self.busy, self.trained = [0.0], [0]
-        for p in pieces:
-            self.busy.append(self.busy[-1] + p.forward_s + p.backward_s)
+    pieces: Sequence[Piece]
+    stages: int
+    in_flight: Sequence[int]
+    micro_batches: int
+    limit_bytes: float
+    recompute: str
+    pinned: Sequence[int] | None
+    over: Over
+    slack_s: float = 0.0
+    busy: list[float] = field(default_factory=lambda: [0.0])
+    trained: list[int] = field(default_factory=lambda: [0])
+    _known: dict[tuple[object, ...], tuple[float, tuple[tuple[int, ...], ...]] | None] = field(default_factory=dict)
+    _placed: dict[tuple[int, int, int], tuple[float, tuple[tuple[int, ...], ...]] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds: dict[Piece, int] = {}
+        self.kind = [kinds.setdefault(p, len(kinds)) for p in self.pieces]
+        self.of_kind = list(kinds)
+        self.may = [allowed(p.modes, self.recompute) for p in self.of_kind]
+        self.lean = [_leanest([p.modes[m] for m in may]) for p, may in zip(self.of_kind, self.may, strict=True)]
+        for p, kind in zip(self.pieces, self.kind, strict=True):
+            least_s = min(p.modes[m].again_s for m in self.may[kind])
+            self.busy.append(self.busy[-1] + p.forward_s + p.backward_s + least_s)
             self.trained.append(self.trained[-1] + p.trains)
-        self.state, self.kept = _running([p.state_bytes for p in pieces]), _running([p.kept_bytes for p in pieces])
-        self.slack_s = 0.0  # by how much the answer to one of the small knapsacks may be above the least, where one was cut short
-        self._known: dict[tuple[object, ...], tuple[float, tuple[tuple[int, int], ...]] | None] = {}
-        self._placed: dict[tuple[int, int, int], tuple[float, tuple[tuple[int, int], ...]] | None] = {}
+        self.run_end = list(range(1, len(self.pieces) + 1))
+        for k in range(len(self.pieces) - 2, -1, -1):
+            if self.kind[k] == self.kind[k + 1]:
+                self.run_end[k] = self.run_end[k + 1]
 
-    def again(self, i: int, j: int, s: int) -> tuple[float, tuple[tuple[int, int], ...]] | None:
-        """(seconds, how many pieces of which kind) of the least that stage s must run again if it is [i, j); None if it cannot fit."""
-        flights = self.in_flight[s]
-        place = (i, j, flights)
+    def runs(self, i: int, j: int) -> tuple[tuple[int, int], ...]:
+        """(kind, how many) of the pieces [i, j) in their order."""
+        found = []
+        while i < j:
+            stop = min(j, self.run_end[i])
+            found.append((self.kind[i], stop - i))
+            i = stop
+        return tuple(found)
+
+    def account(self, runs: Sequence[tuple[int, int]], s: int) -> Account:
+        return Account(
+            runs=tuple(Run(piece=self.of_kind[k], count=n, modes=self.may[k]) for k, n in runs), in_flight=self.in_flight[s],
+            micro_batches=self.micro_batches,
+        )  # fmt: skip
+
+    def again(self, i: int, j: int, s: int) -> tuple[float, tuple[tuple[int, ...], ...]] | None:
+        """The least that stage s must run again if it is [i, j), beyond what its pieces must in any case: seconds, and for each run of
+        equal pieces how many are in which of the allowed modes. None if it cannot fit."""
+        place = (i, j, s)
         if place not in self._placed:
-            counts: dict[int, int] = {}
-            for k in self.kind[i:j]:
-                counts[k] = counts.get(k, 0) + 1
-            key = (flights, *sorted(counts.items()))
+            runs, over = self.runs(i, j), self.over.get(place, 0.0)
+            key = (self.in_flight[s], over, runs)
             if key not in self._known:
-                self._known[key] = self._least(i, j, counts, flights)
+                found = stage_modes(self.account(runs, s), self.limit_bytes - over)
+                self._known[key] = None if found is None else (found.again_s, found.counts)
+                self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
             self._placed[place] = self._known[key]
         return self._placed[place]
-
-    def _least(self, i: int, j: int, counts: dict[int, int], flights: int) -> tuple[float, tuple[tuple[int, int], ...]] | None:
-        spare = max(p.temporary_bytes for p in self.pieces[i:j])
-        over = self.state[j] - self.state[i] + flights * (self.kept[j] - self.kept[i]) + spare - self.limit_bytes
-        pieces = list(self.kinds)
-        can = [(k, n) for k, n in counts.items() if self.may and pieces[k].freed_bytes > 0 and flights]
-        if self.all:
-            freed = flights * sum(n * pieces[k].freed_bytes for k, n in can)
-            return (sum(n * pieces[k].forward_s for k, n in can), tuple(can)) if over <= freed else None
-        if over <= 0:
-            return 0.0, ()
-        found = _knapsack([(pieces[k].forward_s, flights * pieces[k].freed_bytes, n, k) for k, n in can], over)
-        if found is None:
-            return None
-        self.slack_s = max(self.slack_s, found[0] - found[2])
-        return found[:2]
 
     def path(self, limit_s: float) -> _Path | None:
         """The cuts that run the least again, of these those with the fastest slowest stage, no stage above limit_s."""
@@ -208,95 +230,79 @@ class _Stages:
         for s in range(stages, 1, -1):
             end = reach[s][end][2]
             cuts.append(end)
-        fixed_s = sum(p.forward_s for p in self.pieces if p.freed_bytes > 0) if self.all else 0.0
-        return _Path(again_s - fixed_s, slowest_s, tuple(reversed(cuts)))
+        return _Path(again_s, slowest_s, tuple(reversed(cuts)))
 
-    def recomputed(self, cuts: tuple[int, ...]) -> frozenset[int]:
-        """The pieces that the stages of these cuts run again; of those that are alike in a stage the first ones."""
-        found = set()
+    def nearby(
+        self, cuts: tuple[int, ...], micro_batches: int, evenly_s: float, step_s: StepTime, least_ends_s: float, nodes: int = NODES
+    ) -> tuple[int, ...]:
+        """The cuts with the fastest step of those whose objective, with the least of what it leaves out, is below that of the best ones:
+        all of them, as far as the nodes reach."""
+        best, best_s = cuts, step_s(cuts, self.modes(cuts))
+        count, stages, rest, total_s = len(self.pieces), self.stages, micro_batches - 1, self.busy[-1]
+        visited = 0
+
+        def place(s: int, i: int, again_s: float, slowest_s: float, made: tuple[int, ...]) -> None:
+            nonlocal visited, best, best_s
+            for j in range(i + 1, count - stages + s + 2) if s < stages - 1 else [count]:
+                visited += 1
+                busy_s = self.busy[j] - self.busy[i]
+                least_s = rest * max(slowest_s, busy_s, evenly_s) + total_s + again_s + least_ends_s
+                if visited > nodes or least_s >= best_s:
+                    return
+                if self.trained[j] == self.trained[i] or (again := self.again(i, j, s)) is None:
+                    continue
+                if least_s + again[0] >= best_s:
+                    continue
+                if s < stages - 1:
+                    place(s + 1, j, again_s + again[0], max(slowest_s, busy_s + again[0]), (*made, j))
+                elif (found := step_s(made, self.modes(made))) < best_s:
+                    best, best_s = made, found
+
+        place(0, 0, 0.0, 0.0, ())
+        return best
+
+    def modes(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """The mode of every piece, as an index of its modes, for these cuts."""
+        found: list[int] = []
         bounds = (0, *cuts, len(self.pieces))
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             again = self.again(i, j, s)
             assert again is not None, "a stage of a path fits"
-            left = dict(again[1])
-            for k in range(i, j):
-                if left.get(self.kind[k], 0):
-                    left[self.kind[k]] -= 1
-                    found.add(k)
-        return frozenset(found)
+            for run, counts in zip(self.account(self.runs(i, j), s).runs, again[1], strict=True):
+                found += [m for m, n in zip(run.modes, counts, strict=True) for _ in range(n)]
+        return tuple(found)
+
+    def least_bytes(self) -> float:
+        leanest: dict[int, float] = {0: 0.0}  # pieces placed -> the fullest of the stages so far
+        known: dict[tuple[object, ...], float] = {}
+        for s in range(self.stages):
+            ends: dict[int, float] = {}
+            for j in range(s + 1, len(self.pieces) + 1) if s < self.stages - 1 else [len(self.pieces)]:
+                best = math.inf
+                for i in range(j - 1, s - 1, -1):
+                    runs = self.runs(i, j)
+                    key = (self.in_flight[s], runs)
+                    if key not in known:
+                        known[key] = self._lean(runs, s)
+                    if known[key] >= best:
+                        break
+                    if i in leanest:
+                        best = min(best, max(leanest[i], known[key]))
+                if best < math.inf:
+                    ends[j] = best
+            leanest = ends
+        return leanest.get(len(self.pieces), math.inf)
+
+    def _lean(self, runs: Sequence[tuple[int, int]], s: int) -> float:
+        """Below what a stage of these pieces takes in any modes."""
+        lean = tuple(Run(piece=self.of_kind[k].in_mode(self.lean[k]), count=n, modes=(0,)) for k, n in runs)
+        return Account(runs=lean, in_flight=self.in_flight[s], micro_batches=self.micro_batches).bytes([(n,) for _, n in runs])
 
 
-def _running(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for v in values:
-        sums.append(sums[-1] + v)
-    return sums
-
-
-def _knapsack(
-    items: Sequence[tuple[float, float, int, int]], need: float, nodes: int = KNAPSACK_NODES
-) -> tuple[float, tuple[tuple[int, int], ...], float] | None:
-    """The cheapest of items (seconds, bytes, how many there are, kind) that come to `need` bytes: (seconds, ((kind, how many), ...), a
-    bound from below, which is the seconds unless the nodes ran out), or None if all of them do not. Branch and bound, the cheapest byte
-    first."""
-    items = sorted(items, key=lambda x: (x[0] / x[1], x))
-    after = [sum(nbytes * n for _, nbytes, n, _ in items[k:]) for k in range(len(items) + 1)]
-    if after[0] < need:
-        return None
-    best: tuple[float, tuple[tuple[int, int], ...]] = (math.inf, ())
-    visited = 0
-
-    def least_s(k: int, left: float) -> float:
-        """If parts of items could be taken."""
-        found = 0.0
-        for seconds, nbytes, n, _ in items[k:]:
-            if left <= nbytes * n:
-                return found + seconds * left / nbytes
-            found, left = found + seconds * n, left - nbytes * n
-        return found
-
-    def take(k: int, left: float, spent: float, chosen: tuple[tuple[int, int], ...]) -> None:
-        nonlocal best, visited
-        visited += 1
-        if left <= 0:
-            best = min(best, (spent, chosen))
-            return
-        if after[k] < left or spent + least_s(k, left) >= best[0] * (1 - 1e-12) or (visited > nodes and best[0] < math.inf):
-            return
-        seconds, nbytes, n, kind = items[k]
-        for taken in range(min(n, math.ceil(left / nbytes)), -1, -1):
-            take(k + 1, left - taken * nbytes, spent + taken * seconds, (*chosen, (kind, taken)) if taken else chosen)
-
-    take(0, need, 0.0, ())
-    return (*best, best[0] if visited <= nodes else least_s(0, need))
-
-
-def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ...], recompute: str) -> float:
-    """The memory below which there are no cuts: that of the fullest stage of the leanest ones, with all recomputed that can be."""
-    freed = [0.0 if recompute == "none" else p.freed_bytes for p in pieces]
-    leanest: dict[int, float] = {0: 0.0}  # segments placed -> the fullest of the stages so far
-    for s in range(stages):
-        total = _running([p.state_bytes + in_flight[s] * (p.kept_bytes - f) for p, f in zip(pieces, freed, strict=True)])
-        ends: dict[int, float] = {}
-        for j in range(s + 1, len(pieces) + 1):
-            spare, best = 0.0, math.inf
-            for i in range(j - 1, s - 1, -1):
-                spare = max(spare, pieces[i].temporary_bytes)
-                if total[j] - total[i] >= best:
-                    break
-                if i in leanest:
-                    best = min(best, max(leanest[i], total[j] - total[i] + spare))
-            if best < math.inf:
-                ends[j] = best
-        leanest = ends
-    return leanest[len(pieces)]
-
-
-def peak_bytes(pieces: tuple[Piece, ...], cuts: tuple[int, ...], recomputed: frozenset[int], in_flight: tuple[int, ...]) -> list[float]:
-    """Memory of every stage of given cuts, as the rows state it."""
-    bounds = (0, *cuts, len(pieces))
-    kept = [p.kept_bytes - (p.freed_bytes if k in recomputed else 0) for k, p in enumerate(pieces)]
-    return [
-        sum(pieces[k].state_bytes + in_flight[s] * kept[k] for k in range(i, j)) + max(pieces[k].temporary_bytes for k in range(i, j))
-        for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False))
-    ]
+def _leanest(modes: Sequence[Mode]) -> Mode:
+    """The least of every figure."""
+    return Mode(
+        name="leanest", again_s=min(m.again_s for m in modes), kept_bytes=min(m.kept_bytes for m in modes),
+        forward_bytes=min(m.forward_bytes for m in modes), backward_bytes=min(m.backward_bytes for m in modes),
+        later_bytes=min(m.later_bytes for m in modes),
+    )  # fmt: skip

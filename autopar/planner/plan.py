@@ -15,10 +15,10 @@ from autopar.run.mesh import AXES
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS, rest_of
 
-__all__ = ["AxisPlan", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
+__all__ = ["AxisPlan", "BlockMode", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
 FORMAT = "autopar-plan"
-VERSION = 2
+VERSION = 3
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -32,7 +32,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     3 parameters too. shard: over how many neighbouring data-parallel ranks the parts of one parameter lie; with fewer than dp (hybrid
     sharding) the other groups hold the same parts. None leaves the choice between all of them and those of a node to the solver; other
     numbers are taken only where they are pinned.
-    recompute: 'none', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
+    recompute: 'none', 'selective', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each stage has."""
 
@@ -61,8 +61,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"zero must be one of {', '.join(map(str, stages))}, not {self.zero!r}")
         if self.zero == 0 and self.shard not in (None, 1):
             raise PlanError(f"zero=0 leaves every parameter whole, and shard={self.shard} cuts it into parts: pin zero=1, 2 or 3 with it")
-        if self.recompute is not None and self.recompute not in ("none", "full", "auto"):
-            raise PlanError(f"recompute must be 'none', 'full' or 'auto', not {self.recompute!r}")
+        if self.recompute is not None and self.recompute not in ("none", "selective", "full", "auto"):
+            raise PlanError(f"recompute must be 'none', 'selective', 'full' or 'auto', not {self.recompute!r}")
         if self.virtual_stages not in (None, 1):
             raise PlanError("interleaved schedules (virtual_stages > 1) are not supported yet")
         if self.blocks is not None:
@@ -85,6 +85,16 @@ class AxisPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     leaves: dict[str, str]
 
 
+class BlockMode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to run a block: what runs again in backward, as spans [first, behind) of the operators of an instance on one rank, in their
+    order. operators: names of what runs again in the first instance that does, for people to read."""
+
+    name: str
+    block: Count
+    spans: list[tuple[int, int]]
+    operators: list[str] = []
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Predicted bytes on one rank of a stage, by term (cost_models.memory)."""
 
@@ -104,12 +114,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pipeline stage. first_op: where it begins. blocks: instances of repeated blocks in it, by module path; recomputed:
-    those of them that are recomputed. forward_s, backward_s: of one micro-batch. split_flops, flops: of one micro-batch on one
-    rank; split: share of the model's FLOPs that the tp axis divides."""
+    those of them that are recomputed whole; selective: those of which a part is. forward_s, backward_s: of one micro-batch. split_flops,
+    flops: of one micro-batch on one rank; split: share of the model's FLOPs that the tp axis divides."""
 
     first_op: str
     blocks: list[str]
     recomputed: list[str]
+    selective: list[str] = []
     forward_s: Seconds
     backward_s: Seconds
     communication_s: Seconds
@@ -123,8 +134,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute).
     objective_s, bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share
     of objective_s that it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter
-    lie. searched: how many choices there were, were priced, and were left. split_share: share of FLOPs
-    that tp really divides."""
+    lie. searched: how many choices there were, were priced, and were left. recompute: (block, instance, index of one of `modes`) of
+    what runs again in part or whole. split_share: share of FLOPs that tp really divides."""
 
     model: str
     program_hash: str
@@ -141,7 +152,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rest: str
     shard: Positive
     cuts: list[int]
-    recompute: list[tuple[int, int]]
+    recompute: list[tuple[int, int, int]]
+    modes: list[BlockMode]
     stages: list[StagePlan]
     axes: dict[str, AxisPlan]
     zero_dims: dict[str, int]
@@ -233,6 +245,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"{name}: unknown schedule {self.schedule!r} or rest {self.rest!r}")
         if self.shard not in RESTS[self.rest].shards(self.mesh["dp"], self.shard, self.shard):
             raise PlanError(f"{name}: {self.rest} cannot lie over {self.shard} of {self.mesh['dp']} data-parallel ranks")
+        for block, instance, mode in self.recompute:
+            if not (0 <= mode < len(self.modes) and self.modes[mode].block == block and instance >= 0):
+                raise PlanError(f"{name}: instance {instance} of block {block} has a mode {mode} that is not among the block's modes")
+        for m in self.modes:
+            places = [x for span in m.spans for x in span]
+            if not m.spans or places[0] < 0 or any(a >= b for a, b in m.spans) or places != sorted(places):
+                raise PlanError(f"{name}: the spans {m.spans} of mode {m.name!r} are not in order, or empty")
         for axis in self.axes.values():
             for text in axis.leaves.values():
                 _parsed(name, Layout.parse, text)

@@ -28,7 +28,7 @@ class Ledger:
         self.costs: list[OpCost] = [priced.ops[op.name] for op in program.ops]
         self.provenance = priced.provenance
         self.gpu = not pricer.cluster.gpu.host
-        self.regathers = pricer.recipe.regathers
+        self.regathers, self.stops_early = pricer.recipe.regathers, pricer.recipe.stops_early
         self.gathered = gathered_from(program)
         self.root = _roots(program.ops, self.costs)
         self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}

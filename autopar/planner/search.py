@@ -2,16 +2,21 @@
 
     choice    the work divided by the GPUs, and the pipeline's bubble                            bounds.Least
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
-    stages    cut and recomputed under the memory limit, every term of a step priced             partition, Estimator.times
+    stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
     exact     of the whole program, memory from liveness at every moment of a step               Estimator.candidate
 
 The choice that is foremost in the queue takes the next of these steps and is put back with what it costs at least now; the first one that
 comes out exactly priced is the best. `Plan.bound_s` is the least of what was known of any choice then: explored, left behind, or out of
 budget. No plan of the space is faster than that, where the space is: every choice (space.py); on the data axis the assignment that
-splits the most work; on the tensor axis the assignments that its program finds (axis.py), the fastest one and those of Megatron's
-forms, which are decided before stages and recompute are and do not see them; every cut between pieces and every set of recomputed
-blocks. Within these the answer is exact but for what the stages' objective leaves out (reduction, optimizer, transfers), which
-`bound_s` counts at their least.
+splits the most work; on the tensor axis the assignments that its program finds (axis.py): the fastest one and, where that needs
+recompute or does not fit, Megatron's forms, one that splits all work, and the best ones at prices of memory that recompute sets
+(`Estimator.prices`); every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its
+Pareto set have it, or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
+that is the decomposition. Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and
+transfers, which `bound_s` counts at their least, and by which cuts that could be as good are compared as far as a budget reaches
+(`_Stages.nearby`); and memory is that of single pieces, which liveness counts one by one: what several share is found out when the plan
+is priced exactly, and its stages are then cut anew with what they were short of. `python -m benchmarks joint` compares the answers of
+small problems with those of trying every plan, every assignment included.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import functools
 import heapq
 import itertools
 import math
+import operator
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,13 +42,14 @@ from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import Piece, least_bytes, partition
+from autopar.planner.partition import Over, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
-from autopar.planner.space import Choice, Space
+from autopar.planner.space import Choice, Form, Space
+from autopar.planner.stage_account import Piece
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
 from cost_models.cluster import Cluster
@@ -56,7 +63,7 @@ BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 
 WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fastest one by more waits behind it
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 NO_BETTER: Final = "no better"
-TRIES = 6  # of the stages of one choice, each with less room, where the exact account of memory says more than the pieces
+TRIES = 12  # of the stages of one choice, where several pieces together need more than the account of each says (see `pieces.py`)
 Ledgers = dict[tuple[int, int, int], Ledger]  # by data-parallel ranks, micro-batches, tensor-parallel ranks
 
 
@@ -65,7 +72,7 @@ class _Entry:
     """A choice in the queue: what it costs at least, how simple it is, and how far it was priced."""
 
     least_s: float
-    simplicity: tuple[int, ...]
+    simplicity: tuple[float, ...]
     number: int
     choice: Choice = field(compare=False)
     draft: Draft | None = field(compare=False, default=None)
@@ -98,7 +105,7 @@ class Search:
         self.batch_size = self.batch_size or self.program.batch_size
         self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
         given = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)
-        self.known = self._pinned(given)
+        self.known = given
         self.said = Searched()
 
     def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Search:
@@ -106,10 +113,6 @@ class Search:
         return dataclasses.replace(
             self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes, store=self.known
         )
-
-    def _pinned(self, store: Store) -> Store:
-        """What is known, under these pins."""
-        return dataclasses.replace(store, pinned_tp=self.pins.tp is not None)
 
     @property
     def refused(self) -> dict[str, None]:
@@ -139,7 +142,7 @@ class Search:
         try:
             yield from self._candidates()
         except NotAlike:  # the layers are not as alike as they seemed: each is walked
-            self.known = self._pinned(Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer, folds=False))
+            self.known = Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer, folds=False)
             self.said = Searched()
             yield from self._candidates()
 
@@ -148,7 +151,7 @@ class Search:
         said = self.said
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
-        self._fastest: dict[Choice, tuple[Piece, ...]] = {}
+        self._fastest: dict[Choice, Estimator] = {}
         queue: list[_Entry] = []
         for choice in self.space.choices():
             least_s = self._least.step_s(choice, self.batch_size)
@@ -183,14 +186,14 @@ class Search:
         """Price the rank's program."""
         choice, mesh = entry.choice, entry.choice.mesh
         self.said.explored += 1
-        rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
+        rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         estimator = self._estimator(rank, choice)
         if isinstance(estimator, str):
-            if choice.sequence is None or self.pins.sequence_parallel is not None:  # of a form that nobody asked for nothing need be said
+            if choice.form == self.space.form:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
             return
-        fastest = self._fastest.setdefault(dataclasses.replace(choice, sequence=None), estimator.pieces)
-        if fastest is not estimator.pieces and _no_better(estimator.pieces, fastest):
+        fastest = self._fastest.setdefault(dataclasses.replace(choice, form=self.space.form), estimator)
+        if fastest is not estimator and _no_better(estimator.pieces, fastest.pieces):
             return
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
@@ -220,7 +223,8 @@ class Search:
 
     def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
         """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster."""
-        for choice in self.space.leaner(entry.choice):
+        assert entry.estimator is not None
+        for choice in self.space.leaner(entry.choice, entry.estimator.prices):
             self.said.choices += 1
             least_s = self._least.step_s(choice, self.batch_size)
             heapq.heappush(queue, _Entry(least_s, choice.simplicity, next(self._numbers), choice))
@@ -249,42 +253,42 @@ class Search:
             rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=choice.schedule, rest=choice.rest, shard=choice.shard,
             dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments, in_flight=flights,
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
+            recompute=self.pins.recompute or "auto",
         )  # fmt: skip
-        pieces = self.known.timed("stages", lambda: estimator.pieces)
-        if self.pins.recompute == "full" and not any(p.freed_bytes > 0 for p in pieces):
-            return "recompute=full: the program has no repeated block that can be recomputed"
-        if mesh.pp > 1 and (trained := sum(p.trains for p in pieces)) < mesh.pp:
+        if self.pins.recompute in ("full", "selective") and not estimator.can_run_again:
+            return f"recompute={self.pins.recompute}: the program has no repeated block that can be recomputed"
+        if mesh.pp > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < mesh.pp:
             return f"pp={mesh.pp}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
         cuts = self._pinned_cuts(estimator)
         return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
 
     def _draft(
-        self, choice: Choice, estimator: Estimator, tight_bytes: float = 0.0, worth_s: float = math.inf
+        self, choice: Choice, estimator: Estimator, worth_s: float = math.inf, over: Over | None = None
     ) -> Draft | Literal["no better"] | None:
-        """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why. tight_bytes: with so
-        much less room. worth_s: NO_BETTER if no step of this choice is faster."""
+        """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why. worth_s: NO_BETTER if no
+        step of this choice is faster. over: what certain stages need beyond what their pieces say."""
         room = estimator.room_bytes(self.memory_limit_bytes)
         cuts = self._pinned_cuts(estimator)
         assert not isinstance(cuts, str)
         try:
             part = partition(
                 estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
-                limit_bytes=room - tight_bytes, recompute=self.pins.recompute or "auto", cuts=cuts,
-                worth_s=worth_s - estimator.least_ends_s,
+                limit_bytes=room, recompute=self.pins.recompute or "auto", cuts=cuts, worth_s=worth_s - estimator.least_ends_s, over=over,
+                step_s=estimator.step_s, least_ends_s=estimator.least_ends_s,
             )  # fmt: skip
         except Infeasible:
-            self._note_shortfall(choice, estimator, room, tight_bytes)
+            self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
             return None
         if part is None:
             return NO_BETTER
-        times = estimator.times(part, estimator.seconds())
+        times = estimator.times(part)
         return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_ends_s))
 
     def _exact(self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None) -> Candidate | None:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
         were."""
         mesh = choice.mesh
-        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.sequence)
+        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         if ledgers is not None and not isinstance(rank, str):
             key, program, pricer = (mesh.dp, rank.micro_batches, mesh.tp), rank.program, self.known.pricer(mesh, self.recipe, live)
             if key not in ledgers:
@@ -294,17 +298,20 @@ class Search:
         if isinstance(estimator, str):
             self.refused[estimator] = None
             return None
-        tight = 0.0
-        for _ in range(TRIES):
-            draft = self._draft(choice, estimator, tight)
+        over: dict[tuple[int, int, int], float] = {}
+        for attempt in range(TRIES):
+            draft = self._draft(choice, estimator, over=over)
             if not isinstance(draft, Draft):
                 return None
             found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
-            over = max(s.memory.total_bytes for s in found.stages) - self.memory_limit_bytes
-            if over <= 0:
-                return dataclasses.replace(found, sequence=choice.sequence)
-            tight += over + 1
-        self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(over))
+            short = max(stage.memory.total_bytes for stage in found.stages) - self.memory_limit_bytes
+            if short <= 0:
+                return dataclasses.replace(found, form=choice.form)
+            more = 2.0 ** max(0, attempt - TRIES // 2) * short if attempt >= TRIES // 2 else 0.0
+            for place, nbytes in estimator.unsaid_bytes(draft.part, found.stages).items():
+                if nbytes > 0 or more:
+                    over[place] = max(over.get(place, 0.0), nbytes) + more
+        self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(short))
         return None
 
     def _batch_bytes(self, mesh: Mesh) -> int:
@@ -317,7 +324,7 @@ class Search:
         """The first piece of each stage but the first as `Pins.blocks` states them, or why the program has no such stages."""
         if self.pins.blocks is None:
             return None
-        wanted, segments, pieces = self.pins.blocks, estimator.segments, estimator.pieces
+        wanted, segments, trains = self.pins.blocks, estimator.segments, estimator.trains
         places = [k for k in range(len(segments)) if segments[k].block >= 0]
         stages = f"stages of {', '.join(map(str, wanted))}"
         if sum(wanted) != len(places):
@@ -325,7 +332,7 @@ class Search:
         starts = [*places, places[-1] + 1 if places else len(segments)]
         cuts = tuple(starts[n] for n in accumulate(wanted[:-1]))
         for s, (i, j) in enumerate(pairwise((0, *cuts, len(segments)))):
-            if i >= j or (len(wanted) > 1 and not any(p.trains for p in pieces[i:j])):
+            if i >= j or (len(wanted) > 1 and not any(trains[k] for k in segments.order[i:j])):
                 return f"of {stages}, stage {s} would have nothing to train"
         return cuts
 
@@ -334,9 +341,9 @@ class Search:
         whole."""
         mesh, flights, pieces = choice.mesh, estimator.in_flight, estimator.pieces
         recompute = self.pins.recompute or "auto"
-        state = sum(p.state_bytes for p in pieces) / mesh.pp
-        kept = sum(p.kept_bytes - (p.freed_bytes if recompute != "none" else 0) for p in pieces) / mesh.pp * max(flights)
-        least = least_bytes(pieces, mesh.pp, flights, recompute)
+        state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / mesh.pp
+        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flights)
+        least = least_bytes(pieces, mesh.pp, flights, choice.micro_batches, recompute)
         short = max(1.0, least - room if least > room else over)
         self.said.short_bytes = min(self.said.short_bytes, short)
         self.refused[
@@ -361,7 +368,7 @@ class Search:
         again: list[Candidate] = []
         for c in found:
             choice = Choice(
-                mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, rest=c.rest, shard=c.shard, sequence=c.sequence
+                mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, rest=c.rest, shard=c.shard, form=c.form or Form()
             )
             priced = self._exact(choice, live, ledgers)
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
@@ -377,12 +384,14 @@ def _no_better(pieces: tuple[Piece, ...], others: tuple[Piece, ...]) -> bool:
     """Whether none of these is faster or smaller than the other in its place."""
 
     def costs(p: Piece) -> tuple[float, ...]:
-        return (p.forward_s, p.backward_s, p.state_bytes, p.kept_bytes, p.kept_bytes - p.freed_bytes, p.temporary_bytes)
+        held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
+        modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.forward_bytes, m.backward_bytes, m.later_bytes)]
+        return (p.forward_s, p.backward_s, *held, *modes)
 
     if len(pieces) != len(others):
         return False
     pairs = dict.fromkeys(zip(pieces, others, strict=True))
-    return all(x >= y for a, b in pairs for x, y in zip(costs(a), costs(b), strict=True))
+    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, costs(a), costs(b))) for a, b in pairs)
 
 
 def make_plan(

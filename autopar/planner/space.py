@@ -6,7 +6,7 @@ A choice is a value; nothing here is priced. Strategies, stages and recompute ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.candidate import Mesh
@@ -14,25 +14,39 @@ from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
 from cost_models.rests import RESTS, Rest
 
-__all__ = ["FORMS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
+__all__ = ["SCHEDULES_TRIED", "Choice", "Form", "Space", "divisors"]
 
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
-FORMS = (None, True, False)  # of the tensor axis: the fastest, and Megatron's two (see Pins.sequence_parallel)
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What is asked of the tensor axis' assignment; by default the fastest. sequence: Megatron's forms, as in Pins.sequence_parallel.
+    split: every heavy operator that can be split is. byte_s: the price of memory, in seconds of a micro-batch for each byte that it
+    keeps."""
+
+    sequence: bool | None = None
+    split: bool = False
+    byte_s: float = 0.0
+
+    @property
+    def simplicity(self) -> tuple[float, ...]:
+        return (self.sequence is not None, self.sequence is False, self.split, self.byte_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """One point of the space, before anything inside it is decided. rest: how parameters, gradients and optimizer states rest over the
-    data axis; shard: over how many of its ranks the parts of one parameter lie (1: it is whole). sequence: the form of the tensor axis.
-    The fastest form keeps what it likes; where that costs recompute or does not fit, the others are tried too."""
+    data axis; shard: over how many of its ranks the parts of one parameter lie (1: it is whole). form: of the tensor axis.
+    The fastest form keeps what it likes; where that costs recompute or does not fit, others are tried too."""
 
     mesh: Mesh
     micro_batches: int
     schedule: str
     rest: Rest
     shard: int
-    sequence: bool | None = None
+    form: Form = Form()
 
     @property
     def resting(self) -> str:
@@ -40,10 +54,10 @@ class Choice:
         return f"zero={self.rest.zero}" + (f" shard={self.shard}" if 1 < self.shard < self.mesh.dp else "")
 
     @property
-    def simplicity(self) -> tuple[int, ...]:
+    def simplicity(self) -> tuple[float, ...]:
         """Of choices that cost the same, the one with the smaller value is taken."""
-        mesh, form, rest = self.mesh, FORMS.index(self.sequence), tuple(RESTS).index(self.rest.name)
-        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, form, rest, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+        mesh, form, rest = self.mesh, self.form.simplicity, tuple(RESTS).index(self.rest.name)
+        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, *form, rest, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +107,26 @@ class Space:
             for count in self.micro_batch_counts(mesh):
                 for schedule in self.schedules():
                     for rest, shard in self.rests(mesh):
-                        form = self.pins.sequence_parallel if mesh.tp > 1 else None
-                        yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, sequence=form)
+                        form = self.form if mesh.tp > 1 else Form()
+                        yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form)
 
-    def leaner(self, choice: Choice) -> Iterator[Choice]:
-        """The same in the other forms of the tensor axis."""
-        if choice.mesh.tp > 1 and choice.sequence is None:
-            yield from (dataclasses.replace(choice, sequence=form) for form in FORMS if form is not None)
+    @property
+    def form(self) -> Form:
+        """The first form that is tried. A pinned axis is there to split work, also where a small model would be faster without."""
+        sequence = self.pins.sequence_parallel
+        return Form(sequence=sequence, split=self.pins.tp is not None and sequence is None)
+
+    def leaner(self, choice: Choice, prices: Sequence[float]) -> Iterator[Choice]:
+        """The same in the other forms of the tensor axis that may need less memory. prices: of a byte that a micro-batch keeps."""
+        form = choice.form
+        if choice.mesh.tp == 1 or form.sequence is not None or form.byte_s:
+            return
+        found = [dataclasses.replace(form, byte_s=price) for price in prices]
+        if form == self.form:
+            found += [Form(sequence=True), Form(sequence=False)]
+        if not form.split:
+            found.append(dataclasses.replace(form, split=True))
+        yield from (dataclasses.replace(choice, form=x) for x in found)
 
     def refused(self) -> Iterator[str]:
         """Why there is no choice for a mesh that the pins allow."""

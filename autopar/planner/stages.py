@@ -7,7 +7,7 @@ the schedule sends a gradient back for every value that it sends forward, so a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import Infeasible
@@ -130,8 +130,11 @@ def segments_of(program: Program, cuts: Cuts, wanted: int) -> Pieces:
     return Pieces(segments=segments, order=tuple(order), copies=tuple(copies))
 
 
-def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], recompute: frozenset[tuple[int, int]]) -> Lowered:
-    """The lowered program with cuts before the operators at `positions`. recompute: (block, instance) pairs. program:
+Again = Mapping[tuple[int, int], tuple[Span, ...]]  # (block, instance) -> what of it runs again, counted from its first operator
+
+
+def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], recompute: Again) -> Lowered:
+    """The lowered program with cuts before the operators at `positions`. program:
     moments.body sharded over the remaining axes. Raises Infeasible if a position is no legal cut."""
     cuts = legal_cuts(program)
     for p in positions:
@@ -210,14 +213,14 @@ def _needed(
     return sorted(chosen)
 
 
-def _calls(program: Program, indices: list[int], recompute: Iterable[tuple[int, int]]) -> tuple[BlockCall, ...]:
+def _calls(program: Program, indices: list[int], recompute: Again) -> tuple[BlockCall, ...]:
     """The block instances that lie whole in the stage."""
     position = {index: k for k, index in enumerate(indices)}
-    again = set(recompute)
     calls = []
     for b, block in enumerate(program.blocks):
         for k, (span, prefix) in enumerate(zip(block.spans, block.prefixes, strict=True)):
             inside = [position[i] for i in range(span.start, span.stop) if i in position]
             if len(inside) == len(span) and inside[-1] - inside[0] + 1 == len(span):
-                calls.append(BlockCall(span=Span(inside[0], inside[-1] + 1), block=b, instance=k, prefix=prefix, recompute=(b, k) in again))
+                own = Span(inside[0], inside[-1] + 1)
+                calls.append(BlockCall(span=own, block=b, instance=k, prefix=prefix, recompute=recompute.get((b, k), ())))
     return tuple(sorted(calls, key=lambda c: c.span.start))

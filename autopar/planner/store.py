@@ -26,28 +26,31 @@ from autopar.planner.price import Ledger
 from autopar.planner.problems import data_leaves, data_problem, given_on, tensor_problem
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solver import Outcome
+from autopar.planner.space import Form
 from autopar.planner.stages import legal_cuts
 from cost_models.cluster import Cluster
+from cost_models.memory import OPTIMIZERS
 from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["Store"]
 
+FASTEST = Form()
 Split = tuple[int, int]  # data-parallel ranks, micro-batches
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class Store:
-    """folds: whether equal layers are walked once. seconds: of the CPU, spent by pass; notes: for the plan. pinned_tp: whether the size of
-    the tensor axis is pinned."""
+    """folds: whether equal layers are walked once. seconds: of the CPU, spent by pass; notes: for the plan; split_notes: if its tensor axis
+    is pinned."""
 
     program: Program
     cluster: Cluster
     optimizer: str
-    pinned_tp: bool = False
     folds: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
+    split_notes: dict[str, None] = field(default_factory=dict)
     programs: int = 0  # integer programs that were solved
     binaries: int = 0  # the most of one of them
     rows: int = 0
@@ -136,25 +139,24 @@ class Store:
         return list(dict.fromkeys(why for (ranks, _), why in self._moments.items() if ranks == dp and isinstance(why, str)))
 
     # ------------------------------------------------------------------------------------------------------------ ranks
-    def rank(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, sequence: bool | None = None) -> Rank | str:
+    def rank(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST) -> Rank | str:
         """The priced, folded program of one rank, or why there is none. Splits into micro-batches of one size share it. batch: the
-        global one; of another than the program's own only what is priced can be told. sequence: the form of the tensor axis, as in
-        `Pins.sequence_parallel`."""
+        global one; of another than the program's own only what is priced can be told. form: of the tensor axis."""
         split = self._split_of(mesh, count, batch)
         if isinstance(split, str):
             return split
         size = (batch or 1) // mesh.dp // count
         contended = self.pricer(mesh).contended
-        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed)
-        key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), sequence, *priced_by)
+        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed, recipe.stops_early)
+        key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), form, *priced_by)
         if key not in self._rank:
-            self._rank[key] = self._build(mesh, split, recipe, sequence)
+            self._rank[key] = self._build(mesh, split, recipe, form)
         found = self._rank[key]
         return found if isinstance(found, str) else dataclasses.replace(found, mesh=mesh, micro_batches=count)
 
     def _placed(self, mesh: Mesh) -> tuple[int, ...]:
         """How the axes whose collectives stand in a rank's program lie over nodes."""
-        return (self.pricer(mesh).per_node("tp"), self.pinned_tp, mesh.dp if mesh.dp > 1 and self._exchanges else 0)
+        return (self.pricer(mesh).per_node("tp"), mesh.dp if mesh.dp > 1 and self._exchanges else 0)
 
     @property
     def _exchanges(self) -> bool:
@@ -174,7 +176,7 @@ class Store:
             return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(mesh.dp, 2)} ranks"
         return dp, parts // dp
 
-    def _build(self, mesh: Mesh, split: Split, recipe: Recipe, sequence: bool | None) -> Rank | str:
+    def _build(self, mesh: Mesh, split: Split, recipe: Recipe, form: Form) -> Rank | str:
         moments = self.moments(*split)
         if isinstance(moments, str):
             return moments
@@ -182,9 +184,9 @@ class Store:
         tensor, outcomes = None, data[2]
         if mesh.tp > 1:
             try:
-                tensor, outcome = self.on_tensor_axis(mesh, moments.body, sequence)
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, form)
             except Infeasible as e:
-                return self._not_cut(mesh, e, sequence)
+                return self._not_cut(mesh, e, form.sequence)
             outcomes = (*outcomes, outcome)
         return self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe)
 
@@ -204,7 +206,7 @@ class Store:
             outcomes=outcomes, micro_batches=split[1], made_for=split,
         )  # fmt: skip
 
-    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, sequence: bool | None = None) -> Rank | str:
+    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST) -> Rank | str:
         """The rank of the program as it is: its tensor axis solved for its own micro-batch, unfolded onto every layer. NotAlike if that
         is not possible."""
         split = self._split_of(mesh, count, batch)
@@ -218,9 +220,9 @@ class Store:
         if mesh.tp > 1:
             try:
                 own = (batch or 1) == (self.program.batch_size or 1)
-                tensor, outcome = self.on_tensor_axis(mesh, moments.body, sequence, exactly=own)
+                tensor, outcome = self.on_tensor_axis(mesh, moments.body, form, exactly=own)
             except Infeasible as e:
-                return self._not_cut(mesh, e, sequence)
+                return self._not_cut(mesh, e, form.sequence)
             outcomes = (*outcomes, outcome)
         if self.folded is self.program:
             return dataclasses.replace(self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe), micro_batches=count)
@@ -235,36 +237,40 @@ class Store:
 
     # -------------------------------------------------------------------------------------------------- the tensor axis
     def on_tensor_axis(
-        self, mesh: Mesh, body: Program, sequence: bool | None = None, *, exactly: bool = False
+        self, mesh: Mesh, body: Program, form: Form = FASTEST, *, exactly: bool = False
     ) -> tuple[Assignment, Outcome]:
         """The tensor axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         names = frozenset(op.name for op in body.ops)
-        key = (body.batch_size or 0, mesh.tp, self.pricer(mesh).per_node("tp"), sequence, self.pinned_tp, names)
+        key = (body.batch_size or 0, mesh.tp, self.pricer(mesh).per_node("tp"), form, names)
         if key in self._tensor:
             return self._tensor[key]
         if not exactly:
             for known_key, known in self._tensor.items():
                 if known_key[1:] == key[1:] and _fits(known[0], body):
                     return known
-        problem = self._tensor_problem(mesh, body, sequence)
-        solution = self._solve_tensor(problem)
+        problem = self._tensor_problem(mesh, body, form)
+        solution = self._solve_tensor(problem, form)
         self._tensor[key] = (solution.assignment, solution.outcome)
         return self._tensor[key]
 
-    def _tensor_problem(self, mesh: Mesh, body: Program, sequence: bool | None) -> AxisProblem:
+    def _tensor_problem(self, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
         leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(body, "tp").items()}
         problem = self.timed("strategies", lambda: tensor_problem(body, mesh.tp, self.pricer(mesh), self.optimizer, leaves))
-        if sequence is None:
+        states = 2 + OPTIMIZERS[self.optimizer]  # of each byte of a parameter: itself, its gradient, the optimizer's
+        problem = dataclasses.replace(
+            problem, memory_price_s_per_byte=form.byte_s, state_price_s_per_byte=problem.state_price_s_per_byte + states * form.byte_s
+        )
+        if form.sequence is None:
             return problem
         cut = with_matrices_cut(problem.choices, problem.params)
-        return dataclasses.replace(problem, choices=cut, sequence_parallel=sequence)
+        return dataclasses.replace(problem, choices=cut, sequence_parallel=form.sequence)
 
-    def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
-        """The fastest assignment. If the axis is pinned, on a model so small that splitting its work costs more than doing it on every
-        rank, the fastest of those that split every heavy operator that can be, which is what the pin asks for."""
+    def _solve_tensor(self, problem: AxisProblem, form: Form) -> AxisSolution:
+        """The best assignment of a form. One that splits, of a model so small that splitting its work costs more than doing it on every
+        rank, is the best of those that split every heavy operator that can be."""
         best = self._solved("tensor axis", problem, 5e-3)
-        if problem.sequence_parallel is not None or not self.pinned_tp:
+        if not form.split:
             return best
         heavy = {key: g for key, g in problem.choices.groups.items() if g.op is not None and is_heavy(g.op.target)}
         idle = [key for key, g in heavy.items() if any(s.splits_work for s in g.strategies) and not _chosen(best, problem, key).splits_work]
@@ -274,7 +280,7 @@ class Store:
         split = objective_of(problem, lambda key: _chosen(most, problem, key))
         if split < objective_of(problem, lambda key: problem.choices.groups[key].strategies[0]):
             return best
-        self.notes[f"tp={problem.n}: splitting this model's work costs more in communication than it saves"] = None
+        self.split_notes[f"tp={problem.n}: splitting this model's work costs more in communication than it saves"] = None
         busy = with_work_split(problem.choices, lambda key: _chosen(most, problem, key))
         return self._solved("tensor axis", dataclasses.replace(problem, choices=busy), 5e-3)
 

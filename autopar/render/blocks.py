@@ -2,7 +2,8 @@
 
 Calls share a function if their operators, wiring, constants and result types are equal. Values from outside the span
 are numbered in order of first use. Such a value is looked up inside the function, as w[...], if in every call it is the
-weight of the same name under the call's own prefix; all others are arguments.
+weight of the same name under the call's own prefix; all others are arguments. What of a block runs again in backward is a
+function of its own, which the block's function calls.
 """
 
 from __future__ import annotations
@@ -11,30 +12,33 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import RenderError
-from autopar.ir import Arg, BlockCall, Layout, Lowered, Op, Ref, StageProgram, refs
+from autopar.ir import Arg, BlockCall, Layout, Lowered, Op, Ref, Span, StageProgram, refs
 
 __all__ = ["BlockFunction", "Call", "agreed_layouts", "block_functions", "relative"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One block call: its operators, the values it takes (in order of first use) and those that are used after it."""
+    """One block call, or a part of one: its operators, the values it takes (in order of first use) and those that are used after it.
+    parts: of it that run again in backward, each with its first operator, counted from the call's first."""
 
     stage: int
     call: BlockCall
     ops: tuple[Op, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    parts: tuple[tuple[int, Call], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFunction:
     """One function for several calls; the first call is the one that is written. arguments: positions in `takes` that are
-    passed; the other positions are weights, looked up in the function."""
+    passed; the other positions are weights, looked up in the function. parts: the functions of the calls' parts."""
 
     name: str
     calls: tuple[Call, ...]
     arguments: tuple[int, ...]
+    parts: tuple[BlockFunction, ...] = ()
 
     @property
     def uses_weights(self) -> bool:
@@ -57,9 +61,14 @@ def block_functions(lowered: Lowered, weights: Mapping[str, str]) -> tuple[Block
     for stage in lowered.stages:
         for call in _calls(stage):
             alike.setdefault(_key(call, lowered), []).append(call)
-    return tuple(
-        BlockFunction(name=f"block_{n}", calls=tuple(calls), arguments=_arguments(calls, weights)) for n, calls in enumerate(alike.values())
+    return tuple(_function(f"block_{n}", calls, weights) for n, calls in enumerate(alike.values()))
+
+
+def _function(name: str, calls: list[Call], weights: Mapping[str, str]) -> BlockFunction:
+    parts = tuple(
+        _function(f"{name}_again_{n}", [call.parts[n][1] for call in calls], weights) for n in range(len(calls[0].parts))
     )
+    return BlockFunction(name=name, calls=tuple(calls), arguments=_arguments(calls, weights), parts=parts)
 
 
 def agreed_layouts(function: BlockFunction, layouts: Mapping[str, Mapping[str, Layout]]) -> dict[str, dict[str, Layout]]:
@@ -84,13 +93,23 @@ def _calls(stage: StageProgram) -> Iterable[Call]:
     for index, op in enumerate(stage.ops):
         for value in refs(op):
             readers.setdefault(value, set()).add(index)
-    for call in sorted(stage.calls, key=lambda c: c.span.start):
-        ops = stage.ops[call.span.start : call.span.stop]
+
+    def of(call: BlockCall, span: Span, parts: tuple[tuple[int, Call], ...] = ()) -> Call:
+        ops = stage.ops[span.start : span.stop]
         made = [o for op in ops for o in op.outputs if o is not None]
         inside = set(made)
         takes = dict.fromkeys(value for op in ops for value in refs(op) if value not in inside)
-        gives = [o for o in made if o in kept or any(i not in call.span for i in readers.get(o, ()))]
-        yield Call(stage=stage.index, call=call, ops=ops, takes=tuple(takes), gives=tuple(gives))
+        gives = [o for o in made if o in kept or any(i not in span for i in readers.get(o, ()))]
+        return Call(stage=stage.index, call=call, ops=ops, takes=tuple(takes), gives=tuple(gives), parts=parts)
+
+    for call in sorted(stage.calls, key=lambda c: c.span.start):
+        start, parts, free_from = call.span.start, [], 0
+        for s in () if call.recomputed_whole else call.recompute:
+            if not free_from <= s.start < s.stop <= len(call.span):
+                raise RenderError(f"block call {call.prefix!r} of stage {stage.index} runs {s} again, which overlaps or is out of range")
+            free_from = s.stop
+            parts.append((s.start, of(call, Span(start + s.start, start + s.stop))))
+        yield of(call, call.span, tuple(parts))
 
 
 def _key(call: Call, lowered: Lowered) -> Hashable:
@@ -110,7 +129,8 @@ def _key(call: Call, lowered: Lowered) -> Hashable:
         results = tuple(None if o is None else str(types.get(o)) for o in op.outputs)
         return (op.target, place(op.args), tuple((k, place(v)) for k, v in op.kwargs), results, op.multi, op.no_grad)
 
-    return (call.call.block, tuple(map(describe, call.ops)), tuple(made[value] for value in call.gives))
+    parts = tuple((start, len(part.ops)) for start, part in call.parts)
+    return (call.call.block, tuple(map(describe, call.ops)), tuple(made[value] for value in call.gives), parts)
 
 
 def _arguments(calls: list[Call], weights: Mapping[str, str]) -> tuple[int, ...]:

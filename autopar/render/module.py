@@ -180,25 +180,36 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------------------- blocks
     def block(self, function: BlockFunction) -> str:
+        """The function, behind those of its parts."""
         first = function.calls[0]
         facts = dataclasses.replace(self.facts, layouts=agreed_layouts(function, self.facts.layouts))
         writer = Function(facts, self.weights, prefix=first.call.prefix)
         arguments = [writer.argument(first.takes[p]) for p in function.arguments]
-        body = writer.write([Item.of(op) for op in first.ops], first.gives)
+        items: list[Item] = []
+        done = 0
+        for part, (start, call) in zip(function.parts, first.parts, strict=True):
+            items += map(Item.of, first.ops[done:start])
+            items.append(self._item(part, call, "w", again=True))
+            done = start + len(call.ops)
+        body = writer.write([*items, *map(Item.of, first.ops[done:])], first.gives)
         prefixes = list(dict.fromkeys(comment_text(c.call.prefix) for c in function.calls))
+        before = "".join(f"{self.block(part)}\n\n" for part in function.parts)
         signature = _definition(function.name, ("w", "mesh", *arguments), depth=0)
         results = tuple(map(writer.source, first.gives))
         returned = _returned(results, depth=1) if results else []
-        return "\n".join((*_wrapped(prefixes), *signature, *(body or [f"{INDENT}pass"]), *returned)) + "\n"
+        return before + "\n".join((*_wrapped(prefixes), *signature, *(body or [f"{INDENT}pass"]), *returned)) + "\n"
 
     def _call_item(self, function: BlockFunction, call: Call) -> Item:
         prefix = call.call.prefix
+        return self._item(function, call, f"w.at({string(prefix)})" if prefix else "w", again=call.call.recomputed_whole)
+
+    def _item(self, function: BlockFunction, call: Call, weights: str, *, again: bool) -> Item:
+        """A call of a block's function. weights: the expression that it is given as w; again: it runs again in backward."""
         takes = tuple(call.takes[p] for p in function.arguments)
 
         def code(source: Callable[[str], str]) -> Code:
-            weights = f"w.at({string(prefix)})" if prefix else "w"
             arguments = (weights, "mesh", *map(source, takes))
-            if call.call.recompute:
+            if again:
                 return Code("recompute(", (function.name, *arguments), ")")
             return Code(f"{function.name}(", arguments, ")")
 

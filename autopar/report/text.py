@@ -43,15 +43,24 @@ def _heading(plan: Plan) -> str:
     )
 
 
+def _recomputed(plan: Plan, blocks: str) -> list[tuple[str, str]]:
+    whole = [path for stage in plan.stages for path in stage.recomputed]
+    part = [path for stage in plan.stages for path in stage.selective]
+    lines = [("recompute", f"{len(whole)} of {blocks}: {_ranges(whole)}")] if whole else []
+    if part:
+        lines.append(("recompute in part", f"{len(part)} of {blocks}: {_ranges(part)}"))
+        lines += [("", f"of each: {', '.join(mode.operators)}") for mode in plan.modes if mode.name == "selective"]
+    return lines or [("recompute", "none")]
+
+
 def _choice(plan: Plan) -> str:
     axes = [f"{axis}={plan.mesh[axis]} ({words})" for axis, words in AXES.items() if plan.mesh[axis] > 1]
     blocks = [path for stage in plan.stages for path in stage.blocks]
-    recomputed = [path for stage in plan.stages for path in stage.recomputed]
     lines = [
         ("mesh", ", ".join(axes) or "one rank, nothing is split"),
         ("micro-batches", f"{plan.micro_batches}" + (f", schedule {plan.schedule}" if plan.mesh["pp"] > 1 else "")),
         ("parameters", _resting(plan)),
-        ("recompute", f"{len(recomputed)} of {_count(len(blocks), 'block')}: {_ranges(recomputed)}" if recomputed else "none"),
+        *_recomputed(plan, _count(len(blocks), "block")),
     ]
     if plan.mesh["tp"] > 1:
         lines.append(("split by tp", f"{plan.tensor_split_share:.1%} of the FLOPs"))

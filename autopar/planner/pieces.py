@@ -1,0 +1,168 @@
+"""The pieces of one rank's program, each with its modes: seconds, and bytes as liveness counts them.
+
+A storage that several pieces keep counts at the first of them; a parameter at the first that reads it, its gradient at the last, where
+backward makes it first. A stage that begins behind them holds them too (`Piece.received_bytes`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir import Span
+from autopar.planner.liveness import Activity, Arriving, Liveness, PieceBytes
+from autopar.planner.modes import Mode, again_s, spans_at_prices
+from autopar.planner.price import Ledger
+from autopar.planner.stage_account import Piece
+from autopar.planner.stages import Cuts, Pieces, Segment, recomputable
+from autopar.planner.units import Units
+
+__all__ = ["AtRest", "PieceMaker"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AtRest:
+    """Bytes of some parameters on one rank: at rest with optimizer states, beyond that while passes run, and beyond that in the update."""
+
+    rest: float
+    passing: float
+    update: float
+
+
+@dataclass(kw_only=True)
+class PieceMaker:
+    """seconds: (forward, backward) of every segment. activity: of the whole program, whose gradients and units pieces share. at_rest: of
+    the parameters that first appear in each segment; reads: all that each reads; trains: whether one of them is trained.
+    reduced: values whose gradients are copied for a reduction at the end."""
+
+    ledger: Ledger
+    cuts: Cuts
+    segments: Pieces
+    activity: Activity
+    seconds: Sequence[tuple[float, float]]
+    at_rest: Sequence[AtRest]
+    reads: Sequence[Collection[str]]
+    trains: Sequence[bool]
+    reduced: Collection[str]
+    recompute: str
+    _spans: dict[int, list[tuple[Span, ...]]] = field(default_factory=dict)
+    _again: dict[tuple[int, tuple[Span, ...]], float] = field(default_factory=dict)
+    _bytes: dict[tuple[object, ...], PieceBytes] = field(default_factory=dict)
+
+    @property
+    def liveness(self) -> Liveness:
+        return self.ledger.liveness
+
+    def pieces(self) -> tuple[Piece, ...]:
+        every = self.segments.segments
+        kept = [self.liveness.kept(x.span) for x in every]
+        first: dict[str, int] = {}
+        for k, storages in enumerate(kept):
+            for x in storages:
+                first.setdefault(x, k)
+        received = self._received(kept, first)
+        units = self.liveness.units(self.activity)
+        last = {v: k for k, own in enumerate(self.reads) for v in own}
+        found: list[Piece] = []
+        arriving = Arriving.of((self.ledger.program.loss,), self.ledger.program)
+        for k in reversed(range(len(every))):
+            segment, (forward_s, backward_s), rest = every[k], self.seconds[k], self.at_rest[k]
+            own = {v: self.activity.gradients[v] for v in self.reads[k] if last[v] == k and v in self.activity.gradients}
+            made = {v: rests if v in self.activity.at_once else made for v, (made, rests) in own.items()}
+            before = {x for x in kept[k] if first[x] < k}
+            found.append(
+                Piece(
+                    forward_s=forward_s, backward_s=backward_s, rest_bytes=rest.rest, passing_bytes=rest.passing, update_bytes=rest.update,
+                    gradient_bytes=0.0 if self.activity.accumulates else float(sum(made.values())),
+                    reduced_bytes=float(sum(self._copied(v) for v in own if v in self.reduced)),
+                    received_bytes=received[k], sent_bytes=self._sent(k, first), trains=self.trains[k],
+                    modes=self._modes(segment, own, before, units, arriving),
+                )
+            )  # fmt: skip
+        return tuple(found[-1 - k] for k in self.segments.order)
+
+    def _copied(self, value: str) -> int:
+        """Bytes beside a gradient while a bucket at the end of a step is sent: the copy, and the part that is made of it."""
+        made, rests = self.activity.gradients[value]
+        if value in self.activity.at_once:
+            return 2 * made
+        return made + (rests if value in self.activity.scattered else 0)
+
+    def _sends(self, k: int) -> tuple[str, ...]:
+        stop = self.segments.segments[k].span.stop
+        return self.cuts.crossing.get(stop, (self.ledger.program.loss,))
+
+    def _received(self, kept: Sequence[Mapping[str, int]], first: Mapping[str, int]) -> list[float]:
+        found = []
+        behind: dict[str, int] = {}
+        for k in range(len(kept) - 1, -1, -1):
+            behind |= kept[k]
+            start = self.segments.segments[k].span.start
+            held = {x: n for x, n in behind.items() if first[x] < k}
+            held |= {x: n for x, n in self.liveness.crossing(self.cuts.crossing.get(start, ())).items() if first.get(x, -1) < k}
+            found.append(float(sum(held.values())))
+        return found[::-1]
+
+    def _sent(self, k: int, first: Mapping[str, int]) -> float:
+        storages = self.liveness.crossing(self._sends(k))
+        return float(sum(n for x, n in storages.items() if first.get(x, k + 1) > k))
+
+    def _modes(
+        self, segment: Segment, own: Mapping[str, tuple[int, int]], before: set[str], units: Units, arriving: Arriving
+    ) -> tuple[Mode, ...]:
+        """Of a segment; own: the gradients that are counted at it; before: what earlier ones keep of what it keeps; arriving: the
+        gradients that those behind it leave, and then those that it leaves."""
+        span = segment.span
+        first = arriving.copy()
+        choices: list[tuple[str, tuple[Span, ...]]] = [("none", ())]
+        if self.recompute != "none" and segment.block >= 0 and recomputable(self.ledger.program, segment.span):
+            if self.recompute in ("auto", "selective"):
+                choices += [("selective", spans) for spans in self._selective(segment)]
+            if self.recompute in ("auto", "full"):
+                choices.append(("full", (Span(0, len(span)),)))
+        modes: list[Mode] = []
+        for name, offsets in choices:
+            spans = tuple(Span(span.start + s.start, span.start + s.stop) for s in offsets)
+            b = self._of(segment, spans, own, before, units, arriving if not spans else first.copy())
+            mode = Mode(
+                name=name, again_s=sum(self._again_s(segment, s) for s in spans), kept_bytes=float(sum(b.kept.values())),
+                forward_bytes=float(b.forward), backward_bytes=float(b.backward), later_bytes=float(b.later), spans=offsets,
+            )  # fmt: skip
+            if not modes or mode.kept_bytes < modes[0].kept_bytes:
+                modes.append(mode)
+        return tuple(modes)
+
+    def _selective(self, segment: Segment) -> list[tuple[Span, ...]]:
+        """Spans of a block's operators, counted from its first; once for a block."""
+        if segment.block not in self._spans:
+            start = segment.span.start
+            found = spans_at_prices(self.ledger, self.liveness, segment.span)
+            self._spans[segment.block] = [tuple(Span(s.start - start, s.stop - start) for s in spans) for spans in found]
+        return self._spans[segment.block]
+
+    def _again_s(self, segment: Segment, span: Span) -> float:
+        offset = Span(span.start - segment.span.start, span.stop - segment.span.start)
+        key = (segment.block, (offset,))
+        if key not in self._again:
+            self._again[key] = again_s(self.ledger, self.liveness, span)
+        return self._again[key]
+
+    def _of(
+        self, segment: Segment, spans: tuple[Span, ...], own: Mapping[str, tuple[int, int]], before: set[str], units: Units,
+        arriving: Arriving,
+    ) -> PieceBytes:  # fmt: skip
+        """What liveness says; once for instances of a block that keep as much."""
+        a, live = self.activity, self.liveness
+        kept = live.kept(segment.span, spans)
+        shared = sum(n for x, n in kept.items() if x in before)
+        offsets = tuple(s.start - segment.span.start for s in spans), tuple(s.stop - segment.span.start for s in spans)
+        gathered = sum(units.forward.get(k, 0) + units.backward.get(k, 0) for k in range(segment.span.start, segment.span.stop))
+        key = (segment.block, offsets, sum(kept.values()), shared, sum(map(sum, own.values())), arriving.total, gathered)
+        if segment.block < 0 or key not in self._bytes or not spans:
+            activity = dataclasses.replace(
+                a, span=segment.span, recomputed=spans, receives=(), sends=(), gradients=own, reduced=(), scattered=(),
+                at_once=[v for v in own if v in a.at_once], where_used={v: n for v, n in a.where_used.items() if v in own},
+            )  # fmt: skip
+            self._bytes[key] = live.piece(activity, units, before, arriving)
+        return self._bytes[key]

@@ -1,0 +1,43 @@
+"""What is made of the whole batch once a step, before its micro-batches: its seconds, and the bytes that stay until the step ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.ir import TensorType, refs
+from autopar.measure import Pricer
+from autopar.planner.candidate import Rank
+
+__all__ = ["prologue_bytes", "prologue_s"]
+
+
+def prologue_bytes(rank: Rank) -> int:
+    """Of the results that the micro-batches read, whole or in slices."""
+    moments = rank.moments
+    return sum(_whole(rank, v, moments.prologue_types).nbytes for v in moments.prologue_outputs)
+
+
+def prologue_s(rank: Rank, pricer: Pricer) -> float:
+    """The device's time, or the host's to issue it, whichever is longer. Nothing of it is differentiated."""
+    moments = rank.moments
+    if not moments.prologue:
+        return 0.0
+    known = {**moments.body.types, **moments.prologue_types}
+    read = {r for op in moments.prologue for r in refs(op)} | set(moments.prologue_types)
+    program = moments.body.replace(types={v: _whole(rank, v, known) for v in read})
+    costs = [pricer.op(op, program) for op in moments.prologue]
+    return max(sum(c.forward_s for c in costs), sum(c.host_s[0] for c in costs))
+
+
+def _whole(rank: Rank, value: str, types: Mapping[str, TensorType]) -> TensorType:
+    """The type of a value of the whole step: as the micro-batches read it, all together. Of a batch of another size than the program's,
+    whose micro-batches were made for another split, what has a first dim for its samples is taken to have that for the other batch too."""
+    body, made_for = rank.moments.body, rank.made_for[1]
+    layout = body.layouts.get("time", {}).get(value)
+    t, dim, times = types[value], 0, 1.0
+    if layout is not None and layout.is_shard and value in body.types:
+        t, dim, times = body.types[value], layout.dim, rank.micro_batches
+    elif rank.micro_batches != made_for and t.shape and t.shape[0] % ((body.batch_size or 1) * made_for) == 0:
+        times = rank.micro_batches / made_for
+    return dataclasses.replace(t, shape=tuple(round(n * times) if d == dim else n for d, n in enumerate(t.shape)))

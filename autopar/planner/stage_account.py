@@ -1,0 +1,295 @@
+"""The memory of one stage from the account of its pieces, and the modes in which its pieces fit.
+
+Beside what rests, a stage needs most at one of these moments (liveness.Liveness.peak goes through them operator by operator):
+
+    first     while backward of the first micro-batch is in piece k: what the others in flight keep, what pieces before k keep, what k
+              needs, and the gradients of the pieces behind it
+    later     the same with all gradients there, if there are several micro-batches
+    forward   while a forward pass is in piece k
+    end       all gradients, and the last bucket of them
+    update    the optimizer's
+
+Of equal pieces that follow one another those that keep least come first: what runs again late in the stage runs beside all that is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.planner.modes import Mode
+
+__all__ = ["Account", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes"]
+
+NODES = 1000  # of the search for the modes of one stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What lies between two places for cuts. forward_s, backward_s: of one micro-batch, nothing running again. rest_bytes: parameters and
+    optimizer states of what first appears in it; passing_bytes: of them, beyond that while passes run; gradient_bytes: of them as backward
+    makes them, reduced_bytes: of those that a reduction copies; update_bytes: of what the optimizer's update needs beside what rests.
+    received_bytes, sent_bytes: of what a stage that begins or ends here holds for its neighbour and nothing else keeps. trains: it reads
+    a trainable parameter. modes: in which it can run; in the first of them nothing runs again."""
+
+    forward_s: float
+    backward_s: float
+    rest_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    update_bytes: float = 0.0
+    received_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    trains: bool = True
+    modes: tuple[Mode, ...] = (Mode(name="none"),)
+
+    def in_mode(self, mode: Mode) -> Piece:
+        """The piece with this mode alone."""
+        return replace(self, modes=(mode,))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.forward_s, self.backward_s, self.rest_bytes, self.gradient_bytes, self.sent_bytes, self.trains, self.modes[:1]))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Equal pieces that follow one another. modes: those that are allowed, as indices of the piece's, the one that keeps least first."""
+
+    piece: Piece
+    count: int
+    modes: tuple[int, ...]
+
+
+def allowed(modes: Sequence[Mode], recompute: str) -> tuple[int, ...]:
+    """The modes of a kind ('auto': any), as indices, the one that keeps least first; where a piece has none of the kind, the first one."""
+    named = [k for k, m in enumerate(modes) if recompute in ("auto", m.name)]
+    return tuple(sorted(named or [0], key=lambda k: (modes[k].kept_bytes, modes[k].again_s)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """A stage. in_flight: micro-batches whose activations it holds."""
+
+    runs: tuple[Run, ...]
+    in_flight: int
+    micro_batches: int
+
+    def bytes(self, counts: Sequence[Sequence[int]]) -> float:
+        """The most of a step, if so many pieces of each run are in its modes."""
+        runs, others = self.runs, self.in_flight - 1
+        bound = runs[0].piece.received_bytes + runs[-1].piece.sent_bytes
+        rest = passing = gradients = reduced = update = held = 0.0
+        for run, of in zip(runs, counts, strict=True):
+            p, n = run.piece, run.count
+            rest, passing, gradients = rest + n * p.rest_bytes, passing + n * p.passing_bytes, gradients + n * p.gradient_bytes
+            reduced, update = reduced + n * p.reduced_bytes, update + n * p.update_bytes
+            held += sum(c * p.modes[m].kept_bytes for m, c in zip(run.modes, of, strict=True))
+        whole = held + bound
+        m = self.micro_batches
+        later = others if m > self.in_flight else max(others - 1, 0)
+        base_first, base_later = others * whole, later * whole + gradients
+        most = gradients + reduced
+        before, behind = 0.0, gradients
+        for run, of in zip(runs, counts, strict=True):
+            p = run.piece
+            for k, c in zip(run.modes, of, strict=True):
+                if not c:
+                    continue
+                mode = p.modes[k]
+                first, last = before, before + (c - 1) * mode.kept_bytes
+                most = max(
+                    most,
+                    base_first + last + mode.forward_bytes,
+                    base_first + bound + first + mode.backward_bytes + behind - p.gradient_bytes,
+                    base_first + bound + last + mode.backward_bytes + behind - c * p.gradient_bytes,
+                )
+                if m > 1:
+                    most = max(most, base_later + bound + last + mode.later_bytes)
+                    if m > 2 or m <= self.in_flight:
+                        most = max(most, base_later + last + mode.forward_bytes)
+                before, behind = before + c * mode.kept_bytes, behind - c * p.gradient_bytes
+        return rest + max(most + passing, update)
+
+
+def stage_bytes(pieces: Sequence[Piece], modes: Sequence[int], in_flight: int, micro_batches: int) -> float:
+    """The most that a stage of these pieces in these modes needs at any moment."""
+    runs = tuple(Run(piece=p, count=1, modes=(m,)) for p, m in zip(pieces, modes, strict=True))
+    return Account(runs=runs, in_flight=in_flight, micro_batches=micro_batches).bytes([(1,)] * len(runs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageModes:
+    """again_s: seconds of what runs again, beyond the least of each piece's modes; counts: of each run, how many pieces are in which of its
+    modes; slack_s: by how much that may be slower than the best, where the search was cut short."""
+
+    again_s: float
+    counts: tuple[tuple[int, ...], ...]
+    slack_s: float = 0.0
+
+
+def stage_modes(account: Account, limit_bytes: float, nodes: int = NODES) -> StageModes | None:
+    """The fastest modes with which a stage fits; None if there are none. Branch and bound over how many pieces of each run are in which
+    mode, from what steps along the runs' convex hulls give, the cheapest byte first."""
+    return _Search(account, limit_bytes, nodes).best()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """From one mode of a run's hull to the next one: seconds more, bytes fewer, of each piece."""
+
+    run: int
+    source: int
+    target: int
+    seconds: float
+    nbytes: float
+
+
+class _Search:
+    def __init__(self, account: Account, limit_bytes: float, nodes: int) -> None:
+        self.account, self.limit_bytes, self.nodes = account, limit_bytes, nodes
+        self.extra = []  # of each run: seconds of each mode beyond the fastest one
+        for run in account.runs:
+            seconds = [run.piece.modes[m].again_s for m in run.modes]
+            self.extra.append([s - min(seconds) for s in seconds])
+        self.visited = 0
+        self.found: tuple[float, tuple[tuple[int, ...], ...]] | None = None
+
+    def best(self) -> StageModes | None:
+        runs = self.account.runs
+        fastest = [max(k for k, s in enumerate(e) if s == 0) for e in self.extra]
+        counts = [[run.count if k == fast else 0 for k in range(len(run.modes))] for run, fast in zip(runs, fastest, strict=True)]
+        if self.account.bytes(counts) <= self.limit_bytes:
+            return StageModes(again_s=0.0, counts=tuple(map(tuple, counts)))
+        if all(len(run.modes) == 1 for run in runs):
+            return None
+        self.steps = self._steps(fastest)
+        self._along_the_hulls(counts)
+        self._critical(fastest)
+        least_s = self._least_s(0, [run.count for run in runs], self.need)
+        if math.isinf(least_s):
+            return None
+        if self.found is None or self.found[0] > least_s * (1 + 1e-9):
+            self._take(0, 0, runs[0].count, 0.0, self.need, [])
+        if self.found is None:
+            return None
+        slack_s = max(0.0, self.found[0] - least_s) if self.visited > self.nodes else 0.0
+        return StageModes(again_s=self.found[0], counts=self.found[1], slack_s=slack_s)
+
+    def _steps(self, fastest: Sequence[int]) -> list[_Step]:
+        """Of every run's lower hull over (bytes freed, seconds), the cheapest byte first."""
+        steps: list[_Step] = []
+        for r, run in enumerate(self.account.runs):
+            kept = [run.piece.modes[m].kept_bytes for m in run.modes]
+            at = fastest[r]
+            while True:
+                ahead = [k for k in range(len(kept)) if kept[k] < kept[at] and self.extra[r][k] >= self.extra[r][at]]
+                if not ahead:
+                    break
+                then = min(ahead, key=lambda k: ((self.extra[r][k] - self.extra[r][at]) / (kept[at] - kept[k]), kept[k]))
+                steps.append(_Step(r, at, then, self.extra[r][then] - self.extra[r][at], kept[at] - kept[then]))
+                at = then
+        return sorted(steps, key=lambda x: (x.seconds / x.nbytes, x.run))
+
+    def _along_the_hulls(self, counts: list[list[int]]) -> None:
+        """The first that fits, of what steps along the hulls give one after the other."""
+        runs = self.account.runs
+        total = sum(runs[step.run].count for step in self.steps)
+
+        def after(taken: int) -> list[list[int]]:
+            found = [list(c) for c in counts]
+            for step in self.steps:
+                n = min(taken, runs[step.run].count)
+                found[step.run][step.source] -= n
+                found[step.run][step.target] += n
+                taken -= n
+            return found
+
+        low, high = 1, total
+        while low < high:
+            middle = (low + high) // 2
+            if self.account.bytes(after(middle)) <= self.limit_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        self._offer(after(low))
+
+    def _offer(self, counts: Sequence[Sequence[int]]) -> None:
+        seconds = sum(n * s for of, extra in zip(counts, self.extra, strict=True) for n, s in zip(of, extra, strict=True))
+        if (self.found is None or seconds < self.found[0]) and self.account.bytes(counts) <= self.limit_bytes:
+            self.found = seconds, tuple(map(tuple, counts))
+
+    def _critical(self, fastest: Sequence[int]) -> None:
+        """The moment that is most over the limit, whatever the mode of the piece in which it is, if nothing else runs again; how many
+        bytes too many it has; and how often a byte that a run does not keep counts there."""
+        a = self.account
+        m, others = a.micro_batches, a.in_flight - 1
+        kept = [run.piece.modes[run.modes[fast]].kept_bytes for run, fast in zip(a.runs, fastest, strict=True)]
+        bound = a.runs[0].piece.received_bytes + a.runs[-1].piece.sent_bytes
+        whole = sum(n.count * x for n, x in zip(a.runs, kept, strict=True)) + bound
+        rest = sum(r.count * (r.piece.rest_bytes + r.piece.passing_bytes) for r in a.runs)
+        gradients = sum(r.count * r.piece.gradient_bytes for r in a.runs)
+        self.need, self.weights = 0.0, [0.0] * len(a.runs)
+        before, behind = 0.0, gradients
+        for r, run in enumerate(a.runs):
+            modes = [run.piece.modes[k] for k in run.modes]
+            before += run.count * kept[r]
+            behind -= run.count * run.piece.gradient_bytes
+            last = before - kept[r]  # of the last piece of the run itself, nothing is counted but what it needs
+            options = [(others, others * whole + bound + last + min(x.backward_bytes for x in modes) + behind)]
+            if m > 1:
+                later = others if m > a.in_flight else max(others - 1, 0)
+                options.append((later, later * whole + bound + last + min(x.later_bytes for x in modes) + gradients))
+            for times, nbytes in options:
+                if rest + nbytes - self.limit_bytes > self.need:
+                    self.need = rest + nbytes - self.limit_bytes
+                    self.weights = [float(times + (k <= r)) for k in range(len(a.runs))]
+
+    def _least_s(self, run: int, left: Sequence[int], need: float) -> float:
+        """Below the seconds of what comes to `need` bytes, of so many pieces of this run and those behind it, parts of pieces included."""
+        found = 0.0
+        for step in self.steps if need > 0 else ():
+            if step.run < run or not self.weights[step.run]:
+                continue
+            nbytes = self.weights[step.run] * step.nbytes * left[step.run]
+            if need <= nbytes:
+                return found + step.seconds * left[step.run] * need / nbytes
+            found, need = found + step.seconds * left[step.run], need - nbytes
+        return found if need <= 0 else math.inf
+
+    def _take(self, r: int, k: int, left: int, seconds: float, need: float, counts: list[list[int]]) -> None:
+        """Decide how many pieces of run r are in its k-th mode, the others being in later ones."""
+        runs = self.account.runs
+        self.visited += 1
+        if self.visited > self.nodes:
+            return
+        if r == len(runs):
+            self._offer(counts)
+            return
+        run, extra = runs[r], self.extra[r]
+        lefts = [run.count if q > r else left if q == r else 0 for q, run in enumerate(runs)]
+        least_s = seconds + self._least_s(r, lefts, need)
+        if math.isinf(least_s) or (self.found is not None and least_s >= self.found[0] * (1 - 1e-12)):
+            return
+        head = counts[r] if k else []
+        if k == len(run.modes) - 1:
+            now = [*counts[:r], [*head, left]]
+            freed = self._freed(r, k) * left
+            self._take(r + 1, 0, runs[r + 1].count if r + 1 < len(runs) else 0, seconds + extra[k] * left, need - freed, now)
+            return
+        most = left
+        if self.found is not None and extra[k] > 0:
+            most = min(left, math.ceil((self.found[0] - seconds) / extra[k]))
+        for n in range(most, -1, -1):
+            self._take(r, k + 1, left - n, seconds + extra[k] * n, need - self._freed(r, k) * n, [*counts[:r], [*head, n]])
+
+    def _freed(self, r: int, k: int) -> float:
+        run = self.account.runs[r]
+        most = max((run.piece.modes[m].kept_bytes for m, s in zip(run.modes, self.extra[r], strict=True) if s == 0), default=0.0)
+        return self.weights[r] * (most - run.piece.modes[run.modes[k]].kept_bytes)
