@@ -285,8 +285,11 @@ class Program:
     """A model's forward pass to its scalar loss, in topological order.
 
     types: shape and dtype of every value. mutations: (buffer value, value that it becomes at the end of the forward).
+    outputs: what the user is given beside the loss, as it was when the model returned it (empty unless asked for). own_loss: False if
+    the user makes the loss of the outputs; `loss` is then their sum, and backward begins when all micro-batches have gone forward.
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
-    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split).
+    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split). batched: the inputs
+    that have it there (None: all whose dim 0 has that size).
     layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
     """
 
@@ -298,9 +301,12 @@ class Program:
     loss: str
     types: Mapping[str, TensorType]
     mutations: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+    own_loss: bool = True
     blocks: tuple[Block, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None
+    batched: tuple[str, ...] | None = None
     layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -373,7 +379,8 @@ class BlockCall:
 class StageProgram:
     """What the ranks of one pipeline stage run for one micro-batch. receives and sends: values, in order; the last stage
     sends the loss alone. Cheap operators that several stages need stand in each of them. mutations: of this stage's
-    buffers, at the end of the forward. effects of operators (batch norm's running statistics) need none."""
+    buffers, at the end of the forward. effects of operators (batch norm's running statistics) need none. outputs: those of
+    the program's that this stage makes."""
 
     index: int
     ops: tuple[Op, ...]
@@ -381,6 +388,12 @@ class StageProgram:
     sends: tuple[str, ...]
     calls: tuple[BlockCall, ...] = ()
     mutations: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The values that something reads after the last operator."""
+        return (*self.sends, *self.outputs, *(value for _, value in self.mutations))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.calls import Inputs, left_as_it_was
-from autopar.capture.export import loss_of
+from autopar.capture.export import objective_of
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
 from autopar.errors import CaptureError
@@ -123,7 +123,7 @@ class Regions:
                 forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
                 with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
-                    loss_of(self.model(*args, **kwargs), self.loss)
+                    objective_of(self.model(*args, **kwargs), self.loss, None)
             except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError):
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}

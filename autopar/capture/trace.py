@@ -62,9 +62,9 @@ class Traced:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """What capture knows before the operators are made functional. storages: the identity of the memory behind each value:
-    equal for views of one another. metas: what was traced, of every value (grad only of parameters). tensors: of
+    equal for views of one another. metas: what was traced, of every value (grad only of parameters and inputs). tensors: of
     parameters, buffers and constants. outside: what the code calls a constant that it reads
-    from an attribute, a closure, a global."""
+    from an attribute, a closure, a global. returned: what the model returns beside the loss, where it was asked for."""
 
     name: str
     inputs: tuple[Input, ...]
@@ -74,6 +74,7 @@ class Trace:
     buffer_copies: tuple[tuple[str, str], ...]
     ops: tuple[Traced, ...]
     loss: str
+    returned: tuple[str, ...]
     storages: Mapping[str, int]
     metas: Mapping[str, Meta]
     tensors: Mapping[str, torch.Tensor]
@@ -130,14 +131,16 @@ class _Flattener:
     def run(self) -> Trace:
         params, buffers, copies = self._state()
         env = self._placeholders()
-        (loss,) = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
-        if isinstance(loss, _Symbolic):
-            raise loss.error()
-        assert isinstance(loss, Ref), loss
+        results = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
+        if symbolic := next((x for x in results if isinstance(x, _Symbolic)), None):
+            raise symbolic.error()
+        assert all(isinstance(x, Ref) for x in results), results
+        loss, *returned = (x.name for x in results)
         return Trace(
             name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
-            buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss.name,
-            storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names, notes=self.regions.notes(),
+            buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss,
+            returned=tuple(returned), storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names,
+            notes=self.regions.notes(),
             outside={c.value: path for c in self.constants if (path := self.outside.get(_storage(self.tensors[c.value])))},
         )  # fmt: skip
 
@@ -186,7 +189,7 @@ class _Flattener:
                     self.constant_inputs.append((path, self._arg(spec.arg.value)))
                     continue
                 value = self.names.fresh(node.name)
-                self.metas[value] = meta_of(node.meta["val"])
+                self.metas[value] = meta_of(node.meta["val"], node.meta["val"].requires_grad)
                 self.inputs.append(Input(value=value, path=path))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
