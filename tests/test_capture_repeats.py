@@ -181,7 +181,7 @@ def test_the_program_is_that_of_tracing_every_call(name: str, monkeypatch: pytes
     with monkeypatch.context() as m:
         m.setattr(passes, "flatten", _only_with_stand_ins if found.same else passes.flatten)
         once = capture(model, inputs)
-    monkeypatch.setattr(passes, "repeated", lambda *_: Repeated())
+    monkeypatch.setattr(passes, "repeated", lambda *_, **__: Repeated())
     every = capture(model, inputs)
     assert once.program == every.program
     assert list(once.tensors) == list(every.tensors)

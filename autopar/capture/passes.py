@@ -136,7 +136,7 @@ def _traced(
 ) -> tuple[TracedCall, Trace]:
     """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
     regions = Regions(model, loss, inputs)
-    again = repeated(model, loss, inputs, start)
+    again = repeated(model, loss, inputs, start, outputs=outputs)
     if again.same:
         with contextlib.suppress(CaptureError, NotRepeated):  # which the trace of every call explains
             return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs)

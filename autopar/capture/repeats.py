@@ -102,7 +102,9 @@ def _kinds(x: Any) -> object:
     return type(x), repr(x)
 
 
-def repeated(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs, start: State) -> Repeated:
+def repeated(
+    model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None = False
+) -> Repeated:
     """Of models on the meta device whose submodules have one name each; of others nothing."""
     names = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     if max(names.values()) > 1:  # whose calls torch.export names otherwise
@@ -130,7 +132,7 @@ def repeated(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inp
         with seeded(0, inputs), torch.enable_grad(), as_exported(), own_gradients() as unseen:
             with forwards_replaced({path: noted(path, m.forward, m) for path, m in model.named_modules() if path}, model), record:
                 args, kwargs = copied(inputs)
-                objective_of(model(*args, **kwargs), loss, None)
+                objective_of(model(*args, **kwargs), loss, outputs)
         changes = tuple(start.changes(State.take(model, loss, start)))
     except _FAILURES:
         return Repeated()

@@ -131,8 +131,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     )  # fmt: skip
 
 
-# Of these neither what is computed nor what is saved depends on the device: they have one formula for the derivative, and no kernel that
-# is chosen by the device.
+# Of these neither the work nor what is saved for backward depends on the device (tests/test_measure_meta.py). It does for attention, and
+# for norms that keep their statistics in another precision on the CPU.
 _PLAIN = (
     "linear.default mm.default bmm.default matmul.default addmm.default add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default add.Scalar "
     "sub.Scalar mul.Scalar div.Scalar pow.Tensor_Scalar rsub.Scalar exp.default log.default sqrt.default rsqrt.default sin.default "
@@ -140,7 +140,8 @@ _PLAIN = (
     "mean.dim sum.dim_IntList mean.default sum.default where.self embedding.default __and__.Tensor __or__.Tensor bitwise_not.default "
     "logical_not.default eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor "
     "ge.Tensor masked_fill.Scalar index_select.default cumsum.default softmax.int log_softmax.int roll.default triu.default "
-    "tril.default maximum.default minimum.default"
+    "tril.default maximum.default minimum.default dropout.default cross_entropy_loss.default index.Tensor gather.default pad.default "
+    "contiguous.default conv2d.default group_norm.default max_pool2d.default"
 )
 _SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
 

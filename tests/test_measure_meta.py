@@ -1,0 +1,69 @@
+"""What is counted on the meta device is what is counted on fake tensors of the CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import autopar.measure  # noqa: F401
+from autopar.ir import Arg, Ref, TensorType
+
+pytestmark = pytest.mark.pure
+counting = sys.modules["autopar.measure.count"]
+
+A, B = Ref("x0"), Ref("x1")
+UNARY = (
+    "neg.default exp.default log.default sqrt.default rsqrt.default sin.default cos.default tanh.default sigmoid.default relu.default "
+    "gelu.default silu.default clone.default mean.default sum.default contiguous.default"
+)
+BINARY = (
+    "add.Tensor sub.Tensor mul.Tensor div.Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor maximum.default "
+    "minimum.default"
+)
+SCALAR = (
+    "add.Scalar sub.Scalar mul.Scalar div.Scalar pow.Tensor_Scalar rsub.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar"
+)
+FORMS: dict[str, tuple[tuple[Arg, ...], tuple[tuple[int, ...], ...], str]] = {
+    # target -> (arguments, shapes of the operands, kinds of the operands: f floating and trained, i integer, b Boolean)
+    **dict.fromkeys(UNARY.split(), ((A,), ((4, 6, 8),), "f")),
+    **dict.fromkeys(BINARY.split(), ((A, B), ((4, 6, 8), (6, 8)), "ff")),
+    **dict.fromkeys(SCALAR.split(), ((A, 3.0), ((4, 6, 8),), "f")),
+    "linear.default": ((A, B, Ref("x2")), ((4, 6, 8), (10, 8), (10,)), "fff"), "mm.default": ((A, B), ((6, 8), (8, 10)), "ff"),
+    "bmm.default": ((A, B), ((4, 6, 8), (4, 8, 10)), "ff"), "matmul.default": ((A, B), ((4, 6, 8), (8, 10)), "ff"),
+    "addmm.default": ((A, B, Ref("x2")), ((10,), (6, 8), (8, 10)), "fff"), "to.dtype": ((A, torch.float64), ((4, 6),), "f"),
+    "cat.default": (((A, B), 1), ((4, 6), (4, 8)), "ff"), "stack.default": (((A, B), 1), ((4, 6), (4, 6)), "ff"),
+    "mean.dim": ((A, (-1,), True), ((4, 6, 8),), "f"), "sum.dim_IntList": ((A, (0, 2)), ((4, 6, 8),), "f"),
+    "where.self": ((A, B, Ref("x2")), ((4, 6), (4, 6), (1,)), "bff"), "embedding.default": ((A, B), ((20, 8), (4, 6)), "fi"),
+    "__and__.Tensor": ((A, B), ((4, 6), (4, 6)), "bb"), "__or__.Tensor": ((A, B), ((4, 6), (6,)), "bb"),
+    "bitwise_not.default": ((A,), ((4, 6),), "b"), "logical_not.default": ((A,), ((4, 6),), "b"),
+    "masked_fill.Scalar": ((A, B, -1.0), ((4, 6), (4, 6)), "fb"), "index_select.default": ((A, 0, B), ((4, 6), (3,)), "fi"),
+    "cumsum.default": ((A, 1), ((4, 6),), "f"), "softmax.int": ((A, -1), ((4, 6),), "f"), "log_softmax.int": ((A, -1), ((4, 6),), "f"),
+    "roll.default": ((A, (2,), (1,)), ((4, 6),), "f"), "triu.default": ((A,), ((4, 6),), "f"), "tril.default": ((A, 1), ((4, 6),), "f"),
+    "dropout.default": ((A, 0.1, True), ((4, 6),), "f"), "cross_entropy_loss.default": ((A, B, None, 2, -100, 0.0), ((6, 8), (6,)), "fi"),
+    "index.Tensor": ((A, (B,)), ((4, 6), (3,)), "fi"), "gather.default": ((A, 1, B), ((4, 6), (4, 3)), "fi"),
+    "pad.default": ((A, (1, 1)), ((4, 6),), "f"), "conv2d.default": ((A, B, None, (1, 1), (1, 1)), ((2, 4, 8, 8), (6, 4, 3, 3)), "ff"),
+    "group_norm.default": ((A, 2, B, Ref("x2"), 1e-5), ((4, 8, 6, 6), (8,), (8,)), "fff"),
+    "max_pool2d.default": ((A, (2, 2)), ((2, 4, 8, 8),), "f"),
+}  # fmt: skip
+
+
+def test_every_operator_has_a_form() -> None:
+    assert {f"aten.{name}" for name in FORMS} == counting._SAME_ON_META
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_counts_on_meta_are_those_on_fake_tensors(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, shapes, kinds = FORMS[name]
+    of = {"f": dtype, "i": torch.int64, "b": torch.bool}
+    for trained in (True, False):
+        ins = tuple(TensorType(shape, of[k], trained and k == "f") for shape, k in zip(shapes, kinds, strict=True))
+        outs = (TensorType((4, 6), dtype, trained),)
+        for no_grad in (False, True):
+            given = (f"aten.{name}", args, (), no_grad, ins, outs)
+            on_meta = counting._count.__wrapped__(*given)
+            with monkeypatch.context() as m:
+                m.setattr(counting, "_SAME_ON_META", frozenset())
+                assert on_meta == counting._count.__wrapped__(*given)
