@@ -33,8 +33,10 @@ from cost_models.pipeline import SCHEDULES
 
 try:
     import fcntl
-except ImportError:  # no such locks: several processes may plan the same, each for itself
-    fcntl = None  # type: ignore[assignment]
+except ImportError:  # several processes may plan the same, each for itself
+    LOCKS_FILES = False
+else:
+    LOCKS_FILES = True
 
 __all__ = ["cache_folder", "identity", "planned_once"]
 
@@ -158,7 +160,7 @@ def _write(entry: Path, plan: Plan) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Inside, no other process is. Where the file system has no locks, there is none."""
-    if fcntl is None:
+    if not LOCKS_FILES:
         yield
         return
     try:
