@@ -16,12 +16,14 @@ from autopar.first_step import check_first_loss, first_loss
 from autopar.plan_cache import planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
-from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_inputs, check_name, with_notes
+from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
 from autopar.render import load, make_manifest, positional_names, render
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
+from autopar.run.left_out import leave_out
+from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
 from autopar.variants import Variants, tensors_of
@@ -87,9 +89,11 @@ def wishes(
     measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
     check_measure(measured, described)
 
-    decisive: dict[str, Any] = {"memory_limit_bytes": limit, "optimizer": optimizer, "precision": precision, "pins": pinned}
-
     def planner(captured: Captured) -> Plan:
+        decisive: dict[str, Any] = {
+            "memory_limit_bytes": limit, "optimizer": optimizer, "precision": precision, "pins": for_loss_outside(captured.program, pinned),
+        }  # fmt: skip
+
         def make() -> Plan:
             found = make_plan(captured.program, gpus, described, **decisive, measure=measured)
             return with_notes(found, captured.program)
@@ -108,24 +112,28 @@ def plan_of(captured: Captured, gpus: int, **wanted: Any) -> Plan:
     return wishes(gpus, **wanted)(captured)
 
 
-def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = (), *, adapted: bool = False) -> str:
-    """The source of the emitted module. PlanError if the plan was made for another program. adapted: see `planner.lower`."""
+def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) -> str:
+    """The source of the emitted module. PlanError if the plan was made for another program."""
     if decided.program_hash != program_hash(captured.program):
         raise PlanError(f"the plan was made for another model or batch ({decided.model}); plan {captured.program.name} again")
     with timed("rendering"):
-        lowered = lower(captured.program, decided, adapted=adapted)
+        lowered = lower(captured.program, decided)
         source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
     said(4, lambda: source)
     return source
 
 
 def build(
-    model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan]
-) -> Compiled:
-    """Everything up to the source. Where there are other ranks it is collective: each captures, and rank 0 plans for all."""
+    model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan],
+    outputs: bool | None = None,
+) -> Compiled:  # fmt: skip
+    """Everything up to the source. outputs: as in `capture`. Where there are other ranks it is collective: each captures, and rank 0
+    plans for all."""
     check_inputs(model, inputs)
     with timed("capture"):
-        captured = done_by_all(lambda: capture(model, inputs, loss=loss), same=lambda c: program_hash(c.program), what="capture")
+        captured = done_by_all(
+            lambda: capture(model, inputs, loss=loss, outputs=outputs), same=lambda c: program_hash(c.program), what="capture"
+        )
     decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
         raise PlanError(f"the plan is for {decided.gpus} GPUs, not for {gpus}")
@@ -151,15 +159,22 @@ def compile(  # noqa: A001  (the field's word)
 
     gpus: by default the size of the process group. Without example_inputs the plan is made on the first call, from its
     batch. plan: a Plan or a plan file instead of a search. verify: compare the loss of the example batch with the original
-    model's before anything is trained, else VerificationError. outputs: 'loss': a call returns the loss alone. 'all': under
-    torch.no_grad() it returns all that the original returns (logits, without labels too), computed with whole parameters on every rank,
-    which needs the memory of the whole model; in training the loss alone. Other arguments as in `autopar.plan`. In a process group of
-    this size all ranks call it together, and rank 0 plans for all. Outside of one the result holds the plan and the source,
-    and says on the first call which command launches it. Batches of other sizes, and the other of training and evaluation
-    mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
+    model's before anything is trained, else VerificationError.
+
+    outputs: 'loss': a call returns the loss alone. 'all': all that the original returns, every tensor whole on every rank; gradients
+    go through the loss alone (with loss=fn a call returns just the loss in training). A model that computes no loss returns what the
+    original returns in any case, and gradients go through that; so does a call without labels. What cannot run as it was planned is,
+    with 'all' and under torch.no_grad(), computed by the original with whole parameters on every rank.
+
+    Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
+    of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
+    the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
     """
+    if isinstance(model, StandIn):
+        raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
     count = world_size() if gpus is None else gpus
     check_name("outputs", outputs, ("loss", "all"))
+    wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     wanted = wishes(count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
     if given is not None and as_pins(pins) is not None:
@@ -171,19 +186,23 @@ def compile(  # noqa: A001  (the field's word)
         if world_size() == count:
             join_process_group(default_device())
             whole_again(model)
-        return build(model, inputs, count, loss=loss, decide=wanted if given is None else lambda _: given)
+        return build(model, inputs, count, loss=loss, decide=wanted if given is None else lambda _: given, outputs=wanted_outputs)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         expected = first_loss(model, inputs, loss, compiled.captured.program) if verify else None
         captured = compiled.captured
-        module = ParallelModule(
-            load(compiled.source), tensors_of(captured), original=model, another=Variants(model, compiled.plan, loss, emit),
-            guards=captured.guards, returns=captured.returns, outputs=outputs,
+        another = Variants(
+            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster, count), outputs=wanted_outputs
         )  # fmt: skip
+        module = ParallelModule(
+            load(compiled.source), tensors_of(captured), original=model, another=another, guards=captured.guards, returns=captured.returns,
+            returned=captured.returned, outputs=outputs,
+        )  # fmt: skip
+        leave_out(model, captured.written)
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
         if expected is not None:
-            check_first_loss(module, inputs, expected)
+            check_first_loss(module, inputs, loss, expected)
         return module
 
     if example_inputs is not None and world_size() == count:

@@ -72,6 +72,9 @@ def draws_given(captured: Captured, outcomes: Sequence[Sequence[Tensor]]) -> tup
             )
         steps.append(dict(zip(names, live, strict=True)))
     replaced, read = given(program, {v: (v,) for v in names})
+    if program.batched is not None:
+        of_samples = (v for v in read if program.types[v].shape[:1] == (program.batch_size,))
+        replaced = replaced.replace(batched=(*program.batched, *of_samples))
     return dataclasses.replace(captured, program=replaced), tuple({v: step[v] for v in read} for step in steps)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["AutoparError", "CaptureError", "Infeasible", "LaunchError", "PlanError", "RenderError", "UnsupportedOp", "VerificationError"]
+__all__ = [
+    "AutoparError", "CaptureError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError", "UnsupportedOp", "VerificationError",
+]  # fmt: skip
 
 
 class AutoparError(Exception):
@@ -18,6 +20,10 @@ class CaptureError(AutoparError):
     exit_code = 4
     module: str | None = None
     line: str = ""
+
+
+class NoLoss(CaptureError):
+    """The model returns nothing that could be differentiated: it was called without labels, perhaps."""
 
 
 class UnsupportedOp(AutoparError):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.calls import left_as_it_was
-from autopar.capture.export import loss_of
+from autopar.capture.export import objective_of
 from autopar.catalog.rule import draws
 from autopar.errors import VerificationError
 from autopar.ir import Program
@@ -40,7 +40,8 @@ def _kept(buffers: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def first_loss(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, program: Program) -> Tensor:
-    """The original model's loss, on this process alone. VerificationError if it draws random numbers, as dropout does."""
+    """The original model's loss (the sum of its outputs if it has none), on this process alone. VerificationError if it draws random
+    numbers, as dropout does."""
     random = dict.fromkeys(op.target for op in program.ops if draws(op))
     if random:
         raise VerificationError(
@@ -50,14 +51,14 @@ def first_loss(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | No
     devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
     given = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), inputs)
     with torch.no_grad(), left_as_it_was(model, loss):
-        return loss_of(model(**given) if isinstance(given, dict) else model(*given), loss).detach().cpu()
+        return objective_of(model(**given) if isinstance(given, dict) else model(*given), loss, None)[0].detach().cpu()
 
 
-def check_first_loss(module: ParallelModule, inputs: Any, expected: Tensor) -> None:
+def check_first_loss(module: ParallelModule, inputs: Any, loss: Callable[[Any], Tensor] | None, expected: Tensor) -> None:
     """Collective. VerificationError on every rank if the parallel module's loss is not rank 0's `expected`."""
     wanted = module.mesh.agree(expected.item(), module.device)
     with torch.no_grad(), _kept(dict(module.named_buffers())):
-        found = (module(**inputs) if isinstance(inputs, dict) else module(*inputs)).item()
+        found = objective_of(module(**inputs) if isinstance(inputs, dict) else module(*inputs), loss, None)[0].item()
     error = abs(found - wanted) / max(abs(wanted), 1e-30)
     tolerance = TOLERANCES[expected.dtype]
     if not error <= tolerance:  # NaN too

@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 __all__ = [
     "Arg", "Block", "BlockCall", "Buffer", "I", "Input", "Kind", "Layout", "Lowered", "Op", "P", "Param", "Program",
-    "R", "Ref", "S", "Span", "StageProgram", "Strategy", "TensorType", "map_refs", "refs",
+    "R", "Ref", "S", "Span", "StageProgram", "Strategy", "TensorType", "call_text", "map_refs", "nameless", "refs",
 ]  # fmt: skip
 
 
@@ -53,16 +55,21 @@ class Layout:
     kind: Kind
     dim: int = -1
     groups: int = 1
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((ord(self.kind.value), self.dim, self.groups)))
         if (self.kind is Kind.SHARD) != (self.dim >= 0):
             raise ValueError(f"only S has a dim, and it is never negative: {self.kind} dim={self.dim}")
         if self.groups < 1 or (self.groups != 1 and self.kind is not Kind.SHARD):
             raise ValueError(f"groups must be positive, and 1 unless sharded: {self.groups}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def is_shard(self) -> bool:
-        return self.kind is Kind.SHARD
+        return self.dim >= 0
 
     def __str__(self) -> str:
         if self.kind is not Kind.SHARD:
@@ -101,6 +108,7 @@ I = Layout(Kind.INVARIANT)  # noqa: E741  (the name that DESIGN and the literatu
 P = Layout(Kind.PARTIAL)
 
 
+@functools.cache
 def S(dim: int, groups: int = 1) -> Layout:  # noqa: N802
     """Sharded on dim (see Layout)."""
     return Layout(Kind.SHARD, dim, groups)
@@ -152,6 +160,13 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.grad)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def numel(self) -> int:
@@ -183,6 +198,17 @@ class Op:
     no_grad: bool = False
     module: str = ""
     source: str = ""
+    _refs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _nameless: Op | None = field(init=False, repr=False, compare=False, default=None)
+    _call_text: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        found: list[str] = []
+        _collect(self.args, found)
+        for _, value in self.kwargs:
+            if isinstance(value, (Ref, tuple)):
+                _collect((value,), found)
+        object.__setattr__(self, "_refs", tuple(found))
 
     @property
     def name(self) -> str:
@@ -259,8 +285,11 @@ class Program:
     """A model's forward pass to its scalar loss, in topological order.
 
     types: shape and dtype of every value. mutations: (buffer value, value that it becomes at the end of the forward).
+    outputs: what the user is given beside the loss, as it was when the model returned it (empty unless asked for). own_loss: False if
+    the user makes the loss of the outputs; `loss` is then their sum, and backward begins when all micro-batches have gone forward.
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
-    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split).
+    batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split). batched: the inputs
+    that have it there (None: all whose dim 0 has that size).
     layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
     """
 
@@ -272,9 +301,12 @@ class Program:
     loss: str
     types: Mapping[str, TensorType]
     mutations: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+    own_loss: bool = True
     blocks: tuple[Block, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None
+    batched: tuple[str, ...] | None = None
     layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -288,15 +320,15 @@ class Program:
 
 def refs(op: Op) -> tuple[str, ...]:
     """The values that an operator reads, in the order of its arguments (args, then kwargs, depth first)."""
-    return tuple(_walk((op.args, tuple(v for _, v in op.kwargs))))
+    return op._refs
 
 
-def _walk(arg: object) -> Iterator[str]:
-    if isinstance(arg, Ref):
-        yield arg.name
-    elif isinstance(arg, tuple):
-        for a in arg:
-            yield from _walk(a)
+def _collect(args: tuple[object, ...], found: list[str]) -> None:
+    for arg in args:
+        if isinstance(arg, Ref):
+            found.append(arg.name)
+        elif isinstance(arg, tuple):
+            _collect(arg, found)
 
 
 def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
@@ -305,10 +337,29 @@ def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
     def sub(arg: Arg) -> Arg:
         if isinstance(arg, Ref):
             return rename(arg.name)
-        return tuple(sub(a) for a in arg) if isinstance(arg, tuple) else arg
+        return tuple(map(sub, arg)) if isinstance(arg, tuple) else arg
 
-    args = tuple(sub(a) for a in op.args)
-    return dataclasses.replace(op, args=args, kwargs=tuple((k, sub(v)) for k, v in op.kwargs))
+    return Op(
+        target=op.target, args=tuple(map(sub, op.args)), kwargs=tuple((k, sub(v)) for k, v in op.kwargs), outputs=op.outputs,
+        multi=op.multi, no_grad=op.no_grad, module=op.module, source=op.source,
+    )  # fmt: skip
+
+
+def nameless(op: Op) -> Op:
+    """The operator with its operands called x0, x1 and so on, in the order of refs(op): what it does, whatever it is given."""
+    if op._nameless is None:
+        numbered = iter(range(len(op._refs)))
+        object.__setattr__(op, "_nameless", map_refs(op, lambda _: Ref(f"x{next(numbered)}")))
+    assert op._nameless is not None
+    return op._nameless
+
+
+def call_text(op: Op) -> str:
+    """The nameless operator's target and arguments as a text: those of 1, 1.0 and True differ, though these are equal."""
+    if not op._call_text:
+        plain = nameless(op)
+        object.__setattr__(op, "_call_text", sys.intern(repr((plain.target, plain.args, plain.kwargs))))
+    return op._call_text
 
 
 # ------------------------------------------------------------------------------------------------------------ lowered
@@ -328,7 +379,8 @@ class BlockCall:
 class StageProgram:
     """What the ranks of one pipeline stage run for one micro-batch. receives and sends: values, in order; the last stage
     sends the loss alone. Cheap operators that several stages need stand in each of them. mutations: of this stage's
-    buffers, at the end of the forward. effects of operators (batch norm's running statistics) need none."""
+    buffers, at the end of the forward. effects of operators (batch norm's running statistics) need none. outputs: those of
+    the program's that this stage makes."""
 
     index: int
     ops: tuple[Op, ...]
@@ -336,6 +388,12 @@ class StageProgram:
     sends: tuple[str, ...]
     calls: tuple[BlockCall, ...] = ()
     mutations: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The values that something reads after the last operator."""
+        return (*self.sends, *self.outputs, *(value for _, value in self.mutations))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

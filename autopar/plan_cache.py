@@ -1,7 +1,7 @@
 """Plans that were made before, kept on disk: the same question is answered without a search.
 
     key     the captured program with its names and dtypes, GPUs, cluster, memory, optimizer, precision, pins; the versions of torch, the
-            solver and Python; autopar's own source, the operators that have rules, the schedules
+            solver and Python; autopar's own source, the operators that have rules, the schedules and resting places
     entry   a file KEY.plan: the sha256 of the rest in the first line, then the plan as in any plan file
 
 An entry is read, parsed and validated like any plan file, and checked against the program and its rules; it is never executed. One that
@@ -12,14 +12,17 @@ holds a lock, the others wait for it and read what it wrote. Where the folder ca
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,13 +33,11 @@ from autopar.errors import PlanError
 from autopar.ir import Program
 from autopar.planner import Plan, lower
 from cost_models.pipeline import SCHEDULES
+from cost_models.rests import RESTS
 
-try:
-    import fcntl
-except ImportError:  # several processes may plan the same, each for itself
-    LOCKS_FILES = False
-else:
-    LOCKS_FILES = True
+fcntl: Any = None  # no such locks: several processes may plan the same, each for itself
+with contextlib.suppress(ImportError):
+    fcntl = importlib.import_module("fcntl")
 
 __all__ = ["cache_folder", "identity", "planned_once"]
 
@@ -84,13 +85,15 @@ def planned_once(program: Program, wishes: Mapping[str, object], make: Callable[
 def identity(program: Program) -> str:
     """sha256 of all of a captured program that a plan is made from or names: what it computes (`program_hash`), its names, dtypes, blocks
     and where its operators stand in the user's code."""
-    own = (program.name, program.inputs, program.params, program.buffers, program.ops, program.loss, sorted(program.types.items()))
-    return _digest(program_hash(program), repr((*own, program.blocks, program.constant_inputs, program.batch_size, program.notes)))
+    own = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
+    own |= {name: sorted(value.items()) for name, value in own.items() if isinstance(value, Mapping)}
+    return _digest(program_hash(program), repr(own))
 
 
 def versions() -> tuple[str, ...]:
     """Of all that makes a plan."""
-    return (platform.python_version(), *map(_version, PACKAGES), _own_source(), _digest(*sorted(RULES), "", *sorted(SCHEDULES)))
+    known = _digest(*sorted(RULES), "", *sorted(SCHEDULES), "", *sorted(RESTS))
+    return (platform.python_version(), *map(_version, PACKAGES), _own_source(), known)
 
 
 def _version(package: str) -> str:
@@ -160,7 +163,7 @@ def _write(entry: Path, plan: Plan) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Inside, no other process is. Where the file system has no locks, there is none."""
-    if not LOCKS_FILES:
+    if fcntl is None:
         yield
         return
     try:

@@ -1,28 +1,30 @@
 """The same plan for other inputs, another mode, or a model that has changed: a batch of another size, evaluation, a number that the
 user anneals.
 
-What the plan froze at capture (sizes of views, masks, counts) is not patched: the model is captured again as it is now, the decisions of
-the plan are applied to that program, and every one of them is checked against the operator rules as for a plan that was read from a
-file. The parameters stay where they rest.
+What the plan froze at capture (sizes of views, masks, counts) is not patched: the model is captured again as it is now, the plan is
+completed for that program (`planner.complete`), and every strategy is checked against the operator rules as for a plan that was read from
+a file. The parameters stay where they rest.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
 from autopar.errors import PlanError
-from autopar.planner import Plan
+from autopar.ir import Program
+from autopar.planner import Plan, complete
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
-from autopar.run.module import Emitted, Guards
-from autopar.run.together import done_by_all
+from autopar.run.form import Emitted, Guards
+from autopar.run.manifest import ParamSpec
+from autopar.run.outputs import Returned
+from autopar.run.together import decided_by_rank_0, done_by_all
+from cost_models.cluster import Cluster
 
 __all__ = ["Variants", "tensors_of"]
 
@@ -35,43 +37,57 @@ def tensors_of(captured: Captured) -> dict[str, Tensor]:
 
 
 class Variants:
-    """Emits the module of a plan for the model as it is at a call. For the capture its parameters are whole for a moment."""
+    """Emits the module of a plan for the model as it is at a call. For the capture its parameters are whole for a moment. program: that
+    of the plan. cluster: prices what is decided anew."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str]) -> None:
-        self._model, self._plan, self._loss, self._emit = model, plan, loss, emit
+    def __init__(
+        self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
+        cluster: Cluster, *, outputs: bool | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
+        self._outputs = outputs
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
+    def __call__(
+        self, module: ParallelModule, inputs: Any, why: str
+    ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
         with torch.inference_mode(False), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss), same=lambda c: program_hash(c.program), what="capture for other inputs"
-            )
-        fitted = msgspec.structs.replace(plan, program_hash=program_hash(captured.program), global_batch=captured.program.batch_size or 0)
+                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs), same=lambda c: program_hash(c.program),
+                what="capture for other inputs",
+            )  # fmt: skip
+        program = captured.program
         try:
-            emitted = load(self._emit(captured, fitted, positional_names(model), adapted=True))
+            completed = decided_by_rank_0(lambda: complete(plan, self._program, program, module.manifest, self._cluster).to_json())
+            emitted = load(self._emit(captured, Plan.from_json(completed), positional_names(model)))
             self.check(module, emitted)
         except PlanError as e:
-            size = f"a batch of {fitted.global_batch} in {'training' if captured.training else 'evaluation'} mode"
+            count = program.batch_size or 0
+            size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
             planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
             remedy = "Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
-            if fitted.global_batch == plan.global_batch:
+            if count == plan.global_batch:
                 remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
             raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e
-        constants = {b.fqn or b.value for b in captured.program.buffers if b.fqn is None or b.region}
+        constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
-        return emitted, tensors, captured.guards
+        return emitted, tensors, captured.guards, captured.returned
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:
-        """Parameters and buffers must be used as they rest. Raises PlanError."""
+        """Parameters and buffers must be used as they rest (on which stages, `complete` has seen). Raises PlanError."""
         params = {spec.name: spec for spec in module.manifest.params}
         for param in emitted.MANIFEST.params:
             known = params.get(param.name)
-            if known is None or dataclasses.replace(param, trainable=known.trainable) != known:
+            if known is None or _lies(param) != _lies(known):
                 raise PlanError(f"{param.name} would have to lie otherwise than it does")
         buffers = {spec.name: spec for spec in module.manifest.buffers}
         for buffer in emitted.MANIFEST.buffers:
             here = buffers.get(buffer.name)
-            if not buffer.constant and (here is None or here.layouts != buffer.layouts or not set(buffer.stages) <= set(here.stages)):
+            if not buffer.constant and (here is None or here.layouts != buffer.layouts):
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
+
+
+def _lies(spec: ParamSpec) -> tuple[object, ...]:
+    return spec.shape, spec.dtype, spec.aliases, spec.layouts, spec.zero_dim, spec.rest

@@ -10,28 +10,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, program_hash, to_float64
+from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
+from autopar.capture.trace import leaf_path
 from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
 from autopar.draws import Recorder, drawn_names, draws_given
 from autopar.errors import CaptureError, PlanError
-from autopar.planner import Pins, Plan
+from autopar.ir import Program
+from autopar.planner import Pins, Plan, complete
+from autopar.planner.moments import batched_inputs
 from autopar.planner.wishes import check_inputs
-from autopar.render import positional_names
+from autopar.render import load, positional_names
 from autopar.run import WorkerPool
+from autopar.run.manifest import Manifest
 from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Call, Draws, Form, Found, Task, train_on_rank
+from cost_models.cluster import Cluster, load_cluster
 
 __all__ = ["Reference", "Report", "TOLERANCE", "as_float64", "reference", "verify", "verify_plan", "without_dropout"]
 
@@ -133,7 +137,7 @@ def reference(
         start = time.perf_counter()
         captured = capture(copy.deepcopy(model), inputs, loss=loss)  # its tensors are not trained below
         capture_s = time.perf_counter() - start
-        batches = (inputs, _doubled(inputs, captured.program.batch_size)) if later and captured.program.batch_size else (inputs,)
+        batches = (inputs, _doubled(inputs, captured.program)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
         forms, notes = _captured(model, batches, loss, wanted if later else (), drawn_names(captured))
         notes = (*_lower_precision(captured), *notes)
@@ -198,11 +202,17 @@ def _given(captured: Captured, outcomes: list[list[Tensor]]) -> tuple[Captured, 
     return draws_given(captured, outcomes) if drawn_names(captured) else (captured, ({},) * len(outcomes))
 
 
-def _doubled(inputs: Any, batch_size: int | None) -> Any:
+def _doubled(inputs: Any, program: Program) -> Any:
     """The inputs with every sample a second time, in the reverse order."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: torch.cat([t, t.flip(0)]) if t.dim() and t.shape[0] == batch_size else t, inputs
-    )
+    batched = batched_inputs(program)
+    paths = {x.path for x in program.inputs if x.value in batched}
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+
+    def doubled(path: Sequence[Any], leaf: Any) -> Any:
+        return torch.cat([leaf, leaf.flip(0)]) if leaf_path(path) in paths else leaf
+
+    args, kwargs = pytree.tree_map_with_path(doubled, (args, kwargs))
+    return kwargs if isinstance(inputs, Mapping) else args
 
 
 def _captured(
@@ -244,7 +254,7 @@ def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: floa
     """Run a plan for the reference's program on the pool's workers and compare. Raises LaunchError if a worker fails."""
     source = emit(ref.captured, plan, ref.positional)
     tensors = {k: t.detach() for k, t in tensors_of(ref.captured).items()}
-    forms, notes = _forms(ref, plan)
+    forms, notes = _forms(ref, plan, load(source).MANIFEST, load_cluster("cpu"))
     later = tuple(c for c in ref.later if c in forms or (c == (True, 0) and (True, 1) in forms))
     task = Task(
         source=source, tensors=tensors, batches=ref.batches, steps=len(ref.losses), later=later, forms=forms, draws=ref.draws
@@ -267,14 +277,14 @@ def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: floa
     )  # fmt: skip
 
 
-def _forms(ref: Reference, plan: Plan) -> tuple[dict[Call, Form], list[str]]:
-    """The plan's decisions applied to the programs of the later calls, and where they do not fit."""
+def _forms(ref: Reference, plan: Plan, manifest: Manifest, cluster: Cluster) -> tuple[dict[Call, Form], list[str]]:
+    """The plan completed for the programs of the later calls, and where it does not fit. cluster: the workers'."""
     forms, notes = {}, []
     for key, captured in ref.forms.items():
         size = captured.program.batch_size or 0
-        fitted = msgspec.structs.replace(plan, program_hash=program_hash(captured.program), global_batch=size)
         try:
-            source = emit(captured, fitted, ref.positional, adapted=True)
+            completed = complete(plan, ref.captured.program, captured.program, manifest, cluster)
+            source = emit(captured, completed, ref.positional)
         except PlanError as error:
             notes.append(f"a batch of {size} in {'training' if key[0] else 'evaluation'} mode is refused under this plan: {error}")
             continue

@@ -14,7 +14,7 @@ from autopar.compare import digest
 from autopar.errors import PlanError
 from autopar.render import load
 from autopar.run import ParallelModule
-from autopar.run.module import Emitted, Guards
+from autopar.run.form import Emitted, Guards
 from autopar.run.parts import local
 from autopar.run.state import assemble
 from autopar.variants import Variants
@@ -75,14 +75,14 @@ class _Prepared:
     def __init__(self, forms: Mapping[Call, Form]) -> None:
         self._forms, self.batch = forms, 0
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None]:
+    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, None]:
         training = module.training
         form = self._forms.get((training, self.batch))
         if form is None:
             raise ValueError(f"batch {self.batch} in {'training' if training else 'evaluation'} mode cannot run under this plan")
         emitted = load(form.source)
         Variants.check(module, emitted)
-        return emitted, form.tensors, None
+        return emitted, form.tensors, None, None
 
 
 def train_on_rank(task: Task) -> Found:

@@ -143,8 +143,9 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
         raise Skip("the global batch does not divide into the micro-batches")
     dtype = _dtype(row["precision"])
     dims, image = _dims(row, software)
+    zero = _zero(row["sharding"]) if dp > 1 else 0
     pins = Pins(
-        dp=dp, tp=tp, pp=pp, micro_batches=batch // dp // micro, zero=_zero(row["sharding"]) if dp > 1 else 0,
+        dp=dp, tp=tp, pp=pp, micro_batches=batch // dp // micro, zero=zero, shard=dp if zero else None,
         recompute=_recompute(row["act_ckpt"]), schedule="1f1b",
         sequence_parallel=None if tp == 1 else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp, software),
     )  # fmt: skip
@@ -220,9 +221,11 @@ def _zero(text: str) -> int:
         return 0
     if "zero-1" in low or "distributed optimizer" in low:
         return 1
+    if "zero-2" in low:
+        return 2
     if "full_shard" in low or "zero-3" in low:
         return 3
-    raise Skip("ZeRO-2 cannot be planned yet" if "zero-2" in low else f"the sharding {text!r} cannot be planned")
+    raise Skip(f"the sharding {text!r} cannot be planned")
 
 
 def _recompute(text: str) -> str:

@@ -10,11 +10,14 @@ from benchmarks import _traps_optimizers as _optimizers
 from benchmarks import _traps_outputs as _outputs
 from benchmarks import _traps_parts as _parts
 from benchmarks import _traps_random as _random
+from benchmarks import _traps_recapture as _recapture
 from benchmarks import _traps_rules as _rules
 from benchmarks import _traps_settings as _settings
 from benchmarks import _traps_state as _state
+from benchmarks import _traps_wrapped as _wrapped
 from benchmarks._traps_kit import PROGRAMS
 
 __all__ = ["PROGRAMS"]
 
 del _calls, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random, _rules, _settings, _state
+del _recapture, _wrapped

@@ -57,6 +57,8 @@ PLANS = {
     "pp2": PlanOf(gpus=2, pins={"pp": 2}),
     "zero1": PlanOf(gpus=2, pins={"dp": 2, "zero": 1}),
     "zero3": PlanOf(gpus=2, pins={"dp": 2, "zero": 3}),
+    "zero2": PlanOf(gpus=2, pins={"dp": 2, "zero": 2}),
+    "hybrid3": PlanOf(gpus=4, pins={"dp": 4, "zero": 3, "shard": 2}),
     "dp2mb2": PlanOf(gpus=2, pins={"dp": 2, "micro_batches": 2}),
     "dp2tp2": PlanOf(gpus=4, pins={"dp": 2, "tp": 2}),
 }

@@ -98,7 +98,7 @@ def outside(run: Run, space: Space) -> list[str]:
         return [f"tp={pins.tp} reaches over nodes of {space.cluster.gpus_per_node} GPUs"]
     if pins.micro_batches not in space.micro_batch_counts(meshes[0]):
         found.append(f"{pins.micro_batches} micro-batches")
-    if pins.zero not in space.rests(meshes[0]):
+    if pins.zero not in [rest.zero for rest, _ in space.rests(meshes[0])]:
         found.append(f"zero={pins.zero}")
     if pins.schedule not in space.schedules():
         found.append(f"schedule {pins.schedule}")
@@ -112,7 +112,8 @@ def differences(theirs: Candidate, ours: Candidate) -> list[str]:
         "dp": (theirs.mesh.dp, ours.mesh.dp),
         "tp": (theirs.mesh.tp, ours.mesh.tp),
         "micro-batches": (theirs.rank.micro_batches, ours.rank.micro_batches),
-        "zero": (theirs.zero, ours.zero),
+        "zero": (theirs.rest.zero, ours.rest.zero),
+        "sharded over": (theirs.shard, ours.shard),
         "sequence parallel": (theirs.sequence, ours.sequence),
         "pieces recomputed": (len(theirs.part.recomputed), len(ours.part.recomputed)),
         "cuts": (tuple(theirs.part.cuts), tuple(ours.part.cuts)),
@@ -141,7 +142,7 @@ def _compared(run: Run) -> dict[str, Any]:
     counts = ours.rank.micro_batches
     return {
         **record, "ours_s": ours.step_time_s, "ours_interval_s": interval(ours.step_time_s), "bound_s": free.said.bound_s,
-        "ours": f"dp{ours.mesh.dp} tp{ours.mesh.tp} pp{ours.mesh.pp} zero{ours.zero} mb{run.global_batch // ours.mesh.dp // counts}",
+        "ours": f"dp{ours.mesh.dp} tp{ours.mesh.tp} pp{ours.mesh.pp} zero{ours.rest.zero} mb{run.global_batch // ours.mesh.dp // counts}",
         "ours_gib": max(s.memory.total_bytes for s in ours.stages) / GIB, "differs": differences(theirs, ours),
         "slower": not parts and ours.step_time_s > theirs.step_time_s * (1 + SAME), "seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Ordinary programs around a model, beside the same program on one process: right, refused with a remedy, wrong, or failed.
 
-    python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero3,dp2mb2,dp2tp2] [--json]
+    python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero2,zero3,hybrid3,dp2mb2,dp2tp2] [--json]
                                [--results FILE.jsonl] [--redo failed,wrong] [--limit-s 180] [--list]
 
 Each program is a small training script, written once as a function of `compile`. It runs with the plain model on one process, and
@@ -35,14 +35,15 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     try:
         names = _chosen(args.names, args.kinds)
-        plans = _known(args.plans, tuple(PLANS), "plan")
+        plans = _known(args.plans or ",".join(PLANS), tuple(PLANS), "plan")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(f"{PROGRAMS[n].kind:<11} {n:<44} {_summary(n)}" for n in names))
         return 0
-    wanted = [(n, p) for n in names for p in plans if p in USUAL or p in PROGRAMS[n].plans]
+    usual = plans if args.plans else USUAL
+    wanted = [(n, p) for n in names for p in plans if p in usual or p in PROGRAMS[n].plans]
     known = {(o.name, o.plan): o for o in _read(args.results) if o.outcome not in args.redo and (o.name, o.plan) in wanted}
     out = sys.stderr if args.json else sys.stdout
     start, outcomes = time.perf_counter(), dict(known)
@@ -68,7 +69,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks traps", description=__doc__.splitlines()[0])
     parser.add_argument("--names", default="", help="comma-separated programs; wildcards")
     parser.add_argument("--kinds", default="", help="comma-separated classes of programs")
-    parser.add_argument("--plans", default=",".join(PLANS), help=f"comma-separated, of {', '.join(PLANS)}")
+    everywhere = f"by default {', '.join(USUAL)}, and for some programs others"
+    parser.add_argument("--plans", default="", help=f"comma-separated, of {', '.join(PLANS)}; {everywhere}")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     parser.add_argument("--results", type=Path, help="JSON lines: outcomes are appended, and those in it are not done again")
     parser.add_argument("--redo", type=lambda s: tuple(filter(None, s.split(","))), default=(), help="outcomes in --results to do again")

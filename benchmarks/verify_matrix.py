@@ -33,7 +33,9 @@ PLANS = (
     PlanSpec(name="tp2pp2", gpus=4, pins={"tp": 2, "pp": 2}),
     PlanSpec(name="dp2pp2m4", gpus=4, pins={"dp": 2, "pp": 2, "micro_batches": 4}),
     PlanSpec(name="zero1", gpus=4, pins={"dp": 4, "zero": 1}),
+    PlanSpec(name="zero2", gpus=4, pins={"dp": 4, "zero": 2}),
     PlanSpec(name="zero3", gpus=4, pins={"dp": 4, "zero": 3}),
+    PlanSpec(name="hybrid3", gpus=4, pins={"dp": 4, "zero": 3, "shard": 2}),
     PlanSpec(name="recompute", gpus=4, pins={"dp": 4, "recompute": "full"}),
 )
 

@@ -3,19 +3,15 @@
 The peak of a training step is taken at the end of the last forward in flight: everything at rest, the activations saved by all
 micro-batches in flight, the largest temporary beside them, and the communication buffers.
 
-What rests, by ZeRO stage over dp data-parallel ranks (Rajbhandari et al. 2020, "ZeRO", section 5):
-    stage   parameters   gradients   optimizer states
-    0       whole        whole       whole
-    1       whole        whole       1/dp
-    2       whole        1/dp        1/dp
-    3       1/dp         1/dp        1/dp
-Shards are padded to equal size, hence the ceilings.
+What rests in parts is a row of `rests`. Parts are padded to equal size, hence the ceilings.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+
+from cost_models.rests import WHOLE, Rest
 
 __all__ = ["OPTIMIZERS", "MemoryTerms", "held_gathers", "stage_memory"]
 
@@ -28,7 +24,7 @@ class MemoryTerms:
     """Bytes of one rank at the peak of a step, each term by itself.
 
     parameters: with buffers. optimizer_states: with the master copy. communication_buffers: gradient buckets, gathered
-    parameters of ZeRO-3. allocator_slack: what the caching allocator reserves beyond what is asked for.
+    parameters where they are used. allocator_slack: what the caching allocator reserves beyond what is asked for.
     """
 
     parameters: int
@@ -61,8 +57,8 @@ def stage_memory(
     master_itemsize: int = 0,
     gradient_bytes: float | None = None,
     optimizer_state_bytes: float | None = None,
-    zero: int = 0,
-    dp: int = 1,
+    rest: Rest = WHOLE,
+    shards: int = 1,
     offload_optimizer: bool = False,
     buffer_bytes: float = 0.0,
     activation_bytes_per_micro_batch: float,
@@ -75,38 +71,37 @@ def stage_memory(
     allocator_slack_fraction: float = 0.0,
     held_bytes: float = 0.0,
 ) -> MemoryTerms:
-    """Memory of one rank of one stage; every argument is what this rank would hold without ZeRO, after tensor-parallel splitting.
+    """Memory of one rank of one stage; every argument is what this rank would hold if nothing were in parts, after tensor-parallel
+    splitting.
 
     param_bytes: all its parameters, trainable or not, in their own dtypes. trainable_params: how many numbers have gradients.
     grad_itemsize: bytes of a gradient. state_itemsize: of each optimizer state. master_itemsize: of the optimizer's own copy of
     each parameter, 0 without one. gradient_bytes, optimizer_state_bytes: these two terms as they are on this rank, where not every
-    parameter is sharded alike, so that no division describes them; they then stand for what they replace. zero: 0, 1, 2 or 3
-    over `dp` ranks. offload_optimizer: states and master copy in host memory.
+    parameter is sharded alike, so that no division describes them; they then stand for what they replace. rest: what is in
+    parts, of which there are `shards`. offload_optimizer: states and master copy in host memory.
     buffer_bytes: the module's buffers, whole on each rank. activation_bytes_per_micro_batch: what autograd saves, recomputation
     already applied; micro_batches_in_flight: pipeline.in_flight. boundary_bytes_per_micro_batch: received and sent stage values
     that are held beside what autograd saves. bucket_bytes: gradient buckets under reduction. gathered_param_bytes: parameters
-    that ZeRO-3 has gathered at the peak (with prefetch, two blocks). allocator_slack_fraction: of everything allocated. held_bytes: what
+    that are gathered at the peak (with prefetch, two blocks). allocator_slack_fraction: of everything allocated. held_bytes: what
     the allocator holds besides (see held_gathers).
-    Raises ValueError on an unknown optimizer or ZeRO stage and on negative numbers.
+    Raises ValueError on an unknown optimizer and on negative numbers.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero must be 0, 1, 2 or 3, found {zero}")
-    if dp < 1 or micro_batches_in_flight < 0:
-        raise ValueError(f"dp must be positive and micro_batches_in_flight not negative, found {dp} and {micro_batches_in_flight}")
+    if shards < 1 or micro_batches_in_flight < 0:
+        raise ValueError(f"shards must be positive and micro_batches_in_flight not negative, found {shards} and {micro_batches_in_flight}")
     sizes = ("_bytes", "_itemsize", "_params", "_batch", "_fraction")
     numbers = {name: value for name, value in locals().items() if name.endswith(sizes) and value is not None}
     if negative := {name: value for name, value in numbers.items() if value < 0}:
         raise ValueError(f"sizes must not be negative, found {negative}")
 
-    def at_rest(whole_bytes: float, from_stage: int) -> int:
-        return math.ceil(whole_bytes / dp if zero >= from_stage else whole_bytes)
+    def at_rest(whole_bytes: float, in_parts: bool) -> int:
+        return math.ceil(whole_bytes / shards if in_parts else whole_bytes)
 
     states_bytes = trainable_params * (OPTIMIZERS[optimizer] * state_itemsize + (master_itemsize if optimizer != "none" else 0))
-    parameters = at_rest(param_bytes, 3) + math.ceil(buffer_bytes)
-    gradients = at_rest(trainable_params * grad_itemsize, 2) if gradient_bytes is None else math.ceil(gradient_bytes)
-    optimizer_states = at_rest(states_bytes, 1) if optimizer_state_bytes is None else math.ceil(optimizer_state_bytes)
+    parameters = at_rest(param_bytes, rest.parameters) + math.ceil(buffer_bytes)
+    gradients = at_rest(trainable_params * grad_itemsize, rest.gradients) if gradient_bytes is None else math.ceil(gradient_bytes)
+    optimizer_states = at_rest(states_bytes, rest.states) if optimizer_state_bytes is None else math.ceil(optimizer_state_bytes)
     optimizer_states = 0 if offload_optimizer else optimizer_states
     saved = math.ceil(micro_batches_in_flight * (activation_bytes_per_micro_batch + boundary_bytes_per_micro_batch))
     temporary = math.ceil(largest_temporary_bytes)

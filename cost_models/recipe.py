@@ -20,8 +20,8 @@ class Recipe:
     gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. unit_bytes: parameters of a block that are gathered
-    where they are used (ZeRO-3) are gathered so many bytes at a time. overlaps_reduction: while the last backward pass
-    runs, else after it. overlaps_gathers: ZeRO-1 gathers parameters while the next forward pass runs,
+    where they are used are gathered so many bytes at a time. overlaps_reduction: while the last backward pass
+    runs, else after it. overlaps_gathers: parameters that are gathered once a step are so while the next forward pass runs,
     else before it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
     backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:

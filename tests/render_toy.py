@@ -166,7 +166,7 @@ def toy(layers: int = 2, recompute: bool = False, cut: bool = False) -> tuple[Lo
         mesh={"pp": len(stages), "dp": 2, "tp": 1},
         micro_batches=1,
         schedule="1f1b",
-        zero=1,
+        rest="zero1",
         params=tuple(ParamSpec(name=p.fqn, shape=types[p.value].shape, dtype="float32", layouts={"dp": "R"}) for p in program.params),
         buffers=(BufferSpec(name="steps", shape=(), dtype="int64"),),
         inputs=(

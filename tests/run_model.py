@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.run import BufferSpec, InputSpec, Manifest, Mesh, ParamSpec, Stage, Weights, recompute
 from autopar.run import collectives as C
 from autopar.run import local_ops as L
+from cost_models.rests import RESTS
 
 B, T, D, V, LAYERS = 16, 4, 16, 32, 4
 
@@ -138,6 +139,7 @@ def emitted(
     micro_batches: int = 1,
     schedule: str = "1f1b",
     zero: int = 0,
+    shard: int | None = None,
     recomputed: bool = False,
     sequence: bool = False,
     batch_size: int = B,
@@ -158,8 +160,8 @@ def emitted(
             dtype="float64",
             layouts={"dp": "R", "tp": tp_layout},
             zero_dim=(1 if name.endswith("fc.weight") else 0) if zero and name != "unused" else None,
-            gather="use" if zero == 3 else "step",
-            unit=layer + 1 if zero == 3 and units else None,
+            rest=f"zero{zero}",
+            unit=layer + 1 if RESTS[f"zero{zero}"].gathered == "use" and units else None,
             **more,
         )
 
@@ -178,7 +180,8 @@ def emitted(
             mesh={"pp": pp, "dp": dp, "tp": tp},
             micro_batches=micro_batches,
             schedule=schedule,
-            zero=zero,
+            rest=f"zero{zero}",
+            shard=shard,
             params=tuple(params),
             buffers=(
                 BufferSpec(name="seen", shape=(), dtype="int64", stages=(pp - 1,)),

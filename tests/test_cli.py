@@ -162,7 +162,7 @@ def a_plan(**changes: object) -> Plan:
     fields = dict(
         model="Net", program_hash="0123456789abcdef", gpus=4, cluster="dgx-h100", memory_limit_bytes=80 * 2**30, optimizer="adamw",
         precision="fp32", global_batch=8, samples_unit="samples", mesh={"pp": 2, "dp": 1, "tp": 2}, micro_batches=4, schedule="1f1b",
-        zero=0, cuts=[7], recompute=[(0, 0)], stages=stages,
+        rest="zero0", shard=1, cuts=[7], recompute=[(0, 0)], stages=stages,
         axes={"tp": AxisPlan(n=2, ops={"linear_0": "R S(0) -> S(1)", "relu": "S(1) -> S(1)"}, leaves={"w": "S(0)"})}, zero_dims={},
         step_time_s=0.02, compute_s=0.012, bubble_s=0.006, gradient_sync_s=0.0, optimizer_s=0.002, objective_s=0.02, bound_s=0.019,
         gap=0.05, work_per_step=8.0, tensor_split_share=0.9, provenance="roofline", notes=["softmax is replicated"],
@@ -253,7 +253,7 @@ def test_help_names_every_command(run) -> None:
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=two"], "Expected `int"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=0"], "Expected `int` >= 1"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=2", "--pin", "tp=1"], "given twice"),
-        (["plan", "models.py:net", "--gpus", "2", "--pin", "zero=7"], "zero must be 0, 1 or 3"),
+        (["plan", "models.py:net", "--gpus", "2", "--pin", "zero=7"], "zero must be one of 0, 1, 2, 3"),
         (["plan", "models.py:net", "--gpus", "2", "-o", "no/such/plan.json"], "there is no folder"),
         (["plan", "models.py:net", "--gpus", "2", "-o", "."], "it is a folder"),
         (["plan", "models.py:no_loss", "--gpus", "2", "--loss", "models.py:number"], "needed is a function"),
@@ -281,7 +281,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     good = msgspec.json.encode(a_plan())
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
-        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":1', b'"version":99'),
+        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":2', b'"version":99'),
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import MemoryTerms, stage_memory
 from cost_models.memory import OPTIMIZERS, held_gathers
+from cost_models.rests import RESTS, rest_of
 
 pytestmark = pytest.mark.pure
 N = 1_000_000
@@ -23,11 +26,11 @@ def test_mixed_precision_adam_takes_sixteen_bytes_a_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    "zero,expected",
-    [(0, (4 * N, 4 * N, 8 * N)), (1, (4 * N, 4 * N, 2 * N)), (2, (4 * N, N, 2 * N)), (3, (N, N, 2 * N))],
+    "name,expected",
+    [("zero0", (4 * N, 4 * N, 8 * N)), ("zero1", (4 * N, 4 * N, 2 * N)), ("zero2", (4 * N, N, 2 * N)), ("zero3", (N, N, 2 * N))],
 )
-def test_zero_stages(zero: int, expected: tuple[int, int, int]) -> None:
-    terms = stage_memory(param_bytes=4 * N, trainable_params=N, zero=zero, dp=4, activation_bytes_per_micro_batch=0)
+def test_zero_stages(name: str, expected: tuple[int, int, int]) -> None:
+    terms = stage_memory(param_bytes=4 * N, trainable_params=N, rest=rest_of(name), shards=4, activation_bytes_per_micro_batch=0)
     assert (terms.parameters, terms.gradients, terms.optimizer_states) == expected
 
 
@@ -71,23 +74,24 @@ def test_optimizers() -> None:
 
 
 @given(st.integers(0, 10**10), st.integers(1, 64), st.integers(0, 2), st.integers(0, 64), st.integers(0, 10**9))
-def test_more_sharding_never_takes_more(params: int, dp: int, zero: int, flight: int, activation: int) -> None:
-    def total(**change: int) -> int:
-        arguments = {"zero": zero, "dp": dp, "micro_batches_in_flight": flight} | change
+def test_more_sharding_never_takes_more(params: int, shards: int, zero: int, flight: int, activation: int) -> None:
+    rows = [row for row in RESTS.values() if row.over == "dp"]
+
+    def total(**change: Any) -> int:
+        arguments = {"rest": rows[zero], "shards": shards, "micro_batches_in_flight": flight} | change
         return stage_memory(
             param_bytes=2 * params, trainable_params=params, activation_bytes_per_micro_batch=activation, **arguments
         ).total_bytes
 
-    assert total(zero=zero + 1) <= total() <= total(micro_batches_in_flight=flight + 1)
-    assert total(dp=dp + 1) <= total()
+    assert total(rest=rows[zero + 1]) <= total() <= total(micro_batches_in_flight=flight + 1)
+    assert total(shards=shards + 1) <= total()
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
         ({"optimizer": "adagradd"}, "optimizer 'adagradd'"),
-        ({"zero": 4}, "zero must be"),
-        ({"dp": 0}, "dp must be"),
+        ({"shards": 0}, "shards must be"),
         ({"bucket_bytes": -1}, "bucket_bytes"),
     ],
 )

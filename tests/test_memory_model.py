@@ -29,6 +29,8 @@ WITHIN = 0.03
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "micro_batches": 1},
     "dp2 zero1": {"dp": 2, "zero": 1, "micro_batches": 1},
+    "dp2 zero2": {"dp": 2, "zero": 2, "micro_batches": 1},
+    "dp2 zero2 accumulated": {"dp": 2, "zero": 2, "micro_batches": 4},
     "dp2 zero3": {"dp": 2, "zero": 3, "micro_batches": 1},
     "pp2 dp2": {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4},
     "dp2 recompute": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "full"},
@@ -40,6 +42,11 @@ GATHERED: dict[str, dict[str, Any]] = {
     "dp4 zero3": {"dp": 4, "zero": 3, "micro_batches": 1},
     "dp4 zero3 recompute": {"dp": 4, "zero": 3, "micro_batches": 1, "recompute": "full"},
     "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 1},
+    "dp4 zero1": {"dp": 4, "zero": 1, "micro_batches": 2},
+    "dp4 zero2": {"dp": 4, "zero": 2, "micro_batches": 2},
+    "dp4 zero1 in groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
+    "dp4 zero2 in groups": {"dp": 4, "zero": 2, "shard": 2, "micro_batches": 2},
+    "dp4 zero3 in groups": {"dp": 4, "zero": 3, "shard": 2, "micro_batches": 2},
     "pp2 dp2 zero3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4},
 }
 

@@ -212,7 +212,7 @@ def test_recipes_that_make_no_sense(changes: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------------------------- shared ranks
 def figures(c: Candidate) -> tuple[object, ...]:
     times = (c.step_time_s, c.compute_s, c.bubble_s, c.gradient_sync_s, c.optimizer_s)
-    return (c.mesh, c.zero, c.rank.micro_batches, c.part.cuts, c.part.recomputed, tuple(s.memory for s in c.stages), times)
+    return (c.mesh, c.rest, c.shard, c.rank.micro_batches, c.part.cuts, c.part.recomputed, tuple(s.memory for s in c.stages), times)
 
 
 @pytest.mark.parametrize("recipe", [AUTOPAR, MIXED], ids=["own", "mixed"])

@@ -50,7 +50,7 @@ def test_the_search_finds_the_best_of_all_pinned_combinations(name: str, gpus: i
     best: dict[tuple[object, ...], float] = {}
     for pp, dp, tp in _meshes(gpus):
         counts = [m for m in range(1, batch // dp + 1) if batch // dp % m == 0] if batch % dp == 0 else []
-        for m, zero in itertools.product(counts, [0, 1, 3] if dp > 1 else [0]):
+        for m, zero in itertools.product(counts, [0, 1, 2, 3] if dp > 1 else [0]):
             try:
                 plan = _plan(name, gpus, cluster, limit, pp=pp, dp=dp, tp=tp, micro_batches=m, zero=zero)
             except Infeasible:
@@ -174,7 +174,8 @@ def test_a_program_without_a_batch_keeps_to_its_pins() -> None:
     "pins,text",
     [
         ({"schedule": "zigzag"}, "schedule"),
-        ({"zero": 2}, "zero"),
+        ({"zero": 4}, "zero"),
+        ({"zero": 0, "shard": 2}, "leaves every parameter whole"),
         ({"recompute": "maybe"}, "recompute"),
         ({"micro_batch": 1, "micro_batches": 2}, "not both"),
         ({"virtual_stages": 2}, "virtual_stages"),

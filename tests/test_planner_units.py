@@ -54,4 +54,4 @@ def test_the_emitted_file_states_units(zero: int, units: set[int]) -> None:
     plan = plan_of(captured, 2, cluster="dgx-h100", pins={"dp": 2, "zero": zero, "micro_batches": 1, "recompute": "none"})
     params = load(emit(captured, plan)).MANIFEST.params
     assert {p.unit for p in params if p.unit is not None} == units
-    assert all(p.zero_dim is not None and p.gather == "use" for p in params if p.unit is not None)
+    assert all(p.zero_dim is not None and p.rest == "zero3" for p in params if p.unit is not None)

@@ -62,7 +62,9 @@ def test_what_a_row_says_is_heard() -> None:
     assert rebuilt(row(tp=2, dp=1, seq_parallel=1), 2).pins.sequence_parallel is True
     assert rebuilt(row(tp=2, dp=1), 2).pins.sequence_parallel is False
     assert rebuilt(row(pp=2, dp=1), 2).pins.blocks == (1, 1)
-    assert [rebuilt(row(sharding=s), 2).pins.zero for s in ("ZeRO-0", "", "ZeRO-1", "FULL_SHARD (FSDP)", "ZeRO-3")] == [0, 0, 1, 3, 3]
+    shardings = {"ZeRO-0": 0, "": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FULL_SHARD (FSDP)": 3, "ZeRO-3": 3}
+    assert {s: rebuilt(row(sharding=s), 2).pins.zero for s in shardings} == shardings
+    assert rebuilt(row(sharding="ZeRO-3"), 2).pins.shard == 2, "over all of them"
     assert rebuilt(row(sharding="ZeRO-3", dp=1, pp=2), 2).pins.zero == 0, "there is nothing to shard over"
     assert rebuilt(row(act_ckpt="full (every layer)"), 2).pins.recompute == "full"
     llama = rebuilt(row(family="llama", n_kv_heads=2, tied_emb=1), 2).dims
@@ -91,7 +93,7 @@ UNSUPPORTED = [
     ({"precision": "fp8"}, "fp8 cannot be planned yet"),
     ({"precision": ""}, "the precision is not stated"),
     ({"precision": "int3"}, "the precision 'int3' is not known"),
-    ({"sharding": "ZeRO-2"}, "ZeRO-2 cannot be planned yet"),
+    ({"sharding": "WHIMSICAL"}, "the sharding .WHIMSICAL. cannot be planned"),
     ({"sharding": "a new way"}, "the sharding 'a new way' cannot be planned"),
     ({"act_ckpt": "selective"}, "selective recomputation cannot be planned yet"),
     ({"act_ckpt": ""}, "recomputation is not stated"),

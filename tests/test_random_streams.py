@@ -121,6 +121,41 @@ def test_the_users_seed_decides(workers: WorkerPool) -> None:
         assert not torch.equal(one, other)
 
 
+def after_a_seed(drawing: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """In a worker: the losses after each of two equal seeds, of another seed, and without any; these ranks draw a number of their own
+    between a seed and the call. And what the user draws after all that."""
+    torch.manual_seed(0)
+    model = Rows("dropout")
+    ids = torch.arange(SAMPLES)
+    module = autopar.compile(model, gpus=4, example_inputs={"ids": ids}, cluster="cpu", pins={"dp": 2, "tp": 2})
+    losses = []
+    for seed in (5, 5, 6, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        if torch.distributed.get_rank() in drawing:
+            torch.rand(3)
+        losses.append(module(ids=ids).item())
+    return losses, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("drawing", [(1, 2, 3), (2,)], ids=str)
+def test_ranks_agree_where_some_have_drawn_since_the_seed(drawing: tuple[int, ...], workers: WorkerPool) -> None:
+    results = workers.run(after_a_seed, drawing, timeout_s=120.0)
+    losses = results[0][0]
+    assert all(found == losses for found, _ in results)
+    assert losses[0] == losses[1] and len({*losses}) == 3
+    assert results[0][1] != results[2][1]  # a rank that draws goes on with its own numbers
+
+
+def test_a_model_that_draws_nothing_leaves_the_users_numbers_alone() -> None:
+    torch.manual_seed(7)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.ones(6, 4)
+    module = autopar.compile(model, gpus=1, example_inputs=(x,), loss=lambda y: y.square().sum(), cluster="cpu")
+    before = torch.get_rng_state()
+    module(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # ------------------------------------------------------------------------------------------------- given to both sides
 @functools.cache
 def referenced(kind: str) -> Any:

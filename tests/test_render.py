@@ -152,7 +152,7 @@ def test_large_dead_values_do_not_outlive_their_use() -> None:
     program = Program(name="Chain", inputs=(Input(value="x", path=(0,)),), params=(), buffers=(), ops=tuple(ops), loss="loss", types=types)
     stage = StageProgram(index=0, ops=program.ops, receives=(), sends=("loss",))
     manifest = Manifest(
-        model="Chain", mesh={"pp": 1, "dp": 1, "tp": 1}, micro_batches=1, schedule="1f1b", zero=0, params=(), buffers=(),
+        model="Chain", mesh={"pp": 1, "dp": 1, "tp": 1}, micro_batches=1, schedule="1f1b", rest="zero0", params=(), buffers=(),
         inputs=(InputSpec(name="x", path=(0,), shape=(1000,), dtype="float32"),),
     )  # fmt: skip
     module = load(render(Lowered(program=program, stages=(stage,)), manifest))

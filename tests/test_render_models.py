@@ -55,7 +55,7 @@ def whole(captured: Captured, recompute: bool = False) -> tuple[Lowered, Manifes
         mesh={"pp": 1, "dp": 1, "tp": 1},
         micro_batches=1,
         schedule="1f1b",
-        zero=0,
+        rest="zero0",
         params=tuple(ParamSpec(name=p.fqn, aliases=p.aliases, trainable=p.trainable, **facts(p.value)) for p in program.params),
         buffers=tuple(
             BufferSpec(name=b.fqn or b.value, persistent=b.persistent, constant=b.fqn is None, **facts(b.value)) for b in program.buffers

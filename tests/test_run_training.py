@@ -28,6 +28,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "pp2_tp2_sequence_recompute": {"pp": 2, "tp": 2, "micro_batches": 2, "sequence": True, "recomputed": True},
     "pp2_dp2_zero1": {"pp": 2, "dp": 2, "micro_batches": 4, "zero": 1},
     "pp2_dp2_zero3": {"pp": 2, "dp": 2, "micro_batches": 4, "zero": 3},
+    "dp4_zero2": {"dp": 4, "zero": 2},
+    "dp4_zero2_accumulate": {"dp": 4, "zero": 2, "micro_batches": 4},
+    "dp2_tp2_zero2_sequence_accumulate": {"dp": 2, "tp": 2, "zero": 2, "sequence": True, "micro_batches": 2},
+    "pp2_dp2_zero2": {"pp": 2, "dp": 2, "micro_batches": 4, "zero": 2},
+    "dp4_zero1_groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
+    "dp4_zero2_groups": {"dp": 4, "zero": 2, "shard": 2, "micro_batches": 2},
+    "dp4_zero3_groups": {"dp": 4, "zero": 3, "shard": 2, "micro_batches": 2},
     "pp4_1f1b": {"pp": 4, "micro_batches": 8},
     "pp4_few_micro_batches": {"pp": 4, "micro_batches": 2},
 }
@@ -92,7 +99,7 @@ def _check_copies(model: ParallelModule) -> None:
         for rank, theirs in enumerate(everyone):
             if spec.name in theirs:
                 _, dp, tp = mesh._unflatten(rank)
-                key = (dp if spec.zero_dim is not None else 0, tp if cut_tp else 0)
+                key = (dp % mesh.shard.size if spec.zero_dim is not None else 0, tp if cut_tp else 0)
                 assert torch.equal(theirs[spec.name], copies.setdefault(key, theirs[spec.name])), spec.name
 
 

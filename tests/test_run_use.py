@@ -141,7 +141,7 @@ def test_attributes_do_not_hide_the_users_names() -> None:
             mesh={},
             micro_batches=1,
             schedule="1f1b",
-            zero=0,
+            rest="zero0",
             params=tuple(ParamSpec(name=name, shape=(3,), dtype="float32") for name in ("mesh.weight", "device")),
             buffers=(),
             inputs=(InputSpec(name="x", path=(0,), shape=(3,), dtype="float32"),),
@@ -169,11 +169,11 @@ def _of_two_dtypes() -> None:
 
     n = dist.get_world_size()
     dtypes = {"a": "float32", "b": "float64", "c": "float32", "alone": "float64"}  # the last one's gradient is one number, expanded
-    parts = {"layouts": {"dp": "R"}, "zero_dim": 0, "gather": "use"}
+    parts = {"layouts": {"dp": "R"}, "zero_dim": 0, "rest": "zero3"}
     units = {"a": 0, "b": 0, "c": 0, "alone": None}
     form = SimpleNamespace(
         MANIFEST=Manifest(
-            model="Scale", mesh={"dp": n}, micro_batches=1, schedule="1f1b", zero=3, buffers=(),
+            model="Scale", mesh={"dp": n}, micro_batches=1, schedule="1f1b", rest="zero3", buffers=(),
             params=tuple(ParamSpec(name=name, shape=(2 * n,), dtype=dtype, unit=units[name], **parts) for name, dtype in dtypes.items()),
             inputs=(InputSpec(name="x", path=(0,), shape=(n, 2 * n), dtype="float64", layouts={"dp": "S(0)"}),),
         ),

@@ -23,8 +23,11 @@ from benchmarks import _models
 pytestmark = pytest.mark.gloo
 
 CASES = {
-    "gpt2": ("auto", "dp=2 tp=2", "tp=2 pp=2", "dp=2 pp=2 micro_batches=4", "dp=4 recompute=full", "dp=4 zero=3"),
-    "t5": ("tp=4", "pp=4", "dp=2 tp=2 zero=1"),
+    "gpt2": (
+        "auto", "dp=2 tp=2", "tp=2 pp=2", "dp=2 pp=2 micro_batches=4", "dp=4 recompute=full", "dp=4 zero=3",
+        "dp=4 zero=2 micro_batches=2", "dp=2 tp=2 zero=2", "dp=2 pp=2 zero=2 micro_batches=4", "dp=4 zero=3 shard=2",
+    ),  # fmt: skip
+    "t5": ("tp=4", "pp=4", "dp=2 tp=2 zero=1", "dp=4 zero=2 shard=2 micro_batches=2"),
     "resnet": ("dp=4", "tp=2 pp=2"),
     "mixtral": ("dp=2 tp=2", "dp=2 pp=2"),
     "unruled": ("dp=2 tp=2",),

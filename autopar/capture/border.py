@@ -20,6 +20,7 @@ from autopar.capture.regions import Regions
 from autopar.capture.state import ABSENT, Change, Opaque, State, describe
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
+from autopar.run.outputs import Returned
 
 __all__ = ["TracedCall", "check_border", "observed", "traced"]
 
@@ -36,13 +37,15 @@ class TracedCall:
     own_gradients: tuple[str, ...]
     drawn: tuple[str, ...]
     returns: str = ""
+    returned: Returned | None = None
 
 
-def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> TracedCall:
-    """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions."""
+def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False) -> TracedCall:
+    """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
+    that the model returns; None: if it returns no loss."""
     ends: list[End] = []
     state = torch.get_rng_state()
-    step = Step(model, loss, start, ends)
+    step = Step(model, loss, start, ends, outputs=outputs)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs)
@@ -56,7 +59,10 @@ def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State) -> Traced
         torch.set_rng_state(state)
         start.restore()
         _clear_traced(start.reached.caches)
-    return TracedCall(exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns)
+    return TracedCall(
+        exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
+        returned=ends[-1].returned,
+    )  # fmt: skip
 
 
 def _stands_in(change: Change) -> bool:
@@ -82,12 +88,13 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 
 
 def observed(
-    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...]
-) -> Calls | None:
-    """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (no data, or no
-    wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
-    if trainable:
-        return call_twice(model, loss, inputs, start, trainable)
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
+    *, outputs: bool = False,
+) -> Calls | None:  # fmt: skip
+    """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
+    if trainable is not None:
+        return call_twice(model, loss, inputs, start, trainable, compare=True, outputs=outputs)
     if not found.changes:
         return None
     try:

@@ -21,23 +21,30 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.export import loss_of
+from autopar.capture.export import objective_of
 from autopar.capture.source import first_line
 from autopar.capture.state import ABSENT, Change, Opaque, State
 from autopar.errors import CaptureError
+from autopar.run.outputs import taken_apart
 
-__all__ = ["Call", "Calls", "call_twice", "copied", "drawn_outside", "left_as_it_was", "lowest_draws", "refuse_changing", "seeded"]
+__all__ = [
+    "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "left_as_it_was",
+    "lowest_draws", "refuse_changing", "seeded",
+]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call. gradients: of the asked parameters, in their order. buffers: by name, after it."""
+    """One call. gradients: of the asked parameters, in their order. of_inputs: of the inputs that require one, in the order of their
+    leaves. buffers: by name, after it. returned: the tensors that the model returned beside the loss, where they were asked for."""
 
     loss: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
+    of_inputs: tuple[torch.Tensor | None, ...]
     buffers: Mapping[str, torch.Tensor]
+    returned: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,17 +58,23 @@ class Calls:
 
 
 def copied(inputs: Inputs) -> Inputs:
-    """The inputs with every tensor cloned: a forward may write to them."""
-    made: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)
+    """The inputs with every tensor cloned: a forward may write to them. Those that require a gradient are leaves that do."""
+    made: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
     return made
+
+
+def differentiated(inputs: Inputs) -> list[torch.Tensor]:
+    """The inputs that require a gradient, in the order of their leaves."""
+    return [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
-    *, reseed: bool = True,
+    *, reseed: bool = True, compare: bool = False, outputs: bool = False,
 ) -> Calls:  # fmt: skip
-    """Calls the model twice, and leaves everything as it was. start: a State of it now. parameters: gradients of these are taken.
-    reseed: Python and numpy draw as they do for the program that is compared; else as the caller has set them.
+    """Calls the model twice, and leaves everything as it was. start: a State of it now. compare: gradients are taken, of `parameters`
+    and of the inputs that require one. outputs: what else the model returns is kept too. reseed: Python and numpy draw as they do for
+    the program that is compared; else as the caller has set them.
 
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs.
     """
@@ -74,11 +87,15 @@ def call_twice(
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before = _marks(given)
                 with watch:
-                    result = loss_of(model(*given[0], **given[1]), loss)
-                found = torch.autograd.grad(result, parameters, allow_unused=True) if parameters and result.requires_grad else ()
+                    output = model(*given[0], **given[1])
+                    result, own = objective_of(output, loss, outputs)
+                wanted = (*parameters, *differentiated(given)) if compare else ()
+                found = torch.autograd.grad(result, wanted, allow_unused=True) if wanted and result.requires_grad else (None,) * len(wanted)
             _check_inputs(given, before)
             buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
-            calls.append(Call(loss=result.detach(), gradients=found or (None,) * len(parameters), buffers=buffers))
+            n = len(parameters)
+            others = tuple(t.detach().clone() for t in taken_apart(output, result, own_loss=own)[1]) if outputs else ()
+            calls.append(Call(loss=result.detach(), gradients=found[:n], of_inputs=found[n:], buffers=buffers, returned=others))
             states.append(State.take(model, loss, start))
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.capture.calls import Calls, seeded
-from autopar.capture.interpret import run_program
+from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.ir import Program
@@ -24,43 +24,54 @@ _FAILURES = (ArithmeticError, AssertionError, LookupError, NotImplementedError, 
 
 
 def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters that are trained, by value name. CaptureError if there are none."""
+    """The parameters that are trained, by value name. CaptureError if there is nothing to differentiate by."""
     found = {p.value: tensors[p.value] for p in program.params if p.trainable}
-    if not found:
+    if not found and not any(program.types[i.value].grad for i in program.inputs):
         raise CaptureError("no parameter of the model requires a gradient, so there is nothing to train")
     return found
 
 
-def check_program(program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
-    """Runs the program as often as the model was called. CaptureError names the parameters and buffers that differ.
+def check_program(
+    program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], names: tuple[str, ...] = ()
+) -> None:
+    """Runs the program as often as the model was called. CaptureError names the parameters, buffers and outputs that differ. names: the
+    output of the program that each tensor is that the model returns beside the loss.
 
-    calls: with the gradients of `trainable_tensors`. inputs: by value name. Nothing that is given is changed.
+    calls: with the gradients of `trainable_tensors`. inputs: by value name, in the order of their leaves. Nothing that is given is changed.
     """
     trainable = trainable_tensors(program, tensors)
-    fqn_of = {p.value: p.fqn for p in program.params}
+    leaves = trainable | {value: tensor for value, tensor in inputs.items() if tensor.requires_grad}
+    fqn_of = {p.value: p.fqn for p in program.params} | {i.value: f"the input {i.value}" for i in program.inputs}
     state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
     for number, call in enumerate(calls.calls):
         which = "" if number == 0 else f" at call {number + 1} in a row"
         try:
             with torch.enable_grad(), seeded(number, inputs):
-                found = run_program(program, dict(tensors) | dict(inputs) | state)
-                gradients = torch.autograd.grad(found, list(trainable.values()), allow_unused=True)
+                found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)
+                gradients = torch.autograd.grad(found, list(leaves.values()), allow_unused=True)
         except _FAILURES as e:
             raise CaptureError(
                 f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
                 f"become Python numbers in the forward (.item(), int(), asserts), and keep them tensors"
             ) from e
-        tolerance = max(_TOLERANCE.get(t.dtype, 0.0) for t in [*trainable.values(), call.loss])
+        tolerance = max(_TOLERANCE.get(t.dtype, 0.0) for t in [*leaves.values(), call.loss])
         if not _close(call.loss, found, tolerance * max(1.0, abs(call.loss.item()))):
             raise CaptureError(
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
                 f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
                 f"{_of(calls)}, keep it in a buffer; else this is a defect of autopar"
             )
-        scale = max((float(g.abs().max()) for g in call.gradients if g is not None and g.numel()), default=0.0)
+        returned = dict(zip(program.outputs, outputs, strict=True))
+        for k, (name, expected) in enumerate(zip(names, call.returned, strict=True)):
+            if not _same_output(expected, returned[name], tolerance):
+                raise CaptureError(
+                    f"tensor {k} of what {program.name} returns beside its loss, {list(expected.shape)}, is another one in the captured "
+                    f"program{which}\n  what to do: compile with outputs='loss', and give what else you need a model of its own"
+                )
+        scale = max((float(g.abs().max()) for g in (*call.gradients, *call.of_inputs) if g is not None and g.numel()), default=0.0)
         wrong = []
-        for value, expected_grad, found_grad in zip(trainable, call.gradients, gradients, strict=True):
-            zero = torch.zeros_like(trainable[value])
+        for value, expected_grad, found_grad in zip(leaves, (*call.gradients, *call.of_inputs), gradients, strict=True):
+            zero = torch.zeros_like(leaves[value])
             if not _close(zero if expected_grad is None else expected_grad, zero if found_grad is None else found_grad, tolerance * scale):
                 wrong.append(fqn_of[value])
         if wrong:
@@ -89,6 +100,15 @@ def _listed(names: list[str]) -> str:
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return bool(((a - b).abs() <= tolerance).logical_or(a == b).logical_or(a.isnan() & b.isnan()).all())
+
+
+def _same_output(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:
+    if (expected.shape, expected.dtype) != (found.shape, found.dtype):
+        return False
+    if not expected.dtype.is_floating_point and not expected.is_complex():
+        return torch.equal(expected, found)
+    finite = expected.detach()[expected.isfinite()].abs()
+    return _close(expected, found, tolerance * max(1.0, float(finite.max()) if finite.numel() else 0.0))
 
 
 def _same_buffer(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:

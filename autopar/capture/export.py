@@ -17,13 +17,17 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
 
 from autopar.capture.follow import AtTheBorder, Registries, follow
 from autopar.capture.source import in_library
 from autopar.capture.state import State
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, NoLoss
+from autopar.run.outputs import Returned, taken_apart
 
-__all__ = ["PREFIX", "End", "Step", "export", "own_gradients", "without_key_value_cache"]
+__all__ = [
+    "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "without_key_value_cache",
+]  # fmt: skip
 
 PREFIX = "model"  # the name of the user's model inside Step
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
@@ -32,10 +36,12 @@ _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameE
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss."""
+    """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
+    structure, where that was asked for."""
 
     state: State
     returns: str
+    returned: Returned | None
 
 
 class Step(nn.Module):
@@ -43,10 +49,14 @@ class Step(nn.Module):
     forward. Buffers that the forward assigns anew are written in place instead (see `follow`).
 
     The loss is what the model returns if that is a scalar tensor, else its `.loss`, `["loss"]` or first element if that is one,
-    else loss(output).
+    else loss(output). With outputs (None: if there is no loss): a tuple of the loss and the other tensors that the model returns. A model
+    that returns no loss ends in the sum of its outputs: the user makes a loss of them.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
+        *, outputs: bool | None = False,
+    ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back)."""
         super().__init__()
         self.model = model
@@ -54,23 +64,40 @@ class Step(nn.Module):
         names = {id(p): name for name, p in model.named_parameters()}
 
         @functools.wraps(model.forward)
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
             try:
                 with AtTheBorder(names):
                     output = model(*args, **kwargs)
-                    result = loss_of(output, loss)
+                    result, own = objective_of(output, loss, outputs)
+                others: tuple[torch.Tensor, ...] = ()
+                returned = None
                 with torch._C.DisableTorchFunction():
                     returns = "" if _is_scalar(output) or loss is not None else _describe(output)
-                    ends.append(End(State.take(model, loss, start), returns))
+                    if outputs or not own:
+                        returned, others = taken_apart(output, result, own_loss=own)
+                    ends.append(End(State.take(model, loss, start), returns, returned))
                     assigned = registries.assigned()
                 follow(assigned)
             finally:
                 registries.restore()
-            return result
+            return (result, *others)
 
         self.forward = forward
+
+
+def objective_of(output: Any, loss: Callable[[Any], torch.Tensor] | None, outputs: bool | None) -> tuple[torch.Tensor, bool]:
+    """The scalar that a program ends in, and whether it is the loss. Without one, and if outputs is not False: the sum of all outputs,
+    whose gradients are those of any loss that is made of them, with other cotangents."""
+    try:
+        return loss_of(output, loss), True
+    except NoLoss:
+        tensors = (x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
+        sums = [x.sum() for x in tensors] if outputs is not False else []
+        if not sums:
+            raise
+        return functools.reduce(torch.add, sums), False
 
 
 def loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
@@ -85,7 +112,7 @@ def loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Te
         if not _is_scalar(found):
             raise CaptureError(f"loss= returned {_describe(found)}; it must return a floating tensor of shape [] to differentiate")
     if found is None:
-        raise CaptureError(
+        raise NoLoss(
             f"no loss to capture: the forward returned {_describe(output)}, not a scalar tensor nor anything with one as .loss, "
             f"['loss'] or first element. Give the model its labels, or pass loss=fn so that fn(output) is the scalar loss"
         )
@@ -127,6 +154,19 @@ def _without_vmap(exported: ExportedProgram) -> ExportedProgram:
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in batched.graph_signature.output_specs):
         raise CaptureError("a forward that uses torch.vmap also changes buffers\n  what to do: replace torch.vmap by batched operators")
     return batched
+
+
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
+    """Inside, code that asks torch.compiler whether it is exported is told that it is. (The flags are private; there is no other way.)"""
+    flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in flags:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, before in flags.items():
+            setattr(torch.compiler, name, before)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -14,7 +14,8 @@ def program_hash(program: Program) -> str:
     """sha256 of the program's operators, constants, shapes and wiring (64 hexadecimal digits).
 
     Equal for a model and its float64 form captured inside lift_to_float64(), for renamed modules, and for other values of the
-    parameters; different as soon as a shape, an operator, a constant, the wiring, or what is trainable differs.
+    parameters; different as soon as a shape, an operator, a constant, the wiring, or what is trainable differs. What the
+    user is given beside the loss is no part of it.
     """
     state: dict[str, object] = {i.value: ("input", i.path) for i in program.inputs}
     state |= {p.value: ("param", p.trainable, len(p.aliases)) for p in program.params}

@@ -82,7 +82,7 @@ class _Functionalizer:
                 self._read_only(self._returning(op))
             else:
                 self._in_place(op, written)
-        loss = self._now(self.trace.loss)
+        loss, *returned = (self._now(value) for value in (self.trace.loss, *self.trace.returned))
         mutations = []
         for buffer in self.trace.buffers:
             first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
@@ -100,8 +100,8 @@ class _Functionalizer:
                 f"{name} = {name}.clone()"
             )
         storages = {name: storage for name, storage in self.trace.storages.items() if name not in self.same_as}  # those are new now
-        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), loss=loss, metas=self.metas, storages=storages)
-        return trace, tuple(mutations)
+        trace = dataclasses.replace(self.trace, ops=tuple(self.ops), metas=self.metas, storages=storages)
+        return dataclasses.replace(trace, loss=loss, returned=tuple(returned)), tuple(mutations)
 
     # ---------------------------------------------------------------------------------------------------- emitting ops
     def _emit(self, op: Op) -> tuple[str | None, ...]:

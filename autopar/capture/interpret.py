@@ -10,7 +10,7 @@ import torch
 from autopar.ir import Arg, Op, Program, Ref
 from autopar.run.region import REGION, region
 
-__all__ = ["resolve", "run_op", "run_ops", "run_program"]
+__all__ = ["resolve", "run_op", "run_ops", "run_program", "run_whole_program"]
 
 
 @functools.cache
@@ -74,6 +74,11 @@ def run_program(program: Program, values: Mapping[str, torch.Tensor]) -> torch.T
     device. Buffers are changed in place as the model's forward changes them (batch norm's running statistics). A program
     that was captured inside lift_to_float64() is to be run inside it too.
     """
+    return run_whole_program(program, values)[0]
+
+
+def run_whole_program(program: Program, values: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """As run_program: the loss, and the program's outputs."""
     env = dict(values)
     device = next((v.device for v in env.values()), None)
     for _ in run_ops(program.ops, env, device):
@@ -81,4 +86,4 @@ def run_program(program: Program, values: Mapping[str, torch.Tensor]) -> torch.T
     with torch.no_grad():
         for buffer, final in [(values[b], env[v].clone()) for b, v in program.mutations]:
             buffer.copy_(final)
-    return env[program.loss]
+    return tuple(env[v] for v in (program.loss, *program.outputs))

@@ -16,7 +16,7 @@ from autopar.run.region import REGION
 
 __all__ = [
     "drops_randomness", "has_effect", "may_run_earlier", "normalise", "remove_dead", "split_label_means",
-    "with_old_values",
+    "with_copies_returned", "with_old_values",
 ]  # fmt: skip
 
 _MEAN, _SUM = 1, 2  # at::Reduction
@@ -93,7 +93,8 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
                 op, types = _typed(dataclasses.replace(op, target="aten.detach.default", args=(operand,), kwargs=()), infer, metas)
             metas.update((n, m) for n, m in zip(op.outputs, types, strict=True) if n is not None and m is not None)
             kept.append(dataclasses.replace(traced, op=op))
-    return dataclasses.replace(trace, ops=tuple(kept), loss=renamed.get(trace.loss, trace.loss), metas=metas), renamed
+    loss, *returned = (renamed.get(value, value) for value in (trace.loss, *trace.returned))
+    return dataclasses.replace(trace, ops=tuple(kept), loss=loss, returned=tuple(returned), metas=metas), renamed
 
 
 def _plain(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterator[Op]:
@@ -193,8 +194,8 @@ def _does_nothing(op: Op, metas: Mapping[str, Meta], result: Meta | None) -> boo
 
 
 def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
-    """Only the operators that the loss, the values in `keep` or an effect on buffers needs."""
-    needed = {trace.loss, *keep}
+    """Only the operators that the loss, what is returned, the values in `keep` or an effect on buffers needs."""
+    needed = {trace.loss, *trace.returned, *keep}
     kept: list[Traced] = []
     for traced in reversed(trace.ops):
         op = traced.op
@@ -203,6 +204,21 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
         needed.update(refs(op))
         kept.append(traced)
     return dataclasses.replace(trace, ops=tuple(reversed(kept)))
+
+
+def with_copies_returned(trace: Trace, infer: Inference) -> Trace:
+    """What is returned as it was given, an input or a buffer, is copied by an operator: only those are made by a stage."""
+    given = set(trace.given)
+    copies: dict[str, Traced] = {}
+    metas = dict(trace.metas)
+    for value in dict.fromkeys(v for v in trace.returned if v in given):
+        op = Op(target="aten.clone.default", args=(Ref(value),), outputs=(trace.names.fresh(f"{value}_returned"),))
+        metas.update((n, m) for n, m in zip(op.outputs, infer(op, metas), strict=True) if n is not None and m is not None)
+        copies[value] = Traced(op=op)
+    if not copies:
+        return trace
+    returned = tuple(copies[v].op.name if v in copies else v for v in trace.returned)
+    return dataclasses.replace(trace, ops=(*trace.ops, *copies.values()), returned=returned, metas=metas)
 
 
 def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str, str]) -> Trace:

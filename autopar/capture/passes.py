@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.batch import batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
@@ -20,6 +23,7 @@ from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.infer import Inference
+from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
@@ -28,13 +32,16 @@ from autopar.capture.normalise import (
     normalise,
     remove_dead,
     split_label_means,
+    with_copies_returned,
     with_old_values,
 )  # fmt: skip
 from autopar.capture.regions import Regions
+from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, NoLoss
 from autopar.ir import Buffer, Program, Ref
+from autopar.run.outputs import Returned
 
 __all__ = ["Captured", "capture"]
 
@@ -46,7 +53,7 @@ class Captured:
     training: the model's mode when it was captured. guards: what capture froze, to be asked whether it is still so. written:
     attributes in which each forward of the original leaves a tensor; the program does not. defaults: the parameters of the
     forward that the example call left to their defaults, with these: the program has them frozen too. returns: what the model's
-    forward returns, in words; '' for the loss alone.
+    forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for.
     """
 
     program: Program
@@ -56,6 +63,7 @@ class Captured:
     written: tuple[str, ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
     returns: str = ""
+    returned: Returned | None = None
 
 
 def capture(
@@ -64,39 +72,43 @@ def capture(
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     check: bool = True,
+    outputs: bool | None = False,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
     example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
     theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
     the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
-    loss, gradients and buffers (not on meta). The model is left as it was. Raises CaptureError with the line of the model's
-    source and what to do.
+    loss, gradients and buffers (not on meta). outputs: the tensors that the model returns beside the loss are in the program too;
+    None: if it returns no loss, for the user to make one of them. The model is left as it was. Raises CaptureError with the line of
+    the model's source and what to do, NoLoss if there is no loss.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     inputs = args, kwargs
     infer, guards = Inference(), Guards.take(model, loss)
     with without_key_value_cache(model):
         start = State.take(model, loss)
-        found, trace = _traced(model, loss, inputs, start)
+        found, trace = _traced(model, loss, inputs, start, outputs=outputs)
         trace, mutations = functionalize(trace, infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
         mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
+        trace = with_copies_returned(trace, infer)
         trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
         whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
         program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
-        trainable = trainable_tensors(program, trace.tensors) if check and real else {}
-        calls = observed(model, loss, inputs, start, found, tuple(trainable.values()))
-        written = check_border(model, loss, inputs, start, found, trace, calls, checked=bool(trainable))
-        if trainable and calls is not None:
+        trainable = trainable_tensors(program, trace.tensors) if check and real else None
+        compared = None if trainable is None else tuple(trainable.values())
+        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None)
+        written = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None)
+        if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
-            check_program(checked, calls, trace.tensors, _inputs_by_value(program, *copied(inputs)))
+            check_program(checked, calls, trace.tensors, _inputs_by_value(program, *copied(inputs)), trace.returned)
         elif found.own_gradients:
             raise CaptureError(
                 f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(found.own_gradients))}), which a "
@@ -107,24 +119,52 @@ def capture(
         listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     guards = guards.without((*written, *(c.path for c in (calls.settled if calls is not None else ()))))
-    return Captured(program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns)
+    if program.outputs:
+        nbytes = sum(program.types[v].nbytes for v in program.outputs)
+        said = f"outputs: {len(program.outputs)} tensors beside the loss, {nbytes} bytes in all, are whole on every rank after a call"
+        program = program.replace(notes=(*program.notes, f"{said}, which neither the time nor the memory of the plan counts"))
+        if found.returned is not None and not found.returned.own_loss:
+            program = program.replace(own_loss=False)
+    returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
+    return Captured(
+        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned
+    )
 
 
 def _traced(
-    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None
 ) -> tuple[TracedCall, Trace]:
     """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
     regions = Regions(model, loss, inputs)
+    again = repeated(model, loss, inputs, start)
+    if again.same:
+        with contextlib.suppress(CaptureError, NotRepeated):  # which the trace of every call explains
+            return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs)
     first: CaptureError | None = None
     while True:
         try:
             with regions.standing_in():
-                found = traced(model, loss, copied(inputs), start)
+                found = traced(model, loss, copied(inputs), start, outputs=outputs)
             return found, flatten(model, found.exported, start, regions)
+        except NoLoss:
+            raise
         except CaptureError as error:
             first = first or error
             if not regions.include(error):
                 raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+
+
+def _with_stand_ins(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, regions: Regions, again: Repeated,
+    *, outputs: bool | None,
+) -> tuple[TracedCall, Trace]:  # fmt: skip
+    """The trace, for which of calls that do the same one is traced. NotRepeated if they do not in the export."""
+    stand_ins = StandIns(model, again.same)
+    with stand_ins.standing_in():
+        found = traced(model, loss, copied(inputs), start, outputs=outputs)
+    if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
+        raise NotRepeated("what is stood for changes something")
+    return found, flatten(model, found.exported, start, regions, stand_ins)
 
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
@@ -148,14 +188,16 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         ops = moved if blocks else ops
     if not types[trace.loss].grad:
         raise CaptureError(
-            f"the loss of {trace.name} does not depend on any parameter that requires a gradient\n  what to do: check requires_grad, "
-            f"and that no torch.no_grad or .detach() stands between parameters and loss"
+            f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: check "
+            f"requires_grad, and that no torch.no_grad or .detach() stands between parameters and loss"
         )
     batch, doubt = _batch_size([types[i.value].shape for i in trace.inputs])
     return Program(
         name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
+        outputs=tuple(dict.fromkeys(trace.returned)),
         types={name: t for name, t in types.items() if name in used}, mutations=mutations, blocks=blocks,
-        constant_inputs=trace.constant_inputs, batch_size=batch, notes=(*trace.notes, *doubt),
+        constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
+        notes=(*trace.notes, *doubt),
     )  # fmt: skip
 
 
@@ -170,6 +212,10 @@ def _batch_size(shapes: list[tuple[int, ...]]) -> tuple[int | None, tuple[str, .
     return most[0], (doubt,) if len(most) > 1 else ()
 
 
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
@@ -181,7 +227,7 @@ def _defaults(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _inputs_by_value(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = {}
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
-        leaves[leaf_path(path)] = leaf
-    return {i.value: leaves[i.path] for i in program.inputs}
+    """In the order of their leaves."""
+    values = {i.path: i.value for i in program.inputs}
+    leaves = ((leaf_path(path), leaf) for path, leaf in pytree.tree_leaves_with_path((args, kwargs)))
+    return {values[path]: leaf for path, leaf in leaves if path in values}

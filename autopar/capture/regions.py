@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.calls import Inputs, left_as_it_was
-from autopar.capture.export import loss_of
+from autopar.capture.export import objective_of
+from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
 from autopar.errors import CaptureError
 from autopar.run.region import Place, Region
@@ -120,9 +121,9 @@ class Regions:
         with left_as_it_was(self.model, self.loss):
             try:
                 forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
-                with _replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
-                    loss_of(self.model(*args, **kwargs), self.loss)
+                    objective_of(self.model(*args, **kwargs), self.loss, None)
             except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError):
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
@@ -155,7 +156,7 @@ class Regions:
         _TRACED.clear()
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         try:
-            with _replaced({path: replaced(path, calls) for path, calls in self.calls.items()}, self.model):
+            with forwards_replaced({path: replaced(path, calls) for path, calls in self.calls.items()}, self.model):
                 yield
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)
@@ -172,23 +173,6 @@ class Regions:
             name = type(calls[0].region.module).__name__
             made.append(f"{path} ({name}) runs as it is written, {how}, for no graph holds {calls[0].line}")
         return tuple(made)
-
-
-@contextlib.contextmanager
-def _replaced(forwards: Mapping[str, Callable[..., Any]], model: nn.Module) -> Iterator[None]:
-    """Inside, these submodules have another forward."""
-    modules = [(model.get_submodule(path), forward) for path, forward in forwards.items()]
-    before = [vars(m).get("forward") for m, _ in modules]
-    for m, forward in modules:
-        vars(m)["forward"] = forward
-    try:
-        yield
-    finally:
-        for (m, _), own in zip(modules, before, strict=True):
-            if own is None:
-                vars(m).pop("forward", None)
-            else:
-                vars(m)["forward"] = own
 
 
 def _observed(
@@ -228,7 +212,7 @@ def _observed(
         region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
         structure=structure, flops=int(counter.get_total_flops()), saved=sum(saved.values()), draws=draws, rows=(), line=line,
     )  # fmt: skip
-    with _replaced({"": forward}, module):
+    with forwards_replaced({"": forward}, module):
         steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
     return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
 

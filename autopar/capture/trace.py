@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import PREFIX
 from autopar.capture.infer import Meta, meta_of
+from autopar.capture.instances import Instances, StandIns
 from autopar.capture.regions import Regions
 from autopar.capture.source import source_line
 from autopar.capture.state import State
@@ -61,9 +62,9 @@ class Traced:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """What capture knows before the operators are made functional. storages: the identity of the memory behind each value:
-    equal for views of one another. metas: what was traced, of every value (grad only of parameters). tensors: of
+    equal for views of one another. metas: what was traced, of every value (grad only of parameters and inputs). tensors: of
     parameters, buffers and constants. outside: what the code calls a constant that it reads
-    from an attribute, a closure, a global."""
+    from an attribute, a closure, a global. returned: what the model returns beside the loss, where it was asked for."""
 
     name: str
     inputs: tuple[Input, ...]
@@ -73,6 +74,7 @@ class Trace:
     buffer_copies: tuple[tuple[str, str], ...]
     ops: tuple[Traced, ...]
     loss: str
+    returned: tuple[str, ...]
     storages: Mapping[str, int]
     metas: Mapping[str, Meta]
     tensors: Mapping[str, torch.Tensor]
@@ -86,9 +88,12 @@ class Trace:
         return [i.value for i in self.inputs] + [p.value for p in self.params] + [b.value for b in self.buffers]
 
 
-def flatten(model: nn.Module, exported: ExportedProgram, start: State, regions: Regions) -> Trace:
-    """The trace of an exported Step of the model. start: what the model held when it was traced."""
-    return _Flattener(model, exported, start, regions).run()
+def flatten(
+    model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None = None
+) -> Trace:
+    """The trace of an exported Step of the model. start: what the model held when it was traced. stand_ins: of calls that are one
+    operator each in the export; raises NotRepeated if one of them cannot be made from the call that stands for it."""
+    return _Flattener(model, exported, start, regions, stand_ins).run()
 
 
 class _Symbolic:
@@ -107,8 +112,11 @@ class _Symbolic:
 
 
 class _Flattener:
-    def __init__(self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions) -> None:
+    def __init__(
+        self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None
+    ) -> None:
         self.model, self.exported, self.regions = model, exported, regions
+        self.instances = Instances(stand_ins, self) if stand_ins is not None else None
         self.outside = {_storage(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
         self.names = Names()
         self.ops: list[Traced] = []
@@ -123,14 +131,16 @@ class _Flattener:
     def run(self) -> Trace:
         params, buffers, copies = self._state()
         env = self._placeholders()
-        (loss,) = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
-        if isinstance(loss, _Symbolic):
-            raise loss.error()
-        assert isinstance(loss, Ref), loss
+        results = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
+        if symbolic := next((x for x in results if isinstance(x, _Symbolic)), None):
+            raise symbolic.error()
+        assert all(isinstance(x, Ref) for x in results), results
+        loss, *returned = (x.name for x in results)
         return Trace(
             name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
-            buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss.name,
-            storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names, notes=self.regions.notes(),
+            buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss,
+            returned=tuple(returned), storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names,
+            notes=self.regions.notes(),
             outside={c.value: path for c in self.constants if (path := self.outside.get(_storage(self.tensors[c.value])))},
         )  # fmt: skip
 
@@ -179,7 +189,7 @@ class _Flattener:
                     self.constant_inputs.append((path, self._arg(spec.arg.value)))
                     continue
                 value = self.names.fresh(node.name)
-                self.metas[value] = meta_of(node.meta["val"])
+                self.metas[value] = meta_of(node.meta["val"], node.meta["val"].requires_grad)
                 self.inputs.append(Input(value=value, path=path))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
@@ -230,6 +240,8 @@ class _Flattener:
             env[node] = container if isinstance(container, _Symbolic) else container[index]
         elif target is torch.ops.autopar_region.call.default:
             self._region_call(node, env, no_grad=no_grad)
+        elif self.instances is not None and isinstance(target, torch._ops.OpOverload) and target.namespace == "autopar_repeat":
+            self._repeated(node, target, env, self.instances)
         elif isinstance(target, torch._ops.OpOverload):
             if any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS):
                 env[node] = None
@@ -266,6 +278,17 @@ class _Flattener:
             )
         inner = [n for n in body.graph.nodes if n.op == "placeholder"]
         env[node] = self._inline(body, dict(zip(inner, operands, strict=True)), no_grad=no_grad, autocast=autocast)
+
+    def _repeated(self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], instances: Instances) -> None:
+        """A call that stands for others, or one that is stood for."""
+        path, given = str(node.args[0]), node.args[1]
+        operands = [env[n] for n in given if isinstance(n, fx.Node)] if isinstance(given, (list, tuple)) else []
+        if target is torch.ops.autopar_repeat.call.default:
+            env[node] = instances.call(path, operands, _module_stack(node)[0])
+        elif target is torch.ops.autopar_repeat.begin.default:
+            instances.begin(path, operands)
+        else:
+            instances.end(path, operands)
 
     def _region_call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool) -> None:
         """A submodule as one operator: of its handle, the tensors that it is given, its parameters and buffers."""

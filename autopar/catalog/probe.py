@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from autopar.catalog.schema import parameters, resolve
-from autopar.ir import Arg, Layout, Op, P, R, Ref, S, Strategy, TensorType, map_refs
+from autopar.ir import Arg, Layout, Op, P, R, Ref, S, Strategy, TensorType, nameless
 
 __all__ = ["Probed", "probed"]
 
@@ -90,8 +90,7 @@ _KNOWN: dict[tuple[object, ...], Probed] = {}
 def probed(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], n: int) -> Probed:
     """What holds for an operator without a rule on an axis of n ranks. ins, outs: the types of refs(op) and of its results.
     The operator runs on the CPU; once for each distinct operator, types and n in a process."""
-    numbered = iter(range(len(ins)))
-    plain = map_refs(op, lambda _: Ref(f"x{next(numbered)}"))
+    plain = nameless(op)
     made = tuple(o is not None for o in plain.outputs)
     key = (plain.target, repr(plain.args), repr(plain.kwargs), plain.no_grad, made, ins, outs, n)
     if key not in _KNOWN:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopar.catalog.probe import Probed, probed
 from autopar.catalog.schema import bind, parameters, tensor_refs
-from autopar.ir import Arg, I, Layout, Op, P, R, Ref, Strategy, TensorType, map_refs
+from autopar.ir import Arg, I, Layout, Op, P, R, Strategy, TensorType, call_text
 
 __all__ = [
     "LOCALIZERS", "LOCAL_CODE", "RULES", "LocalCode", "Localizer", "OpView", "Rule", "dims_of", "draws", "is_random", "local_code",
@@ -110,9 +110,7 @@ def strategies_of(view: OpView) -> tuple[Strategy, ...]:
     """All strategies of an operator on an axis of view.n ranks, the trivial ones first. Those that do not divide, that
     make a partial value of a type that cannot be summed, or that a rule states twice are left out. Computed once for each
     distinct operator, whatever its values are called."""
-    numbered = iter(range(len(view.ins)))
-    anonymous = map_refs(view.op, lambda _: Ref(f"x{next(numbered)}"))
-    key = (anonymous.target, repr(anonymous.args), repr(anonymous.kwargs), view.ins, view.outs, view.n, view.groups)
+    key = (call_text(view.op), view.ins, view.outs, view.n, view.groups)
     if key not in _KNOWN:
         _KNOWN[key] = _strategies_of(view)
     return _KNOWN[key]

@@ -63,25 +63,26 @@ class Pricer:
 
     def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None, recipe: Recipe = AUTOPAR) -> None:
         self.cluster, self.mesh, self.live, self.recipe = cluster, dict(mesh), live, recipe
-        self._collective: dict[tuple[str, int, str], float] = {}
+        self._collective: dict[tuple[str, int, str, int, int], float] = {}
 
-    def per_node(self, axis: str) -> int:
-        """How many consecutive ranks of the axis share a node."""
-        stride = 1
+    def per_node(self, axis: str, ranks: int | None = None, every: int = 1) -> int:
+        """How many consecutive ranks of the axis share a node; of `ranks` of them, every n-th."""
+        stride = every
         for name in reversed(list(self.mesh)):
             if name == axis:
                 break
             stride *= self.mesh[name]
-        return max(1, min(self.mesh[axis], self.cluster.gpus_per_node // stride))
+        return max(1, min(self.mesh[axis] if ranks is None else ranks, self.cluster.gpus_per_node // stride))
 
-    def collective_s(self, kind: str | None, nbytes: float, axis: str) -> float:
-        """Seconds of one collective over a whole tensor of nbytes (gathered size)."""
-        ranks = self.mesh.get(axis, 1)
+    def collective_s(self, kind: str | None, nbytes: float, axis: str, *, ranks: int | None = None, every: int = 1) -> float:
+        """Seconds of one collective over a whole tensor of nbytes (gathered size), over the ranks of an axis, or groups of `ranks` of
+        them: neighbours, or every n-th."""
+        ranks = self.mesh.get(axis, 1) if ranks is None else ranks
         if kind is None or ranks == 1 or nbytes == 0:
             return 0.0
-        key = (kind, int(nbytes), axis)
+        key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
-            per_node = self.per_node(axis)
+            per_node = self.per_node(axis, ranks, every)
             self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
         return self._collective[key]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.interpret import run_op
-from autopar.ir import Arg, Op, Ref, TensorType, map_refs
+from autopar.ir import Arg, Op, TensorType, nameless
 
 __all__ = ["BUDGET_S", "Call", "Live", "Times", "call_of", "cache_folder", "device_name"]
 
@@ -62,8 +62,7 @@ class Call:
 
 def call_of(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Call:
     """The call that an operator makes on operands of these types."""
-    numbered = iter(range(len(ins)))
-    plain = map_refs(op, lambda _: Ref(f"x{next(numbered)}"))
+    plain = nameless(op)
     differentiable = not op.no_grad and any(t.grad for t in ins) and any(t.grad for t in outs)
     return Call(
         target=op.target, args=plain.args, kwargs=plain.kwargs, returns=len(op.outputs), multi=op.multi, no_grad=op.no_grad, ins=ins,

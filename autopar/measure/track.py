@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import BufferSpec, ParallelModule, ParamSpec
 from autopar.run.dtypes import empty
-from autopar.run.module import Emitted
+from autopar.run.form import Emitted
 
 __all__ = ["StepMemory", "step_memory"]
 

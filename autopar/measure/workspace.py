@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
-from autopar.ir import Arg, Op, Ref, TensorType, map_refs
+from autopar.ir import Arg, Op, Ref, TensorType, nameless
 from autopar.measure.count import as_on_gpu
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import local_ops
@@ -47,8 +47,7 @@ def workspace(
 ) -> Workspace:
     """The workspace of an operator on operands of these types and strides, found by running it on fake tensors. gpu: as a GPU runs it."""
     op = as_on_gpu(op) if gpu else op
-    numbered = iter(range(len(ins)))
-    anonymous = map_refs(op, lambda _: Ref(f"x{next(numbered)}"))
+    anonymous = nameless(op)
     return _workspace(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, op.multi, len(op.outputs), ins, strides, outs)
 
 

@@ -72,7 +72,8 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         mesh=c.mesh.sizes(),
         micro_batches=rank.micro_batches,
         schedule=c.schedule,
-        zero=c.zero,
+        rest=c.rest.name,
+        shard=c.shard,
         cuts=positions,
         recompute=recompute,
         stages=list(c.stages),
@@ -154,16 +155,16 @@ def _split_share(body: Program, assignment: Assignment) -> float:
 
 def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
     """The next best of other meshes or resting places, as they were priced by their pieces."""
-    seen: dict[tuple[Mesh, int], Draft] = {(chosen.mesh, chosen.zero): None}  # type: ignore[dict-item]
+    seen: dict[tuple[Mesh, str], Draft] = {(chosen.mesh, chosen.rest.name): None}  # type: ignore[dict-item]
     for d in said.drafts:
-        seen.setdefault((d.choice.mesh, d.choice.zero), d)
+        seen.setdefault((d.choice.mesh, d.choice.rest.name), d)
     return [_one_line(d) for d in list(seen.values())[1:6]]
 
 
 def _one_line(d: Draft) -> str:
     mesh = d.choice.mesh
     return (
-        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} zero={d.choice.zero} micro-batches={d.choice.micro_batches}: "
+        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {d.choice.resting} micro-batches={d.choice.micro_batches}: "
         f"{d.times.step_s * 1e3:.2f} ms{f', {len(d.part.recomputed)} pieces recomputed' if d.part.recomputed else ''}"
     )
 

@@ -115,8 +115,7 @@ class Least:
         backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
         work_s = float((forward + backward).sum())
         work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
-        parts = mesh.pp * mesh.tp * (mesh.dp if choice.zero else 1)
-        return work_s * (m + mesh.pp - 1) / mesh.pp + self.update_s / parts
+        return work_s * (m + mesh.pp - 1) / mesh.pp + self.update_s / (mesh.pp * mesh.tp * choice.shard)
 
 
 def _fixed(program: Program) -> frozenset[str]:

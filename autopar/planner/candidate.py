@@ -14,6 +14,7 @@ from autopar.planner.price import Ledger
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import Cuts, Pieces
+from cost_models.rests import Rest
 
 if TYPE_CHECKING:
     from autopar.planner.estimate import Estimator
@@ -88,7 +89,8 @@ class Candidate:
     rank: Rank
     mesh: Mesh
     schedule: str
-    zero: int
+    rest: Rest
+    shard: int
     zero_dims: Mapping[str, int]
     segments: Pieces
     part: Partition

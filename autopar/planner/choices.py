@@ -16,6 +16,7 @@ import networkx
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.measure.count import Counts, count, op_class
+from autopar.planner.derived import Edge, Source, derived_only, not_over, rows_of
 from autopar.planner.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "is_heavy", "members_of", "stands_for", "with_matrices_cut", "with_work_split"]
@@ -40,24 +41,6 @@ class Group:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "times", self.times or len(self.members))
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Result `output` of a group."""
-
-    group: str
-    output: int
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """Operand `operand` of a group reads this source; count: in how many members."""
-
-    source: Source
-    consumer: str
-    operand: int
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,10 +229,10 @@ def _strategies(
         if not pending:
             break
     if data:
-        found = _derived_only(ops, edges, found, leaf_layouts, _rows(program, ops))[0]
+        found = derived_only(ops, edges, found, leaf_layouts, rows_of(program, ops, edges, found, leaf_layouts))[0]
     elif batched:
-        batch = _derived_only(ops, edges, found, {v: (S(0),) for v in batched})[1]
-        found = {name: _not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
+        batch = derived_only(ops, edges, found, {v: (S(0),) for v in batched})[1]
+        found = {name: not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
     types = {Source(name, k): program.types[o] for name, op in ops.items() for k, o in enumerate(x for x in op.outputs if x is not None)}
     return _supported(found, outgoing, incoming, ops, types)
 
@@ -347,63 +330,3 @@ def _converted(
         if component & changing:
             paying |= component
     return {name: tuple(s for s in ss if (name, s) not in grouped_of or grouped_of[name, s][0] in paying) for name, ss in found.items()}
-
-
-def _derived_only(
-    ops: Mapping[str, Op],
-    edges: tuple[Edge, ...],
-    found: dict[str, tuple[Strategy, ...]],
-    leaf_layouts: Mapping[str, tuple[Layout, ...]],
-    rows: Mapping[Source, bool] | None = None,
-) -> tuple[dict[str, tuple[Strategy, ...]], Mapping[Source, set[Layout]]]:
-    """The strategies whose shards can be reached from the split inputs without a change of dim, and those shards. rows: the
-    values with a row for each sample; whether they have a gradient. They may be cut where they are made, or, without a
-    gradient, at no cost after it."""
-    rows = rows or {}
-    reached: dict[Source, set[Layout]] = defaultdict(set)
-    for source, grad in rows.items():
-        if not grad:
-            reached[source].add(S(0))
-    for v, layouts in leaf_layouts.items():
-        reached[Source(v, 0)] |= {x for x in layouts if x.is_shard}
-    incoming: dict[str, list[Edge]] = defaultdict(list)
-    for e in edges:
-        incoming[e.consumer].append(e)
-    kept: dict[str, tuple[Strategy, ...]] = {}
-    for _ in range(2):  # the second round follows a repeated block's output into its own input
-        for name in ops:
-            good = []
-            for s in found[name]:
-                shards = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
-                derived = any(s.inputs[e.operand] in reached[e.source] for e in shards)
-                made = not shards and all(x == S(0) and Source(name, k) in rows for k, x in enumerate(s.outputs))
-                if derived or made or (not shards and not any(x.is_shard for x in s.outputs)):
-                    good.append(s)
-                    for k, x in enumerate(s.outputs):
-                        if x.is_shard:
-                            reached[Source(name, k)].add(x)
-            kept[name] = tuple(good)
-    return kept, reached
-
-
-def _rows(program: Program, ops: Mapping[str, Op]) -> dict[Source, bool]:
-    """Results whose first dim has the size of the batch -> whether they have a gradient; with one, those of two dims or more."""
-    rows: dict[Source, bool] = {}
-    for name, op in ops.items():
-        for k, o in enumerate(x for x in op.outputs if x is not None):
-            t = program.types[o]
-            if len(t.shape) > (1 if t.grad else 0) and t.shape[0] == program.batch_size:
-                rows[Source(name, k)] = t.grad
-    return rows
-
-
-def _not_over(
-    batch: Mapping[Source, set[Layout]], name: str, strategies: tuple[Strategy, ...], incoming: list[Edge]
-) -> tuple[Strategy, ...]:
-    """Those that do not split the batch."""
-
-    def over(s: Strategy) -> bool:
-        inputs = any(s.inputs[e.operand] in batch.get(e.source, ()) for e in incoming)
-        return inputs or any(x in batch.get(Source(name, k), ()) for k, x in enumerate(s.outputs))
-
-    return tuple(s for s in strategies if not over(s))

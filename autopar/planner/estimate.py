@@ -14,31 +14,34 @@ from dataclasses import dataclass
 from autopar.ir import R, Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
+from autopar.planner.exchange import Exchange
 from autopar.planner.liveness import Activity, Moment
 from autopar.planner.partition import Partition, Piece
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
-from autopar.planner.stages import Pieces, Segment
+from autopar.planner.stages import Pieces, Segment, recomputable
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS, MemoryTerms, held_gathers, stage_memory
 from cost_models.pipeline import CLOSED_FORMS, step_time_s
 from cost_models.recipe import AUTOPAR, Recipe
-from cost_models.step import exposed_gather_s, exposed_reduction_s, optimizer_time_s
+from cost_models.rests import Rest
+from cost_models.step import optimizer_time_s
 
 __all__ = ["Estimator"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """One rank's program under one schedule and ZeRO stage. params: value -> its bytes; dims: fqn -> the dim it rests sharded on;
-    in_flight: micro-batches whose activations each stage holds."""
+    """One rank's program under one schedule. rest: how parameters rest; shard: over how many data-parallel ranks. params: value -> its
+    bytes; dims: fqn -> the dim it rests sharded on; in_flight: micro-batches whose activations each stage holds."""
 
     rank: Rank
     cluster: Cluster
     optimizer: str
     schedule: str
-    zero: int
+    rest: Rest
+    shard: int
     dims: Mapping[str, int]
     params: Mapping[str, ParamBytes]
     segments: Pieces
@@ -74,11 +77,7 @@ class Estimator:
         return tuple(found[k] for k in self.segments.order)
 
     def _recomputable(self, segment: Segment) -> bool:
-        if segment.block < 0:
-            return False
-        mutated = {b.value for b in self.rank.program.buffers if b.mutated}
-        ops = self.rank.program.ops[segment.span.start : segment.span.stop]
-        return not any(r in mutated for op in ops for r in refs(op))
+        return segment.block >= 0 and recomputable(self.rank.program, segment.span)
 
     def _read(self, span: Span) -> set[str]:
         """The parameters that the operators of a span read."""
@@ -100,11 +99,14 @@ class Estimator:
         found = {(v, pieces.copies[k] * each): None for k in range(i, j) for v, each in self._reads[pieces.order[k]]}
         return list(found)
 
+    def _params(self, own: Collection[tuple[str, int]]) -> list[ParamBytes]:
+        return [self.params[v] for v, _ in own]
+
     def _gather_s(self, own: Collection[str], compute_s: float, *, and_scatter: bool = False) -> float:
-        """Exposed seconds of gathering parameters where they are used (ZeRO-3), the next unit while the present one is used;
+        """Exposed seconds of gathering parameters where they are used, the next unit while the present one is used;
         and_scatter: and of reduce-scattering their gradients in the same way."""
         gathered = self._gathered([(v, 0) for v in own])
-        return max(0.0, sum(self._unit_s(n, and_scatter=and_scatter) for n in gathered.values()) - compute_s)
+        return max(0.0, sum(self._exchange.unit_s(n, and_scatter=and_scatter) for n in gathered.values()) - compute_s)
 
     def _ends_s(self, i: int, j: int) -> float:
         """Exposed seconds of the first gather of a step of the pieces [i, j), and of its last reduce-scatter, which is of the same unit:
@@ -113,11 +115,14 @@ class Estimator:
             return 0.0
         gathered = self._gathered(self._own(i, j))
         first = next((min(here) for k in range(i, j) if (here := self._gathered(self._own(k, k + 1)))), None)
-        return 0.0 if first is None else self._unit_s(gathered[first], and_scatter=True)
+        return 0.0 if first is None else self._exchange.unit_s(gathered[first], and_scatter=True)
 
-    def _unit_s(self, nbytes: float, *, and_scatter: bool) -> float:
-        gather = self.pricer.collective_s("all_gather", nbytes, "dp")
-        return gather + self.pricer.collective_s("reduce_scatter", nbytes, "dp") if and_scatter else gather
+    @functools.cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(
+            rest=self.rest, shard=self.shard, dp=self.rank.mesh.dp, micro_batches=self.rank.micro_batches, pricer=self.pricer,
+            recipe=self.recipe,
+        )  # fmt: skip
 
     def _gathered(self, own: Collection[tuple[str, int]]) -> dict[tuple[int, int], int]:
         """(unit, which copy of it) -> bytes, of these parameters if they are gathered where they are used."""
@@ -130,7 +135,7 @@ class Estimator:
 
     @functools.cached_property
     def _units(self) -> dict[str, int]:
-        parts = {v: p.local_bytes for v, p in self.params.items() if p.in_parts} if self.zero == 3 else {}
+        parts = {v: p.local_bytes for v, p in self.params.items() if p.in_parts} if self.rest.gathered == "use" else {}
         return gather_units(self.rank.program, parts, self.recipe.unit_bytes) if parts else {}
 
     @functools.cached_property
@@ -145,13 +150,15 @@ class Estimator:
         """Memory with these parameters, their gradients and optimizer states. Which of them rest in parts differs from parameter
         to parameter, so the figures are of one rank already."""
         trained = [self.params[v] for v in own if self.params[v].trainable]
-        working = sum(p.local_bytes for p in trained if self.zero == 1 and p.in_parts)
+        whole = sum(p.local_bytes for p in trained if p.in_parts)
         at_rest = sum(p.resting_bytes for p in trained)
         given: dict[str, float] = {"activation_bytes_per_micro_batch": 0.0, **activations}
         return stage_memory(
-            param_bytes=sum(self.params[v].resting_bytes for v in own) + working,
+            param_bytes=sum(self.params[v].resting_bytes for v in own) + (whole if self.rest.gathered == "step" else 0),
             trainable_params=sum(p.resting_numel for p in trained),
-            gradient_bytes=self._accumulators(trained) if self.recipe.accumulates else at_rest + working,
+            gradient_bytes=self._accumulators(trained)
+            if self.recipe.accumulates
+            else at_rest + (whole if self.rest.reduced == "step" else 0),
             optimizer_state_bytes=self._states(trained),
             optimizer=self.optimizer,
             **given,  # type: ignore[arg-type]
@@ -165,7 +172,7 @@ class Estimator:
     def _accumulators(self, trained: Collection[ParamBytes]) -> int:
         item = self.recipe.gradient_itemsize
         copies = self.recipe.gradient_copies
-        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.zero >= 2 else p.numel) for p in trained)
+        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.rest.gradients else p.numel) for p in trained)
 
     def _states(self, trained: Collection[ParamBytes]) -> int:
         """Bytes of the optimizer's states, its own copy of the parameters included."""
@@ -200,14 +207,15 @@ class Estimator:
                 micro_batches=self.rank.micro_batches,
                 gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in trained.items()},
                 reduced=self._partial,
-                scattered=parts if self.zero == 1 else (),
-                where_used={v: params[v].local_bytes for v in parts} if self.zero == 3 else {},
+                scattered=parts if self.rest.reduced == "step" else (),
+                at_once=parts if self.rest.reduced == "pass" else (),
+                where_used={v: params[v].local_bytes for v in parts} if self.rest.gathered == "use" else {},
                 units=self._units,
                 bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0, accumulates=self.recipe.accumulates,
             )
         )
         at_rest = sum(self._gradient(p, p.resting_numel) for p in trained.values())
-        gathered = sum(params[v].local_bytes for v in parts) if self.zero == 1 else 0
+        gathered = sum(params[v].local_bytes for v in parts) if self.rest.gathered == "step" else 0
         copied = sum(params[v].resting_bytes for v in parts) if gathered and self.recipe.master_itemsize else 0  # the shard is the copy
         foreach = OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1
         update = Moment(gradients=at_rest, temporary=at_rest if foreach else 0)
@@ -263,7 +271,7 @@ class Estimator:
                 )
             )
         return Candidate(
-            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, zero=self.zero, zero_dims=self.dims,
+            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, rest=self.rest, shard=self.shard, zero_dims=self.dims,
             segments=self.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
             bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
         )  # fmt: skip
@@ -279,7 +287,7 @@ class Estimator:
             backwards.append(sum(seconds[k][1] + (seconds[k][0] if k in part.recomputed else 0.0) for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
-            sync = max(sync, self._sync_s(own, forwards[-1], backwards[-1]) + self._ends_s(i, j))
+            sync = max(sync, self._exchange.step_s(self._params(own), forwards[-1], backwards[-1]) + self._ends_s(i, j))
             optimizer = max(optimizer, self._optimizer_s(own))
         pipeline = step_time_s(self.schedule, forwards, backwards, rank.micro_batches, hop)
         compute = rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
@@ -309,7 +317,7 @@ class Estimator:
             return update_s + step_time_s(self.schedule, [0.0] * stages, [0.0] * stages, self.rank.micro_batches, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
-        return update_s + self._sync_s(self._own(0, n), forward_s, backward_s) + self._ends_s(0, n)
+        return update_s + self._exchange.step_s(self._params(self._own(0, n)), forward_s, backward_s) + self._ends_s(0, n)
 
     def least_update_s(self) -> float:
         """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""
@@ -338,38 +346,14 @@ class Estimator:
                 continue
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
             own = self._read(segment.span)
-            found.append((forward + self._gather_s(own, forward), backward + self._gather_s(own, backward, and_scatter=True)))
+            exposed = self._gather_s(own, backward, and_scatter=True) + self._exchange.pass_s([self.params[v] for v in own], backward)
+            found.append((forward + self._gather_s(own, forward), backward + exposed))
             if segment.block >= 0:
                 known[segment.block] = found[-1]
         return found
 
     def _prefix(self, k: int) -> str:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
-
-    def _sync_s(self, own: Collection[tuple[str, int]], forward_s: float, backward_s: float) -> float:
-        """Exposed seconds of bringing gradients together over the data axis while the last micro-batch's backward runs, and, for
-        ZeRO-1, of gathering parameters while the first one's forward runs."""
-        trained = [self.params[v] for v, _ in own if self.params[v].trainable]
-        parts = [p for p in trained if p.in_parts]
-        sent = self.recipe.gradient_itemsize
-        whole, sharded = (float(sum(p.numel * (sent or p.itemsize) for p in of)) for of in (trained, parts))
-        reduced = self._buckets_s("all_reduce", whole - sharded)
-        gathers: list[float] = []
-        if self.zero == 1:
-            reduced += self._buckets_s("reduce_scatter", sharded)
-            gathers = self._buckets_s("all_gather", float(sum(p.local_bytes for p in parts)))
-        exposed = exposed_reduction_s(reduced, backward_s) if reduced and self.recipe.overlaps_reduction else sum(reduced)
-        if not self.recipe.overlaps_gathers:
-            exposed += sum(gathers)
-        elif gathers:  # all are issued at the start of the step
-            exposed += exposed_gather_s(gathers, [forward_s / len(gathers)] * len(gathers), prefetch=len(gathers))
-        return exposed
-
-    def _buckets_s(self, kind: str, nbytes: float) -> list[float]:
-        """Seconds of each bucket's collective."""
-        full, rest = divmod(nbytes, self.recipe.bucket_bytes)
-        sizes = [float(self.recipe.bucket_bytes)] * int(full) + ([rest] if rest else [])
-        return [self.pricer.collective_s(kind, n, "dp") for n in sizes]
 
     def _optimizer_s(self, own: Collection[tuple[str, int]]) -> float:
         """Seconds of the update of what rests on this rank."""

@@ -35,7 +35,8 @@ def fold(program: Program) -> Program:
         for r in refs(op):
             readers.setdefault(r, []).append(k)
     last = len(program.ops)
-    readers.setdefault(program.loss, []).append(last)
+    for value in (program.loss, *program.outputs):
+        readers.setdefault(value, []).append(last)
     written = dict(program.mutations)
     leaves = {x.value for x in program.leaves}
     rename: dict[str, str] = {}

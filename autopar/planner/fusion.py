@@ -32,7 +32,7 @@ def fused(
         if counts[k].op_class != "view":
             for r in refs(op):
                 readers.setdefault(root[r], set()).add(k)
-    kept = saved | {root.get(program.loss, program.loss)}
+    kept = saved | {root.get(v, v) for v in (program.loss, *program.outputs)}
     for k, op in enumerate(program.ops):
         if counts[k].op_class not in _FUSES:
             continue

@@ -40,8 +40,9 @@ class Moment:
 class Activity:
     """What runs on a stage. span: its operators; recomputed: the spans in it that run again in backward. in_flight, micro_batches:
     of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: the parameters whose
-    gradients are gathered into buckets for a reduction; scattered: those of them that are reduce-scattered, with a bucket that stays
-    until the end of the step. bucket_bytes: 0 if gradients are reduced where they lie. accumulates: gradients are added at once into
+    gradients are gathered into buckets for a reduction; scattered: those of them that are reduce-scattered at the end of the step, with a
+    bucket that stays until then; at_once: those that are reduce-scattered in every backward pass, by unit or by bucket, of which the parts
+    alone stay. bucket_bytes: 0 if gradients are reduced where they lie. accumulates: gradients are added at once into
     buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used; units:
     value -> what it is gathered with (see units.gather_units)."""
 
@@ -54,6 +55,7 @@ class Activity:
     gradients: Mapping[str, tuple[int, int]]
     reduced: Collection[str]
     scattered: Collection[str]
+    at_once: Collection[str]
     where_used: Mapping[str, int]
     units: Mapping[str, int]
     bucket_bytes: int
@@ -124,7 +126,7 @@ class Liveness:
         whole, flights, m = held.total, activity.in_flight, activity.micro_batches
         none = Moment()
         there = {} if activity.accumulates else activity.gradients
-        all_gradients = Moment(gradients=sum(g[r in activity.where_used] for r, g in there.items()))
+        all_gradients = Moment(gradients=sum(g[r in activity.at_once] for r, g in there.items()))
         first = [(flights - 1, none, m == 1)]
         later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
         last = [(0, all_gradients, True)] if m > 2 else []
@@ -212,8 +214,12 @@ class Liveness:
             tokens[v] = len(sizes)
             sizes[len(sizes)] = types[v].nbytes
         own = _Store()
-        filling = reducing = 0
-        bucket: list[str] = []
+        complete: dict[str, int] = {}  # parameter -> the operator whose backward gives the last term of its gradient
+        for k in reversed(self._indices(a.span)):
+            if not ops[k].no_grad and any(types[o].grad for o in ops[k].outputs if o is not None):
+                complete.update((r, k) for r in refs(ops[k]) if r in a.gradients)
+        reducing = 0
+        filling, scattering = _Store(), _Store()  # the buckets of the step and of the pass
         waiting = Waiting(units)
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
@@ -236,7 +242,7 @@ class Liveness:
                 for r, fresh in zip(refs(op), w.gradients, strict=True):
                     if r in a.gradients:
                         made, rests = a.gradients[r]
-                        if r in a.where_used:
+                        if r in a.where_used and r in a.at_once:
                             own.put({} if accumulated else {r: rests})
                             for copied, reducing, scattered in waiting.add(r, made, rests if accumulated else 0):
                                 yield Moment(
@@ -245,27 +251,57 @@ class Liveness:
                                 )  # fmt: skip
                         elif a.accumulates:
                             reducing = made
+                        elif r in a.at_once:
+                            scattering.put({r: made} if complete[r] == k else {})
+                            own.put({r: made})
                         else:
-                            if r in a.reduced and (accumulated or r not in own):
-                                filling += made
-                                bucket.append(r)
+                            filling.put({r: made} if r in a.reduced and complete[r] == k else {})
                             own.put({} if accumulated else {r: made})
                     elif types[r].grad and r not in tokens and r not in self._resting:
                         tokens[r] = len(sizes) if fresh else origin
                         if fresh:
                             sizes[len(sizes)] = fresh
-                if final and a.bucket_bytes and filling >= a.bucket_bytes:  # the bucket's copy, beside the gradients that it is made of
+                full = [
+                    filling if final and 0 < a.bucket_bytes <= filling.total else _Store(),
+                    scattering if scattering.total >= max(1, a.bucket_bytes) else _Store(),
+                ]
+                for bucket in filter(None, full):  # its copy, beside the gradients that it is made of, and the parts
+                    arrived = next(reversed(bucket.values())) if accumulated else 0  # and not added yet
                     yield Moment(
-                        saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())),
-                        communication=filling,
+                        saved=held.total, gradients=own.total + _parts_bytes(a, bucket), communication=bucket.total,
+                        temporary=sum(sizes[t] for t in set(tokens.values())) + arrived,
                     )  # fmt: skip
-                    filling = 0
-                    own.put({r: sum(a.gradients[r]) for r in bucket if r in a.scattered})
-                    bucket.clear()
+                    own.put(_left(a, bucket, accumulated=accumulated))
+                    if bucket is scattering:
+                        reducing, scattering = bucket.total + (_parts_bytes(a, bucket) if accumulated else 0), _Store()
+                    else:
+                        filling = _Store()
             for r in freed.get(k, ()):
                 held.drop(r)
+        if scattering:
+            yield Moment(gradients=own.total + _parts_bytes(a, scattering), communication=scattering.total)
+            own.put(_left(a, scattering, accumulated=accumulated))
         if final:
-            yield Moment(gradients=own.total, communication=max(filling if a.bucket_bytes else 0, reducing))
+            sent = filling.total if a.bucket_bytes else 0
+            yield Moment(gradients=own.total + _parts_bytes(a, filling), communication=max(sent, reducing))
+
+
+def _parts_bytes(a: Activity, bucket: _Store) -> int:
+    """The parts that are made of a bucket, if it is reduce-scattered."""
+    return sum(a.gradients[r][1] for r in bucket if r in a.scattered or r in a.at_once)
+
+
+def _left(a: Activity, bucket: _Store, *, accumulated: bool) -> dict[str, int]:
+    """The gradients that are left of a bucket. At once: the parts, which are added to those of earlier passes. At the end of the step:
+    the parts, and the buffer in the place of the gradients."""
+    found = {}
+    for r in bucket:
+        made, rests = a.gradients[r]
+        if r in a.at_once:
+            found[r] = 0 if accumulated else rests
+        elif r in a.scattered:
+            found[r] = rests if accumulated else made + rests
+    return found
 
 
 def gathered_from(program: Program) -> dict[str, str]:

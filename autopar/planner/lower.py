@@ -7,17 +7,37 @@ checked against the rules before it is used).
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible, PlanError
-from autopar.ir import I, Layout, Lowered, Op, P, Program, R, S, Strategy, refs
+from autopar.ir import I, Layout, Lowered, Op, P, Program, Strategy, refs
 from autopar.planner.choices import members_of
-from autopar.planner.moments import Moments, NotSplittable, batched_inputs, split_into_moments
+from autopar.planner.moments import Moments, NotSplittable, split_into_moments
 from autopar.planner.plan import AxisPlan, Plan, parse_strategy
+from autopar.planner.problems import given_on
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.stages import cut_stages
 
-__all__ = ["axis_plan", "lower", "on_tensor_axis"]
+__all__ = ["OnAxes", "axis_plan", "lower", "on_axes", "on_data_axis", "on_tensor_axis", "split"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnAxes:
+    """A program over the axes of a plan, before it is cut. data, tensor: the assignments, None on an axis of one rank. rank: the program of
+    one rank and one micro-batch."""
+
+    data: Assignment | None
+    moments: Moments
+    tensor: Assignment | None
+    rank: Program
+
+
+def on_data_axis(program: Program, assignment: Assignment | None) -> Program:
+    """The program of one data-parallel rank."""
+    if assignment is None:
+        return program
+    return shard(program, assignment).replace(batch_size=(program.batch_size or 0) // assignment.n or None)
 
 
 def on_tensor_axis(moments: Moments, assignment: Assignment | None) -> Program:
@@ -25,33 +45,39 @@ def on_tensor_axis(moments: Moments, assignment: Assignment | None) -> Program:
     return moments.body if assignment is None else shard(moments.body, assignment)
 
 
-def lower(program: Program, plan: Plan, *, adapted: bool = False) -> Lowered:
-    """The lowered program of a plan. PlanError if the plan does not fit the program or states something unsound.
-
-    adapted: the plan was made for other inputs or the other mode of this model. An operator may then run other code than
-    stated for the same layouts (batch norm needs no exchange in evaluation), and stages begin at the operators named."""
-    data = _assignment(program, plan, "dp", adapted)
-    local = program if data is None else shard(program, data)
-    local = local.replace(batch_size=(program.batch_size or 0) // plan.mesh["dp"] or None) if data is not None else local
+def split(local: Program, count: int) -> Moments:
+    """The micro-batches of one data-parallel rank. PlanError if they cannot be split exactly."""
     try:
-        moments = split_into_moments(local, plan.micro_batches)
+        return split_into_moments(local, count)
     except NotSplittable as e:
-        raise PlanError(f"the plan splits the step into {plan.micro_batches} micro-batches, but {e}") from e
-    rank = on_tensor_axis(moments, _assignment(moments.body, plan, "tp", adapted))
-    instances = {(b, k) for b, block in enumerate(rank.blocks) for k in range(len(block.spans))}
-    if not (adapted or set(plan.recompute) <= instances):
+        raise PlanError(f"the plan splits the step into {count} micro-batches, but {e}") from e
+
+
+def on_axes(program: Program, plan: Plan) -> OnAxes:
+    """The program over the plan's axes. PlanError if the plan does not fit the program or states something unsound."""
+    data = _assignment(program, plan, "dp")
+    moments = split(on_data_axis(program, data), plan.micro_batches)
+    tensor = _assignment(moments.body, plan, "tp")
+    return OnAxes(data=data, moments=moments, tensor=tensor, rank=on_tensor_axis(moments, tensor))
+
+
+def lower(program: Program, plan: Plan) -> Lowered:
+    """The lowered program of a plan. PlanError if the plan does not fit the program or states something unsound."""
+    over = on_axes(program, plan)
+    instances = {(b, k) for b, block in enumerate(over.rank.blocks) for k in range(len(block.spans))}
+    if not set(plan.recompute) <= instances:
         raise PlanError(f"the plan recomputes blocks that this program does not have: {sorted(set(plan.recompute) - instances)}")
     try:
-        return cut_stages(moments, rank, _cuts(rank, plan, adapted), frozenset(plan.recompute))
+        return cut_stages(over.moments, over.rank, _cuts(over.rank, plan), frozenset(plan.recompute))
     except Infeasible as e:
         raise PlanError(f"the plan cuts where {e}") from e
 
 
-def _cuts(rank: Program, plan: Plan, adapted: bool) -> tuple[int, ...]:
+def _cuts(rank: Program, plan: Plan) -> tuple[int, ...]:
     """Where the stages begin. PlanError if the operators there are not those that the plan names."""
     position = {op.name: index for index, op in enumerate(rank.ops)}
     named = tuple(position.get(stage.first_op, -1) for stage in plan.stages[1:])
-    if -1 in named or list(named) != sorted(set(named)) or not (adapted or named == tuple(plan.cuts)):
+    if named != tuple(plan.cuts):
         begin = ", ".join(s.first_op for s in plan.stages[1:])
         raise PlanError(f"the plan's stages begin at {begin}, which is not where it cuts this program")
     return named
@@ -67,7 +93,7 @@ def axis_plan(program: Program, assignment: Assignment) -> AxisPlan:
     )
 
 
-def _assignment(program: Program, plan: Plan, axis: str, adapted: bool) -> Assignment | None:
+def _assignment(program: Program, plan: Plan, axis: str) -> Assignment | None:
     stated = plan.axes.get(axis)
     if plan.mesh[axis] == 1:
         return None
@@ -79,7 +105,7 @@ def _assignment(program: Program, plan: Plan, axis: str, adapted: bool) -> Assig
         text = stated.ops.get(representative[op.name])
         if text is None:
             raise PlanError(f"the plan has no strategy on {axis} for operator {op.name}; it was made for another program")
-        ops[op.name] = _checked(program, op, parse_strategy(text), axis, stated.n, adapted)
+        ops[op.name] = _checked(program, op, parse_strategy(text), axis, stated.n)
     leaves: dict[str, Layout] = {}
     for x in program.leaves:
         leaves[x.value] = Layout.parse(stated.leaves[x.value]) if x.value in stated.leaves else I
@@ -92,11 +118,9 @@ def _assignment(program: Program, plan: Plan, axis: str, adapted: bool) -> Assig
 def _check_leaves(program: Program, axis: str, ops: dict[str, Strategy], leaves: dict[str, Layout]) -> None:
     """Leaves lie as they can be given to a rank: inputs as the axis gives them, none as a term of a sum, and buffers that
     the forward changes as their readers take them, so that no copy is changed in their place."""
-    batched = batched_inputs(program)
-    for x in program.inputs:
-        given = I if axis == "tp" else S(0) if x.value in batched else R
-        if leaves[x.value] != given:
-            raise PlanError(f"the input {x.value} lies as {given} on {axis}, not as {leaves[x.value]}")
+    for value, given in given_on(program, axis).items():
+        if leaves[value] != given:
+            raise PlanError(f"the input {value} lies as {given} on {axis}, not as {leaves[value]}")
     for value, layout in leaves.items():
         if layout == P:
             raise PlanError(f"{value} is whole on every rank of {axis}: it cannot lie as terms of a sum (P)")
@@ -108,15 +132,12 @@ def _check_leaves(program: Program, axis: str, ops: dict[str, Strategy], leaves:
                 raise PlanError(f"{op.target} ({op.name}) changes the buffer {r}, {lies}")
 
 
-def _checked(program: Program, op: Op, stated: Strategy, axis: str, n: int, adapted: bool) -> Strategy:
+def _checked(program: Program, op: Op, stated: Strategy, axis: str, n: int) -> Strategy:
     """The rule's own strategy that the plan names. Only what a rule states is ever run."""
     groups = frozenset({1, *(x.groups for x in (*stated.inputs, *stated.outputs) if x.is_shard)})
     known = strategies_of(view_of(program, op, n, groups))
     for s in known:
         if dataclasses.replace(s, collective=False) == stated:
-            return s
-    for s in known if adapted else ():
-        if (s.inputs, s.outputs) == (stated.inputs, stated.outputs):
             return s
     operands = ", ".join(str(program.types[r]) for r in refs(op))
     raise PlanError(f"{op.target} ({op.name}) has no strategy '{stated}' on {axis} of {n} ranks with operands {operands}")

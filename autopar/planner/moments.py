@@ -42,13 +42,14 @@ class Moments:
 
 def batched_inputs(program: Program) -> frozenset[str]:
     """The inputs whose dim 0 is the batch."""
-    size = program.batch_size
-    return frozenset(x.value for x in program.inputs if size and program.types[x.value].shape[:1] == (size,))
+    size, known = program.batch_size, program.batched
+    same = [x for x in program.inputs if size and program.types[x.value].shape[:1] == (size,)]
+    return frozenset(x.value for x in same if known is None or x.value in known or not x.path)
 
 
 def derived_from_inputs(program: Program) -> frozenset[str]:
     """The values that depend on inputs, constants and unchanging buffers alone: no parameter, no random number, no
-    effect. They are cheap, and may be computed wherever they are needed."""
+    effect, no gradient to an input. They are cheap, and may be computed wherever they are needed."""
     return _before_the_parameters(program, draws_too=False)
 
 
@@ -58,8 +59,10 @@ def _before_the_parameters(program: Program, *, draws_too: bool) -> frozenset[st
     derived = {x.value for x in program.inputs} | {b.value for b in program.buffers if not b.mutated}
     for op in program.ops:
         operands = refs(op)
-        if (draws_too or not draws(op)) and all(r in derived and r not in mutable for r in operands):
-            derived |= {o for o in op.outputs if o is not None}
+        outputs = [o for o in op.outputs if o is not None]
+        differentiated = any(program.types[o].grad for o in outputs)  # through inputs that require a gradient
+        if not differentiated and (draws_too or not draws(op)) and all(r in derived and r not in mutable for r in operands):
+            derived |= set(outputs)
     return frozenset(derived)
 
 
@@ -348,7 +351,7 @@ def _at_one_moment(body: Program, typing: Assignment) -> Program:
 def _live(program: Program, whole: set[str]) -> tuple[list[int], tuple[str, ...]]:
     """Indices of the operators that the body needs when `whole` is given to it, and which of `whole` it reads."""
     mutable = {b.value for b in program.buffers if b.mutated}
-    needed = {program.loss, *(v for _, v in program.mutations)}
+    needed = {program.loss, *program.outputs, *(v for _, v in program.mutations)}
     needed |= {o for op in program.ops if mutable & set(refs(op)) for o in op.outputs if o is not None}
     kept: list[int] = []
     for index in reversed(range(len(program.ops))):

@@ -13,11 +13,12 @@ from autopar.errors import PlanError
 from autopar.ir import Layout, Strategy
 from autopar.run.mesh import AXES
 from cost_models.pipeline import SCHEDULES
+from cost_models.rests import RESTS, rest_of
 
 __all__ = ["AxisPlan", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
 FORMAT = "autopar-plan"
-VERSION = 1
+VERSION = 2
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -26,7 +27,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
-    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
+    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: how
+    parameters, gradients and optimizer states rest over the data axis (cost_models.rests): 0 whole, 1 states in parts, 2 gradients too,
+    3 parameters too. shard: over how many neighbouring data-parallel ranks the parts of one parameter lie; with fewer than dp (hybrid
+    sharding) the other groups hold the same parts. None leaves the choice between all of them and those of a node to the solver; other
+    numbers are taken only where they are pinned.
     recompute: 'none', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each stage has."""
@@ -38,20 +43,24 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     micro_batches: Positive | None = None
     schedule: str | None = None
     zero: int | None = None
+    shard: Positive | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
     blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages"):
+        for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages", "shard"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"the pin {name} must be a positive whole number, not {value!r}")
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise PlanError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {self.schedule!r}")
-        if self.zero is not None and self.zero not in (0, 1, 3):
-            raise PlanError(f"zero must be 0, 1 or 3, not {self.zero!r}")
+        stages = sorted({row.zero for row in RESTS.values()})
+        if self.zero is not None and self.zero not in stages:
+            raise PlanError(f"zero must be one of {', '.join(map(str, stages))}, not {self.zero!r}")
+        if self.zero == 0 and self.shard not in (None, 1):
+            raise PlanError(f"zero=0 leaves every parameter whole, and shard={self.shard} cuts it into parts: pin zero=1, 2 or 3 with it")
         if self.recompute is not None and self.recompute not in ("none", "full", "auto"):
             raise PlanError(f"recompute must be 'none', 'full' or 'auto', not {self.recompute!r}")
         if self.virtual_stages not in (None, 1):
@@ -113,7 +122,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute).
     objective_s, bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share
-    of objective_s that it is below. searched: how many choices there were, were priced, and were left. split_share: share of FLOPs
+    of objective_s that it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter
+    lie. searched: how many choices there were, were priced, and were left. split_share: share of FLOPs
     that tp really divides."""
 
     model: str
@@ -128,7 +138,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mesh: dict[str, int]
     micro_batches: Positive
     schedule: str
-    zero: int
+    rest: str
+    shard: Positive
     cuts: list[int]
     recompute: list[tuple[int, int]]
     stages: list[StagePlan]
@@ -158,6 +169,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The axes from the outermost inwards, as ranks are numbered, also where they come from a file, which sorts its keys."""
         axes = sorted(self.mesh, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES))
         msgspec.structs.force_setattr(self, "mesh", {axis: self.mesh[axis] for axis in axes})
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO, as the pins count them."""
+        return rest_of(self.rest).zero
 
     @property
     def memory_bytes(self) -> list[int]:
@@ -213,8 +229,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
         if len(self.stages) != self.mesh["pp"] or len(self.cuts) != self.mesh["pp"] - 1 or sorted(self.cuts) != self.cuts:
             raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks")
-        if self.schedule not in SCHEDULES or self.zero not in (0, 1, 3):
-            raise PlanError(f"{name}: unknown schedule {self.schedule!r} or zero {self.zero!r}")
+        if self.schedule not in SCHEDULES or self.rest not in RESTS:
+            raise PlanError(f"{name}: unknown schedule {self.schedule!r} or rest {self.rest!r}")
+        if self.shard not in RESTS[self.rest].shards(self.mesh["dp"], self.shard, self.shard):
+            raise PlanError(f"{name}: {self.rest} cannot lie over {self.shard} of {self.mesh['dp']} data-parallel ranks")
         for axis in self.axes.values():
             for text in axis.leaves.values():
                 _parsed(name, Layout.parse, text)

@@ -155,24 +155,24 @@ class ParamBytes:
         return self.resting_bytes < self.local_bytes
 
 
-def zero_dims(program: Program, dp: int, zero: int) -> dict[str, int]:
-    """Parameter (fqn) -> the dim on which it rests sharded over dp: the first that divides. Those of which no dim divides,
+def zero_dims(program: Program, shard: int) -> dict[str, int]:
+    """Parameter (fqn) -> the dim on which it rests in so many parts: the first that divides. Those of which no dim divides,
     and those that every data-parallel rank uses for the same work, rest whole."""
     found: dict[str, int] = {}
-    for p in program.params if zero and dp > 1 else ():
+    for p in program.params if shard > 1 else ():
         shape = program.types[p.value].shape
-        dim = next((d for d, size in enumerate(shape) if size and size % dp == 0), None)
+        dim = next((d for d, size in enumerate(shape) if size and size % shard == 0), None)
         if dim is not None and p.trainable and dict(p.layouts).get("dp") == R:
             found[p.fqn] = dim
     return found
 
 
-def param_bytes(program: Program, dims: Mapping[str, int], dp: int) -> dict[str, ParamBytes]:
+def param_bytes(program: Program, dims: Mapping[str, int], shard: int) -> dict[str, ParamBytes]:
     """value -> its bytes on a rank. program: of one rank (tensor-parallel shapes)."""
     found = {}
     for p in program.params:
         t = program.types[p.value]
-        parts = dp if p.fqn in dims else 1
+        parts = shard if p.fqn in dims else 1
         found[p.value] = ParamBytes(
             local_bytes=t.nbytes, resting_bytes=t.nbytes // parts, numel=t.numel, resting_numel=t.numel // parts, trainable=p.trainable
         )

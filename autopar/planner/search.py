@@ -122,9 +122,10 @@ class Search:
     def moments(self, dp: int, count: int) -> Moments | str:
         return self.known.moments(dp, count)
 
-    def least_s(self, mesh: Mesh, count: int, zero: int = 3) -> float:
+    def least_s(self, mesh: Mesh, count: int) -> float:
         """No plan of this mesh and this many micro-batches is faster."""
-        return self._least.step_s(Choice(mesh=mesh, micro_batches=count, schedule="1f1b", zero=zero), self.batch_size)
+        choices = (Choice(mesh=mesh, micro_batches=count, schedule="1f1b", rest=rest, shard=n) for rest, n in self.space.rests(mesh))
+        return min((self._least.step_s(choice, self.batch_size) for choice in choices), default=math.inf)
 
     @property
     def _least(self) -> Least:
@@ -242,11 +243,11 @@ class Search:
         segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else mesh.pp)
         if len(segments) < mesh.pp:
             return f"pp={mesh.pp}: the program has only {len(segments) - 1} places where it can be cut"
-        dims = zero_dims(rank.program, mesh.dp, choice.zero)
+        dims = zero_dims(rank.program, choice.shard)
         flights = tuple(in_flight(choice.schedule, s, mesh.pp, rank.micro_batches) for s in range(mesh.pp))
         estimator = Estimator(
-            rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=choice.schedule, zero=choice.zero, dims=dims,
-            params=param_bytes(rank.program, dims, mesh.dp), segments=segments, in_flight=flights,
+            rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=choice.schedule, rest=choice.rest, shard=choice.shard,
+            dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments, in_flight=flights,
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
         )  # fmt: skip
         pieces = self.known.timed("stages", lambda: estimator.pieces)
@@ -338,7 +339,7 @@ class Search:
         least = least_bytes(pieces, mesh.pp, flights, recompute)
         short = max(1.0, least - room if least > room else over)
         line = (
-            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} zero={choice.zero} needs "
+            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting} needs "
             f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
             f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
         )
@@ -359,7 +360,9 @@ class Search:
         ledgers: Ledgers = {}
         again: list[Candidate] = []
         for c in found:
-            choice = Choice(mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, zero=c.zero, sequence=c.sequence)
+            choice = Choice(
+                mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, rest=c.rest, shard=c.shard, sequence=c.sequence
+            )
             priced = self._exact(choice, live, ledgers)
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
                 break

@@ -115,7 +115,7 @@ class _Sharder:
         return dataclasses.replace(leaf, layouts=(*leaf.layouts, (self.axis, self.layouts[leaf.value])))
 
     def _local(self, t: TensorType, layout: Layout) -> TensorType:
-        return dataclasses.replace(t, shape=layout.local_shape(t.shape, self.n))
+        return TensorType(layout.local_shape(t.shape, self.n), t.dtype, t.grad) if layout.is_shard else t
 
     def _emit(self, op: Op, segment: object) -> None:
         strategy = self.assignment.ops[op.name]

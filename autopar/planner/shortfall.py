@@ -20,6 +20,7 @@ from autopar.planner.fold import NotAlike
 from autopar.planner.partition import least_bytes, partition
 from autopar.planner.plan import MemoryPlan, Pins
 from autopar.planner.space import FORMS, Choice
+from cost_models.rests import RESTS
 
 if TYPE_CHECKING:
     from autopar.planner.search import Search
@@ -50,7 +51,7 @@ def shortfall_text(search: Search) -> str:
         return ""
     limit, mesh = search.memory_limit_bytes, found.choice.mesh
     form = {None: "", True: " sequence_parallel=true", False: " sequence_parallel=false"}[found.choice.sequence]
-    counts = f"micro-batches={found.choice.micro_batches} zero={found.choice.zero}{form}"
+    counts = f"micro-batches={found.choice.micro_batches} {found.choice.resting}{form}"
     text = (
         f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
         f"GPU. It is pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {counts}; its stage {found.stage} of {found.stages} needs "
@@ -95,11 +96,11 @@ def _lean_choices(search: Search) -> Iterator[tuple[Choice, Estimator]]:
             continue
         pinned = search.pins.sequence_parallel
         forms = FORMS if mesh.tp > 1 and pinned is None else (pinned if mesh.tp > 1 else None,)
-        for zero in search.space.rests(mesh):
-            if zero and mesh.dp == 1:
-                continue
+        for rest, shard in search.space.rests(mesh):
             for form in forms:
-                choice = Choice(mesh=mesh, micro_batches=max(counts), schedule=search.space.schedules()[0], zero=zero, sequence=form)
+                choice = Choice(
+                    mesh=mesh, micro_batches=max(counts), schedule=search.space.schedules()[0], rest=rest, shard=shard, sequence=form
+                )  # fmt: skip
                 rank = search.known.rank(mesh, choice.micro_batches, search.batch_size, search.recipe, form)
                 estimator = search._estimator(rank, choice)
                 if not isinstance(estimator, str):
@@ -107,9 +108,10 @@ def _lean_choices(search: Search) -> Iterator[tuple[Choice, Estimator]]:
 
 
 def _by_pieces(search: Search, estimator: Estimator) -> float:
-    """What the fullest stage needs at least, by the account of the pieces, with what is beside them."""
+    """The memory whose room (Estimator.room_bytes, linear in it) is what the pieces of the fullest stage need at least."""
     least = least_bytes(estimator.pieces, estimator.rank.mesh.pp, estimator.in_flight, search.pins.recompute or "auto")
-    return least + search.memory_limit_bytes - estimator.room_bytes(search.memory_limit_bytes)
+    beside = -estimator.room_bytes(0)
+    return (least + beside) * GIB / (estimator.room_bytes(int(GIB)) + beside)
 
 
 def _leanest_candidate(search: Search, choice: Choice) -> Candidate | None:
@@ -150,8 +152,9 @@ def changes_that_do(search: Search, short: Short) -> list[str]:
 
 def _pins_changed(pins: Pins) -> Iterator[tuple[str, Pins]]:
     """A leaner value of each pin that has one, or the pin left out."""
-    if pins.zero not in (None, 3):
-        yield "zero=3", msgspec.structs.replace(pins, zero=3)
+    most = max(row.zero for row in RESTS.values())
+    if pins.zero not in (None, most):
+        yield f"zero={most}", msgspec.structs.replace(pins, zero=most)
     if pins.recompute == "none":
         yield "recompute=full", msgspec.structs.replace(pins, recompute="full")
     if pins.micro_batch not in (None, 1) or pins.micro_batches is not None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from autopar.planner.candidate import Mesh
 from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
+from cost_models.rests import RESTS, Rest
 
-__all__ = ["FORMS", "RESTS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
+__all__ = ["FORMS", "SCHEDULES_TRIED", "Choice", "Space", "divisors"]
 
-RESTS = (0, 1, 3)  # how parameters, gradients and optimizer states rest over the data axis: the stages of ZeRO
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
 FORMS = (None, True, False)  # of the tensor axis: the fastest, and Megatron's two (see Pins.sequence_parallel)
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
@@ -23,20 +23,27 @@ MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubbl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One point of the space, before anything inside it is decided. sequence: the form of the tensor axis. The fastest form keeps what
-    it likes; where that costs recompute or does not fit, the others are tried too."""
+    """One point of the space, before anything inside it is decided. rest: how parameters, gradients and optimizer states rest over the
+    data axis; shard: over how many of its ranks the parts of one parameter lie (1: it is whole). sequence: the form of the tensor axis.
+    The fastest form keeps what it likes; where that costs recompute or does not fit, the others are tried too."""
 
     mesh: Mesh
     micro_batches: int
     schedule: str
-    zero: int
+    rest: Rest
+    shard: int
     sequence: bool | None = None
+
+    @property
+    def resting(self) -> str:
+        """As the pins say it."""
+        return f"zero={self.rest.zero}" + (f" shard={self.shard}" if 1 < self.shard < self.mesh.dp else "")
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Of choices that cost the same, the one with the smaller value is taken."""
-        mesh, form = self.mesh, FORMS.index(self.sequence)
-        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, form, self.zero, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+        mesh, form, rest = self.mesh, FORMS.index(self.sequence), tuple(RESTS).index(self.rest.name)
+        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, form, rest, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +79,11 @@ class Space:
             return [local // self.pins.micro_batch] if local % self.pins.micro_batch == 0 else []
         return [m for m in divisors(local) if m <= MAX_MICRO_BATCHES * mesh.pp]
 
-    def rests(self, mesh: Mesh) -> list[int]:
-        return [self.pins.zero] if self.pins.zero is not None else list(RESTS) if mesh.dp > 1 else [0]
+    def rests(self, mesh: Mesh) -> list[tuple[Rest, int]]:
+        """The rows that the pins allow, each with the number of ranks that a parameter's parts lie over."""
+        node = self.cluster.gpus_per_node // mesh.tp
+        rows = [row for row in RESTS.values() if self.pins.zero in (None, row.zero)]
+        return [(row, shard) for row in rows for shard in row.shards(mesh.dp, node, self.pins.shard)]
 
     def schedules(self) -> list[str]:
         return [self.pins.schedule] if self.pins.schedule else list(SCHEDULES_TRIED)
@@ -82,10 +92,9 @@ class Space:
         for mesh in self.meshes():
             for count in self.micro_batch_counts(mesh):
                 for schedule in self.schedules():
-                    for zero in self.rests(mesh):
-                        if not (zero and mesh.dp == 1):
-                            form = self.pins.sequence_parallel if mesh.tp > 1 else None
-                            yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, zero=zero, sequence=form)
+                    for rest, shard in self.rests(mesh):
+                        form = self.pins.sequence_parallel if mesh.tp > 1 else None
+                        yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, sequence=form)
 
     def leaner(self, choice: Choice) -> Iterator[Choice]:
         """The same in the other forms of the tensor axis."""
@@ -98,8 +107,10 @@ class Space:
             if not self.micro_batch_counts(mesh):
                 divides = f"a global batch of {self.batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
                 yield f"dp={mesh.dp}: {divides if self.batch is not None else 'no input has a dim that could be the batch'}"
-            elif self.pins.zero and mesh.dp == 1:
-                yield f"zero={self.pins.zero}: there is no data axis to shard parameters over"
+            elif not self.rests(mesh):
+                pins = " ".join(f"{k}={v}" for k in ("zero", "shard") if (v := getattr(self.pins, k)) is not None)
+                why = f"the parts of a parameter cannot lie so over the {mesh.dp} ranks of the data axis"
+                yield f"{pins}: {why if mesh.dp > 1 else 'there is no data axis to shard parameters over'}"
 
     def _counts_pin(self) -> str:
         if self.pins.micro_batches is not None:

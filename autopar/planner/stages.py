@@ -15,7 +15,7 @@ from autopar.ir import BlockCall, Lowered, Op, Program, Span, StageProgram, refs
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments, derived_from_inputs
 
-__all__ = ["Cuts", "Pieces", "Segment", "cut_stages", "legal_cuts", "segments_of"]
+__all__ = ["Cuts", "Pieces", "Segment", "cut_stages", "legal_cuts", "recomputable", "segments_of", "used_on"]
 
 MAX_SEGMENTS = 96  # candidates for cuts in one program; beyond it only the cheapest to cross are kept
 
@@ -148,6 +148,7 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
         indices = _needed(program, start, stop, derived, by_output, last=s == len(positions))
         ops = tuple(program.ops[k] for k in indices)
         made = {o for op in ops for o in op.outputs}
+        outputs = tuple(v for v in program.outputs if _owner(program, v, bounds) == s)
         stages.append(
             StageProgram(
                 index=s,
@@ -156,6 +157,7 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
                 sends=sends,
                 calls=_calls(program, indices, recompute),
                 mutations=tuple((b, v) for b, v in program.mutations if v in made and _owner(program, v, bounds) == s),
+                outputs=outputs,
             )
         )
     return Lowered(
@@ -167,8 +169,25 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
     )
 
 
+def recomputable(program: Program, span: Span) -> bool:
+    """Whether operators may run a second time: they change no buffer, and read none that the step changes."""
+    mutated = {b.value for b in program.buffers if b.mutated}
+    return not any(r in mutated for op in program.ops[span.start : span.stop] for r in refs(op))
+
+
+def used_on(lowered: Lowered) -> dict[str, tuple[int, ...]]:
+    """Value -> the stages whose operators read it, or that change it at the end; what the prologue reads, on every stage."""
+    used: dict[str, dict[int, None]] = {}
+    for stage in lowered.stages:
+        for value in (*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)):
+            used.setdefault(value, {})[stage.index] = None
+    everywhere = tuple(stage.index for stage in lowered.stages)
+    return {v: tuple(s) for v, s in used.items()} | {v: everywhere for op in lowered.prologue for v in refs(op)}
+
+
 def _owner(program: Program, value: str, bounds: tuple[int, ...]) -> int:
-    index = next(k for k, op in enumerate(program.ops) if value in op.outputs)
+    """The stage that makes it; the first one of what the prologue makes."""
+    index = next((k for k, op in enumerate(program.ops) if value in op.outputs), 0)
     return max(s for s, b in enumerate(bounds[:-1]) if b <= index)
 
 
@@ -180,6 +199,7 @@ def _needed(
     roots = [*(r for k in own for r in refs(program.ops[k])), *((program.loss,) if last else ())]
     mutated = [v for _, v in program.mutations if v in derived]
     roots += mutated if start == 0 else []
+    roots += [v for v in program.outputs if v in derived and v in by_output and start <= by_output[v][0] < stop]
     chosen = set(own)
     stack = [r for r in roots if r in derived]
     while stack:

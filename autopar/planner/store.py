@@ -14,20 +14,20 @@ from typing import TypeVar
 
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import I, Layout, Program, R, S, Strategy
+from autopar.ir import Layout, Program, Strategy
 from autopar.measure import Live, Pricer
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.candidate import Mesh, Rank
-from autopar.planner.choices import choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
+from autopar.planner.choices import is_heavy, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.fold import fold, unfold
-from autopar.planner.lower import on_tensor_axis
-from autopar.planner.moments import Moments, NotSplittable, batched_inputs, by_samples, split_into_moments
+from autopar.planner.lower import on_data_axis, on_tensor_axis
+from autopar.planner.moments import Moments, NotSplittable, by_samples, split_into_moments
 from autopar.planner.price import Ledger
-from autopar.planner.shard import Assignment, shard, view_of
+from autopar.planner.problems import data_leaves, data_problem, given_on, tensor_problem
+from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import legal_cuts
 from cost_models.cluster import Cluster
-from cost_models.memory import OPTIMIZERS
 from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["Store"]
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Store:
-    """folds: whether equal layers are walked once. seconds: spent, by pass; notes: for the plan. pinned_tp: whether the size of
+    """folds: whether equal layers are walked once. seconds: of the CPU, spent by pass; notes: for the plan. pinned_tp: whether the size of
     the tensor axis is pinned."""
 
     program: Program
@@ -65,11 +65,11 @@ class Store:
         return self._folded
 
     def timed(self, name: str, call: Callable[[], T]) -> T:
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             return call()
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
     def pricer(self, mesh: Mesh, recipe: Recipe = AUTOPAR, live: Live | None = None) -> Pricer:
         return Pricer(self.cluster, mesh.sizes(), live, recipe)
@@ -98,26 +98,14 @@ class Store:
         program = self.folded
         if dp == 1:
             return program, None, ()
-        batched = batched_inputs(program)
-        leaves: dict[str, tuple[Layout, ...]] = {x.value: (S(0),) if x.value in batched else (R,) for x in program.inputs}
-        leaves |= {p.value: (R, I) for p in program.params}
-        leaves |= {b.value: (R, I) for b in program.buffers}
-        problem = AxisProblem(
-            axis="dp",
-            n=dp,
-            choices=self.timed("strategies", lambda: with_layouts(choices(program, dp, leaves, data=True), wanted)),
-            pricer=Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1}),
-            params=frozenset(p.value for p in program.params),
-            fixed=frozenset(b.value for b in program.buffers if b.mutated),
-            sync_params=False,
-            work_first=True,
-        )
+        pricer = Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1})
+        problem = self.timed("strategies", lambda: data_problem(program, dp, pricer, data_leaves(program)))
+        problem = dataclasses.replace(problem, choices=with_layouts(problem.choices, wanted))
         solution = self._solved("data axis", problem, 1e-3)
         return self._one_rank(program, solution.assignment), solution.assignment, (solution.outcome,)
 
     def _one_rank(self, program: Program, data: Assignment) -> Program:
-        local = self.timed("shard", lambda: shard(program, data))
-        return local.replace(batch_size=(program.batch_size or 0) // data.n or None)
+        return self.timed("shard", lambda: on_data_axis(program, data))
 
     def _solved(self, name: str, problem: AxisProblem, gap: float) -> AxisSolution:
         solution = self.timed(name, lambda: solve_axis(problem, gap=gap))
@@ -265,22 +253,12 @@ class Store:
         return self._tensor[key]
 
     def _tensor_problem(self, mesh: Mesh, body: Program, sequence: bool | None) -> AxisProblem:
-        leaves: dict[str, tuple[Layout, ...]] = {x.value: (I,) for x in body.inputs}
-        pricer = self.pricer(mesh)
-        passes = 3 + 2 * OPTIMIZERS[self.optimizer]
-        found = self.timed("strategies", lambda: choices(body, mesh.tp, leaves, batched=batched_inputs(body)))
-        if sequence is not None:
-            found = with_matrices_cut(found, frozenset(p.value for p in body.params))
-        return AxisProblem(
-            axis="tp",
-            n=mesh.tp,
-            choices=found,
-            pricer=pricer,
-            state_price_s_per_byte=passes / self.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
-            params=frozenset(p.value for p in body.params),
-            fixed=frozenset(b.value for b in body.buffers if b.mutated),
-            sequence_parallel=sequence,
-        )
+        leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(body, "tp").items()}
+        problem = self.timed("strategies", lambda: tensor_problem(body, mesh.tp, self.pricer(mesh), self.optimizer, leaves))
+        if sequence is None:
+            return problem
+        cut = with_matrices_cut(problem.choices, problem.params)
+        return dataclasses.replace(problem, choices=cut, sequence_parallel=sequence)
 
     def _solve_tensor(self, problem: AxisProblem) -> AxisSolution:
         """The fastest assignment. If the axis is pinned, on a model so small that splitting its work costs more than doing it on every

@@ -1,4 +1,4 @@
-"""Units of ZeRO-3: the parameters that are gathered together, and what that keeps in memory.
+"""Units: the parameters that are gathered together, of those that are gathered where they are used, and what that keeps in memory.
 
 The runtime has one unit gathered at a time, from its first use until another one is used, and the next one of the step on its way;
 gradients wait for the others of their unit (autopar/run/gathered.py).
@@ -15,7 +15,7 @@ __all__ = ["Units", "Waiting", "gather_units"]
 
 
 def gather_units(program: Program, parts: Mapping[str, int], unit_bytes: int) -> dict[str, int]:
-    """Parameter (value) -> its unit: what ZeRO-3 gathers together. A unit is of one block instance, or of what stands between two,
+    """Parameter (value) -> its unit: what is gathered together. A unit is of one block instance, or of what stands between two,
     by the parameters' first readers, and of unit_bytes at most unless one parameter is larger. program: of one rank; parts: value ->
     bytes as it is used, of the parameters that rest in parts."""
     spans = ((b, i, span) for b, block in enumerate(program.blocks) for i, span in enumerate(block.spans))

@@ -17,7 +17,7 @@ from autopar.planner.lower import lower
 from autopar.planner.plan import Pins, Plan
 from autopar.targets import did_you_mean
 
-__all__ = ["PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "with_notes"]
+__all__ = ["PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "for_loss_outside", "with_notes"]
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -46,6 +46,24 @@ def as_pins(pins: Pins | Mapping[str, Any] | None) -> Pins | None:
     for name in pins:
         check_name("pin", name, Pins.__struct_fields__)
     return Pins(**dict(pins)) if pins else None
+
+
+def for_loss_outside(program: Program, pins: Pins | None) -> Pins | None:
+    """The pins, and what follows if the user makes the loss of the program's outputs: backward begins when all micro-batches have gone
+    forward. Without stages that is one micro-batch, for nothing is gained by more. WishError for pins that do not go with it."""
+    if program.own_loss:
+        return pins
+    pins = pins or Pins()
+    if pins.schedule not in (None, "gpipe"):
+        raise WishError(
+            f"schedule={pins.schedule}: {program.name} returns no loss, so backward cannot begin before all micro-batches have gone "
+            f"forward. Pin schedule=gpipe, or give loss=fn"
+        )
+    several = pins.micro_batch is not None or (pins.micro_batches or 1) > 1
+    if several and pins.pp in (None, 1):
+        raise WishError(f"micro-batches without stages save no memory where the model returns no loss ({program.name}): give loss=fn")
+    count = pins.micro_batches if several or pins.micro_batches else 1
+    return msgspec.structs.replace(pins, schedule="gpipe", micro_batches=None if pins.micro_batch is not None else count)
 
 
 def check_inputs(model: nn.Module, inputs: object) -> None:

@@ -79,7 +79,7 @@ def _calls(stage: StageProgram) -> Iterable[Call]:
             where = f"block call {call.prefix!r} of stage {stage.index}"
             raise RenderError(f"{where} has the span {call.span}, which overlaps another or is out of range")
         free_from = call.span.stop
-    kept = {*stage.sends, *(value for _, value in stage.mutations)}
+    kept = set(stage.kept)
     readers: dict[str, set[int]] = {}
     for index, op in enumerate(stage.ops):
         for value in refs(op):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Mapping
 
 from torch import nn
 
 from autopar.catalog.rule import draws
 from autopar.catalog.schema import bind, registering_module
-from autopar.ir import I, Layout, Lowered, Op, Program, TensorType, refs
+from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, TensorType, refs
 from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
+from autopar.planner.stages import used_on
 from autopar.planner.units import gather_units
-from autopar.run.manifest import BufferSpec, InputSpec, Manifest, ParamSpec
+from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from autopar.run.region import REGION
 from cost_models.recipe import AUTOPAR
+from cost_models.rests import WHOLE, rest_of
 
 __all__ = ["make_manifest", "positional_names"]
 
@@ -31,16 +35,12 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
 def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = (), *, training: bool = True) -> Manifest:
     """program: as captured, whose types are the global shapes. training: the mode in which it was."""
     local = lowered.program
-    used: dict[str, list[int]] = {}
-    for stage in lowered.stages:
-        for value in dict.fromkeys([*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)]):
-            used.setdefault(value, []).append(stage.index)
-    everywhere = tuple(stage.index for stage in lowered.stages)
-    used |= {value: list(everywhere) for op in lowered.prologue for value in refs(op)}
-    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.mesh["dp"]).items() if p.in_parts}
+    used = used_on(lowered)
+    homes = _homes(program, used)
+    parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.shard).items() if p.in_parts}
     readers = [(r, op.target) for op in program.ops for r in refs(op)]
     only = {r for r, target in readers if target == REGION} - {r for r, target in readers if target != REGION}
-    units = gather_units(local, parts, AUTOPAR.unit_bytes) if plan.zero == 3 else {}
+    units = gather_units(local, parts, AUTOPAR.unit_bytes) if rest_of(plan.rest).gathered == "use" else {}
     params = tuple(
         ParamSpec(
             name=p.fqn,
@@ -49,9 +49,9 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             aliases=p.aliases,
             trainable=p.trainable,
             layouts=_layouts(p.layouts),
-            stages=tuple(used.get(p.value, (0,))),
+            stages=used.get(p.value, homes.get(p.value, (0,))),
             zero_dim=plan.zero_dims.get(p.fqn),
-            gather="use" if plan.zero == 3 else "step",
+            rest=plan.rest if p.fqn in plan.zero_dims else WHOLE.name,
             unit=units.get(p.value),
             regions_only=p.value in only,
         )
@@ -66,26 +66,38 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             constant=b.fqn is None or b.region,
             region=b.region,
             layouts=_layouts(b.layouts),
-            stages=tuple(used.get(b.value, (0,))),
+            stages=used.get(b.value, homes.get(b.value, (0,))),
         )
         for b in local.buffers
     )
     inputs = tuple(
         InputSpec(
-            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]), layouts=_layouts(x.layouts)
+            name=x.value, path=x.path, shape=program.types[x.value].shape, dtype=_dtype(program.types[x.value]),
+            layouts=_layouts(x.layouts), grad=program.types[x.value].grad,
         )
         for x in local.inputs
     )
     over_time = local.layouts.get("time", {})
+    outputs = tuple(
+        OutputSpec(
+            name=v, shape=program.types[v].shape, dtype=_dtype(program.types[v]),
+            layouts={axis: str(of[v]) for axis, of in local.layouts.items() if of.get(v, I) != I}, stage=stage.index,
+            grad=program.types[v].grad,
+        )
+        for stage in lowered.stages
+        for v in stage.outputs
+    )  # fmt: skip
     return Manifest(
         model=program.name,
         mesh=dict(plan.mesh),
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
-        zero=plan.zero,
+        rest=plan.rest,
+        shard=plan.shard if 1 < plan.shard < plan.mesh["dp"] else None,
         params=params,
         buffers=buffers,
         inputs=inputs,
+        outputs=outputs,
         positional=positional,
         constant_inputs=program.constant_inputs,
         libraries=_libraries(lowered),
@@ -93,6 +105,26 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         training=training,
         mode_dependent=_mode_dependent(program),
     )
+
+
+def _homes(program: Program, used: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The stage of each parameter and buffer that no operator reads (a branch that is not taken now): where what stands nearest to it
+    in the model is used."""
+    leaves: tuple[Param | Buffer, ...] = (*program.params, *program.buffers)
+    named = [(k, x.value, x.fqn) for k, x in enumerate(leaves) if x.fqn is not None]
+    read = [(k, used[value], fqn) for k, value, fqn in named if value in used]
+    found: dict[str, tuple[int, ...]] = {}
+    for k, value, fqn in named:
+        if value not in used and read:
+            nearest = max(read, key=lambda other: (_shared(fqn, other[2]), -abs(k - other[0])))  # noqa: B023
+            found[value] = nearest[1][:1]
+    return found
+
+
+def _shared(one: str, other: str) -> int:
+    """How many modules two names have in common, from the outermost."""
+    paths = zip(one.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], paths))
 
 
 def _mode_dependent(program: Program) -> tuple[str, ...]:

@@ -11,15 +11,11 @@ import msgspec
 from autopar.planner.plan import AxisPlan, Plan
 from autopar.report.strategies import leaves_of, splits_of
 from autopar.report.units import bytes_text, count_text, seconds_text, table
+from cost_models.rests import rest_of
 
 __all__ = ["plan_json", "plan_text"]
 
 AXES = {"pp": "pipeline stages", "dp": "data parallel", "tp": "tensor parallel"}
-ZERO = {
-    0: "replicated over dp",
-    1: "ZeRO-1: gradients and optimizer states sharded over dp",
-    3: "ZeRO-3: sharded over dp, gathered where they are used",
-}
 MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its column
     "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer", "saved_activations": "activations",
     "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context", "allocator_slack": "slack",
@@ -54,7 +50,7 @@ def _choice(plan: Plan) -> str:
     lines = [
         ("mesh", ", ".join(axes) or "one rank, nothing is split"),
         ("micro-batches", f"{plan.micro_batches}" + (f", schedule {plan.schedule}" if plan.mesh["pp"] > 1 else "")),
-        ("parameters", ZERO[plan.zero] if plan.mesh["dp"] > 1 else "whole on every rank of a stage, but for what tp splits"),
+        ("parameters", _resting(plan)),
         ("recompute", f"{len(recomputed)} of {_count(len(blocks), 'block')}: {_ranges(recomputed)}" if recomputed else "none"),
     ]
     if plan.mesh["tp"] > 1:
@@ -62,6 +58,13 @@ def _choice(plan: Plan) -> str:
     if plan.pins:
         lines.append(("pinned", ", ".join(f"{name}={value}" for name, value in plan.pins.items())))
     return "chosen\n" + _pairs(lines)
+
+
+def _resting(plan: Plan) -> str:
+    if plan.mesh["dp"] == 1:
+        return "whole on every rank of a stage, but for what tp splits"
+    groups = f", groups of {plan.shard} of {plan.mesh['dp']} ranks" if 1 < plan.shard < plan.mesh["dp"] else ""
+    return rest_of(plan.rest).title + groups
 
 
 def _cost(plan: Plan) -> str:

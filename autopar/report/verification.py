@@ -39,7 +39,7 @@ def verification_json(report: Report) -> dict[str, Any]:
     plan = report.plan
     return {
         "ok": report.ok, "tolerance": TOLERANCE, "model": plan.model, "gpus": plan.gpus, "mesh": plan.mesh,
-        "micro_batches": plan.micro_batches, "schedule": plan.schedule, "zero": plan.zero,
+        "micro_batches": plan.micro_batches, "schedule": plan.schedule, "zero": plan.zero, "shard": plan.shard,
         "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
         "parameter": report.parameter, "parameter_at": report.parameter_at,
         "buffer": report.buffer, "buffer_at": report.buffer_at, "evaluation": report.evaluation, "batches": report.batches,
@@ -68,5 +68,5 @@ def _plan_text(plan: Plan) -> str:
     mesh = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in ("pp", "dp", "tp"))
     return (
         f"{plan.model} on {plan.gpus} workers in float64: {mesh}, micro-batches {plan.micro_batches}, schedule {plan.schedule}, "
-        f"zero {plan.zero}"
+        f"zero {plan.zero}{f' shard {plan.shard}' if 1 < plan.shard < plan.mesh['dp'] else ''}"
     )

@@ -1,11 +1,11 @@
 """Parameters on one rank: the part that rests here, and the buckets in which they are gathered and their gradients reduced.
 
-A parameter lies over tp as its layout says, then over dp along `zero_dim` if it has one (the part at rest). At its use it
-is whole over dp again: gathered once a step with its bucket (gather='step'), or where it is read, with its unit (gather='use').
+A parameter lies over tp as its layout says, then over the ranks of 'shard' along `zero_dim` if it has one (the part at rest). At its
+use it is whole over dp again: gathered once a step with its bucket, or where it is read, with its unit (cost_models.rests).
 
 Gradients of what is used become gradients of what rests: over an axis on which the use is R they are partial and summed
-(reduce-scattered over dp where the parameter rests in slices); on which it is I they are the same everywhere; on which it
-is S they are this rank's own.
+(where the parameter rests in slices, reduce-scattered over 'shard', then summed over 'replica'); on which it is I they are the same
+everywhere; on which it is S they are this rank's own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.parts import local
 from autopar.run.slices import joined, parted
+from cost_models.rests import Rest, rest_of
 
 __all__ = [
-    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "hold", "make_buckets", "make_units",
+    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "add_parts", "hold", "make_buckets", "make_buckets_of_a_pass", "make_units",
 ]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a link, small enough to overlap
@@ -34,13 +35,16 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a 
 
 @dataclass(kw_only=True, eq=False)
 class Held:
-    """One parameter on one rank. param: the user's parameter. zero: its dim sharded over dp at
-    rest, None if it rests whole. partial: the axes over which the gradient of its use is partial. tied: the pipeline stages that
-    share it, None if it is on one stage. trains: whether the present step computes its gradient."""
+    """One parameter on one rank. param: the user's parameter. zero: its dim that is cut into `shards` parts at rest, None if it rests
+    whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes over which the gradient of its use is
+    partial. tied: the pipeline stages that share it, None if it is on one stage. trains: whether the present step computes its
+    gradient."""
 
     spec: ParamSpec
     param: nn.Parameter
     zero: int | None
+    shards: int
+    rest: Rest
     partial: tuple[str, ...]
     tied: Axis | None
     trains: bool
@@ -52,12 +56,24 @@ class Held:
 
     @property
     def gathered_when_used(self) -> bool:
-        return self.zero is not None and self.spec.gather == "use"
+        return self.zero is not None and self.rest.gathered == "use"
+
+    @property
+    def reduced_by_pass(self) -> bool:
+        """Whether its gradient is reduce-scattered in the backward pass of every micro-batch, and kept in parts."""
+        return self.zero is not None and self.rest.reduced == "pass"
 
     @property
     def late(self) -> bool:
-        """Whether its gradient is known only at the end of the step."""
-        return self.tied is not None or self.gathered_when_used
+        """Whether its gradient is known only at the end of the step, in parts or whole."""
+        return self.tied is not None or self.gathered_when_used or self.reduced_by_pass
+
+    def no_gradient(self) -> Tensor:
+        """Zeros, as the gradient is at the end of the step before it is reduced."""
+        shape = list(self.local.shape)
+        if self.zero is not None and not self.reduced_by_pass:
+            shape[self.zero] *= self.shards
+        return self.local.new_zeros(shape)
 
 
 def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) -> Held:
@@ -66,7 +82,9 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) ->
     return Held(
         spec=spec,
         param=param,
-        zero=spec.zero_dim if mesh.dp.size > 1 else None,
+        zero=spec.zero_dim if mesh.shard.size > 1 else None,
+        shards=mesh.shard.size,
+        rest=rest_of(spec.rest),
         partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
         tied=tied,
         trains=spec.trainable,
@@ -78,23 +96,27 @@ class Bucket:
     """Parameters of one dtype that are gathered and reduced the same way, together.
 
     `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction
-    of gradients and `Reduction.finish` gives the gradients of what rests. where_used: a unit of parameters that are
-    gathered and reduced over dp at each use; what else their gradients need is done once a step, by ordinary buckets.
+    of gradients and `Reduction.finish` gives the gradients of what rests. often: what is gathered at each use, or reduced in each
+    backward pass; what else its gradients need is done once a step, by ordinary buckets. gathers, scatters, summed_over: what it does.
     """
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, *, where_used: bool = False) -> None:
+    def __init__(self, held: Sequence[Held], mesh: Mesh, *, often: bool = False) -> None:
         first = held[0]
         self.held = tuple(held)
         self.mesh = mesh
-        self.scattered = first.zero is not None and first.gathered_when_used == where_used
+        in_parts = first.zero is not None
+        self.gathers = in_parts and (first.gathered_when_used or first.reduced_by_pass) == often
+        self.scatters = in_parts and first.reduced_by_pass == often
         self.partial_over_dp = "dp" in first.partial
-        remaining = [name for name in first.partial if not (name == "dp" and first.zero is not None)]
-        self.summed_over = mesh.joint(remaining) if remaining and not where_used else None
+        copies = ("replica" if name == "dp" and in_parts else name for name in first.partial)
+        remaining = [name for name in copies if mesh.axis(name).size > 1]
+        self.summed_over = mesh.joint(remaining) if remaining and not often else None
+        self.late = first.late and not often
 
     @property
     def reduces(self) -> bool:
         """Whether its gradients need anything of other ranks."""
-        return self.scattered or self.summed_over is not None
+        return self.scatters or self.summed_over is not None
 
     def gather(self) -> Gathering:
         return Gathering(self)
@@ -104,22 +126,22 @@ class Bucket:
 
 
 class Gathering:
-    """An all-gather over dp of a bucket's parameters, on its way."""
+    """An all-gather of a bucket's parameters, on its way."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         parts = [held.local.reshape(-1) for held in bucket.held]
-        dp, numel = bucket.mesh.dp, sum(len(part) for part in parts)
-        self._out = parts[0].new_empty(dp.size * numel)
-        own = self._out.narrow(0, dp.rank * numel, numel)  # gathered in place
+        shard, numel = bucket.mesh.shard, sum(len(part) for part in parts)
+        self._out = parts[0].new_empty(shard.size * numel)
+        own = self._out.narrow(0, shard.rank * numel, numel)  # gathered in place
         torch.cat(parts, out=own)
-        self._work: dist.Work | None = comm.gather_flat(self._out, own, dp)
+        self._work: dist.Work | None = comm.gather_flat(self._out, own, shard)
 
     def finish(self) -> dict[str, Tensor]:
         """name -> the parameter as it is used."""
         if self._work is not None:
             self._work.wait()
-        rows = self._out.view(self.bucket.mesh.dp.size, -1)
+        rows = self._out.view(self.bucket.mesh.shard.size, -1)
         found: dict[str, Tensor] = {}
         offset = 0
         for held in self.bucket.held:
@@ -132,8 +154,8 @@ class Gathering:
 
 
 class Reduction:
-    """A reduction of a bucket's gradients, on its way. Parameters without a gradient are left out of it. Gradients that are complete
-    already are left as they are."""
+    """A reduction of a bucket's gradients, on its way: reduce-scattered, then summed, as the bucket says. Parameters without a gradient
+    are left out of it. Gradients that are complete already are left as they are."""
 
     def __init__(self, bucket: Bucket, grads: Mapping[str, Tensor]) -> None:
         self.bucket = bucket
@@ -143,36 +165,47 @@ class Reduction:
         self._kept: Tensor | None = None
         found = [grads[held.spec.name] for held in self.held]
         self._complete: Mapping[str, Tensor] = {} if bucket.reduces else grads
+        self._summed = bucket.summed_over is None
         if not (found and bucket.reduces):
             return
-        if bucket.scattered:
+        if bucket.scatters:
             self._scatter(found)
-        elif bucket.summed_over is not None:
+        else:
             self._flat = _flat(found)
-            self._work = comm.all_reduce_(self._flat, bucket.summed_over, wait=False)
+            self.go_on()
 
     def _scatter(self, grads: list[Tensor]) -> None:
-        dp = self.bucket.mesh.dp
+        shard = self.bucket.mesh.shard
         zeros = [held.zero for held in self.held]
-        rows = [parted(g, dp.size, zero) for g, zero in zip(grads, zeros, strict=True) if zero is not None]
+        rows = [parted(g, shard.size, zero) for g, zero in zip(grads, zeros, strict=True) if zero is not None]
         if not self.bucket.partial_over_dp:
-            self._flat = _flat([r[dp.rank] for r in rows])
+            self._flat = _flat([r[shard.rank] for r in rows])
             return
-        flat = [r.reshape(dp.size, -1) for r in rows]
+        flat = [r.reshape(shard.size, -1) for r in rows]
         whole = (flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dim=1)).view(-1)
         self._kept = whole
-        self._flat = whole.new_empty(whole.numel() // dp.size)
-        self._work = comm.scatter_flat(self._flat, whole, dp)
+        self._flat = whole.new_empty(whole.numel() // shard.size)
+        self._work = comm.scatter_flat(self._flat, whole, shard)
+
+    def go_on(self) -> None:
+        """Start the sum, if it has not begun; the reduce-scatter before it is waited for."""
+        if self._summed or self._flat is None or self.bucket.summed_over is None:
+            return
+        self._wait()
+        self._summed = True
+        self._work = comm.all_reduce_(self._flat, self.bucket.summed_over, wait=False)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._kept = None
 
     def finish(self) -> dict[str, Tensor]:
         """name -> gradient of the part at rest."""
         if self._flat is None:
             return dict(self._complete)
-        if self._work is not None:
-            self._work.wait()
-        self._kept = None
-        if self.bucket.scattered and self.bucket.summed_over is not None:
-            comm.all_reduce_(self._flat, self.bucket.summed_over)
+        self.go_on()
+        self._wait()
         sizes = [held.local.numel() for held in self.held]
         return {
             held.spec.name: part.view(held.local.shape) for held, part in zip(self.held, self._flat.split(sizes), strict=True)
@@ -184,19 +217,39 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
 
 
+def add_parts(known: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Add what a reduction gives to the gradients that are known, in place: both are memory of reductions alone."""
+    again = parts.keys() & known.keys()
+    for name, part in parts.items():
+        if name in again:
+            known[name] += part
+        else:
+            known[name] = part.clone() if again else part  # as a view it would keep what has been added
+
+
 def make_buckets(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """Buckets in the order in which backward fills them: the parameters, given in the order of use, are taken from the
+    """Buckets of a step in the order in which backward fills them: the parameters, given in the order of use, are taken from the
     last; those whose gradients are not complete until the end of the step come at the end."""
+    return tuple(Bucket(b, mesh) for b in _filled(held, size_bytes))
+
+
+def make_buckets_of_a_pass(held: Iterable[Held], mesh: Mesh, size_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """Those that are reduced in the backward pass of every micro-batch, of parameters that are gathered once a step."""
+    wanted = [one for one in held if one.reduced_by_pass and not one.gathered_when_used]
+    return tuple(Bucket(b, mesh, often=True) for b in _filled(wanted, size_bytes))
+
+
+def _filled(held: Iterable[Held], size_bytes: int) -> list[list[Held]]:
     open_: dict[tuple[object, ...], list[Held]] = {}
     done: list[list[Held]] = []
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
-        key = (one.local.dtype, one.zero is not None, one.spec.gather, one.partial, one.late, one.spec.trainable)
+        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.spec.trainable)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
-        if sum(h.local.numel() * h.local.element_size() * (mesh.dp.size if h.zero is not None else 1) for h in bucket) >= size_bytes:
+        if sum(h.local.numel() * h.local.element_size() * (h.shards if h.zero is not None else 1) for h in bucket) >= size_bytes:
             done.append(open_.pop(key))
-    return tuple(Bucket(b, mesh) for b in (*done, *open_.values()))
+    return [*done, *open_.values()]
 
 
 def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ...]:
@@ -206,4 +259,4 @@ def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ..
         if one.gathered_when_used:
             unit = one.spec.name if one.spec.unit is None else one.spec.unit
             units.setdefault(unit, {}).setdefault((one.local.dtype, one.partial), []).append(one)
-    return tuple(tuple(Bucket(of, mesh, where_used=True) for of in unit.values()) for unit in units.values())
+    return tuple(tuple(Bucket(of, mesh, often=True) for of in unit.values()) for unit in units.values())

@@ -50,7 +50,7 @@ class DeferredModule(StandIn):
         compiled: Any | None = None,
         inputs: Any | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(compiler=True)
         keep = self.__dict__
         keep["original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
         keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs

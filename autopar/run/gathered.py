@@ -1,9 +1,9 @@
-"""ZeRO-3: parameters that rest in slices over dp and are gathered where they are used.
+"""Parameters that rest in slices and are gathered where they are used.
 
 They are gathered in *units*: the parameters of one block, which the manifest states. A unit is there from its first use until
 another one is used; autograd saves for backward only how to make a parameter again (`Dropped`). The order in which a step
 gathers units is the same in every step, so the next one is gathered while the present one is used. Gradients are
-reduce-scattered by unit while backward goes on, one unit at a time.
+reduce-scattered by unit while backward goes on, one unit at a time, or kept whole until the end of the step, as their row says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.run.buckets import Bucket, Gathering, Reduction
+from autopar.run.buckets import Bucket, Gathering, Reduction, add_parts
 
 __all__ = ["GatheredWhereUsed", "Orders", "Units"]
 
@@ -79,6 +79,7 @@ class GatheredWhereUsed:
         self._arrived: tuple[int, dict[str, Tensor]] = (-1, {})  # a unit, and the gradients of it that are there
         self._reductions: list[Reduction] = []
         self._grads: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}  # gradients that are reduced at the end of the step
 
     def read(self, name: str, leaf: Tensor) -> Tensor:
         """The parameter as it is used; leaf: its part at rest, which says whether it has a gradient."""
@@ -94,14 +95,14 @@ class GatheredWhereUsed:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def close(self) -> dict[str, Tensor]:
-        """At the end of the step: name -> gradient of the part at rest."""
+        """At the end of the step: name -> gradient, of the part at rest or, where it was not reduced, whole."""
         self._present = {}
         self._take_ahead(None)
         self._start_reduction()
         self._finish_reduction()
         self._orders[self._grad] = self._order
         self._gathered.clear()
-        return self._grads
+        return self._grads | self._whole
 
     # ------------------------------------------------------------------------------------------------------- parameters
     def _gather(self, name: str) -> Tensor:
@@ -159,6 +160,9 @@ class GatheredWhereUsed:
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:
+        if not self._units.held[name].reduced_by_pass:
+            self._whole[name] = self._whole[name] + grad if name in self._whole else grad
+            return
         unit = self._units.unit_of[name]
         if self._arrived[0] != unit:
             self._start_reduction()
@@ -178,10 +182,4 @@ class GatheredWhereUsed:
     def _finish_reduction(self) -> None:
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
-            parts = reduction.finish()
-            known = parts.keys() & self._grads.keys()
-            for name, part in parts.items():
-                if name in known:
-                    self._grads[name] += part  # in place: both are memory of the reductions alone
-                else:
-                    self._grads[name] = part.clone() if known else part  # as a view it would keep what has been added
+            add_parts(self._grads, reduction.finish())

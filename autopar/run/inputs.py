@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
 from autopar.ir import Layout
@@ -29,20 +30,27 @@ class Batch:
     """
 
     def __init__(self, manifest: Manifest, mesh: Mesh, device: torch.device, *, local: bool) -> None:
-        self._manifest, self._mesh, self._device, self._local = manifest, mesh, device, local
+        self._manifest, self._mesh, self._device, self.local = manifest, mesh, device, local
         self._positional = manifest.positional
         self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
         layouts = [Layout.parse(spec.layouts.get("dp", "I")) if local else None for spec in manifest.inputs]
-        shapes = [x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape for s, x in zip(manifest.inputs, layouts, strict=True)]
+        shapes = [
+            _shape(x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
+            for s, x in zip(manifest.inputs, layouts, strict=True)
+        ]
         paths = [self._by_name(spec.path) for spec in manifest.inputs]
         values = [(path, _value(v)) for path, v in self._constants.items() if v is not None]
         self.expected = _sorted([*zip(paths, shapes, strict=True), *values])
 
     def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
-        """The path of each leaf of a call, with the shape of a tensor or the value of anything else but None, sorted; `expected` is
-        that of the planned call."""
-        leaves = self._leaves(args, kwargs)
-        found = ((path, tuple(leaf.shape) if isinstance(leaf, Tensor) else _value(leaf)) for path, leaf in leaves if leaf is not None)
+        """The path of each leaf of a call, with the shape of a tensor (and whether it requires a gradient) or the value of anything
+        else but None, sorted; `expected` is that of the planned call."""
+        leaves, on = self._leaves(args, kwargs), torch.is_grad_enabled()
+        found = (
+            (path, _shape(tuple(leaf.shape), on and leaf.requires_grad) if isinstance(leaf, Tensor) else _value(leaf))
+            for path, leaf in leaves
+            if leaf is not None
+        )
         return _sorted((self._by_name(path), what) for path, what in found)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
@@ -73,7 +81,7 @@ class Batch:
             value = bound[spec.name]
             for name in ("tp", "dp"):
                 axis = self._mesh.axis(name)
-                if not (name == "dp" and self._local):
+                if not (name == "dp" and self.local):
                     value = local_slice(value, Layout.parse(spec.layouts.get(name, "I")), axis.rank, axis.size)
             parts[spec.name] = value.to(self._device, non_blocking=True)
         return parts
@@ -83,7 +91,7 @@ class Batch:
         if self._mesh.world == 1:
             return
         sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
-        mine = torch.tensor([self._mesh.dp.rank if self._local else 0, *sums], device=self._device)
+        mine = torch.tensor([self._mesh.dp.rank if self.local else 0, *sums], device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.world)]
         dist.all_gather(everyone, mine, group=self._mesh.everyone.group)
         first: dict[int, tuple[int, list[int]]] = {}
@@ -116,22 +124,22 @@ class Batch:
         name = _text(self._by_name(spec.path))
         if not isinstance(value, Tensor):
             raise TypeError(f"input {name} must be a tensor; got {type(value).__name__}")
-        if value.requires_grad and torch.is_grad_enabled():
+        if value.requires_grad and torch.is_grad_enabled() and not spec.grad:
             raise ValueError(
-                f"input {name} requires a gradient, which the parallel module does not give to its inputs. Give it detached "
-                f"({name.strip(chr(39))}.detach()), or make what computes it a part of the model that is compiled"
+                f"input {name} requires a gradient, for which this module was not made. Give it detached ({name.strip(chr(39))}.detach()), "
+                f"or compile the model with example_inputs that require it"
             )
         if _dtype(value) != spec.dtype:
             raise TypeError(f"input {name} must be {spec.dtype}, as it was when the model was captured; got {_dtype(value)}")
         layout = Layout.parse(spec.layouts.get("dp", "I"))
-        expected = layout.local_shape(spec.shape, self._mesh.dp.size) if self._local else spec.shape
+        expected = layout.local_shape(spec.shape, self._mesh.dp.size) if self.local else spec.shape
         if tuple(value.shape) == expected:
             return value
         split = {Layout.parse(text).dim for text in spec.layouts.values()} - {-1}
         same_but_batch = value.dim() == len(expected) and all(
             a == b or dim in split for dim, (a, b) in enumerate(zip(value.shape, expected, strict=True))
         )
-        kind = "the part of one data-parallel rank" if self._local else "the global batch"
+        kind = "the part of one data-parallel rank" if self.local else "the global batch"
         hint = (
             f" This module was planned for batches of this size ({kind}); give such batches (drop the last short one), or compile "
             "again for the other size."
@@ -151,7 +159,9 @@ class Batch:
 
 
 def as_example(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call as example inputs: positional ones alone, or all by name."""
+    """The arguments of a call as example inputs: positional ones alone, or all by name; detached where gradients are off."""
+    if not torch.is_grad_enabled():
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     return {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
 
 
@@ -162,6 +172,10 @@ def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: 
 
 def _sorted(shapes: Iterable[tuple[Path, tuple[int, ...] | str]]) -> Shapes:
     return tuple(sorted(shapes, key=repr))
+
+
+def _shape(shape: tuple[int, ...], grad: bool) -> tuple[int, ...] | str:
+    return f"{shape}, with a gradient" if grad else shape
 
 
 def _value(leaf: object) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from autopar.ir import Layout
 from autopar.run import comm
 from autopar.run.manifest import BufferSpec, ParamSpec
-from autopar.run.mesh import Mesh
+from autopar.run.mesh import MADE_OF, Mesh
 from autopar.run.slices import cut, joined, local_slice
 
 __all__ = ["Lies", "layouts_of"]
@@ -28,13 +28,13 @@ class Lies:
         self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
         self.home = mesh.device  # where the whole was
         self._layouts = layouts_of(spec)
-        self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.dp.size > 1 else None
+        self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
         self._owner = min(spec.stages, default=0)
         self.holds = mesh.pp.rank in (spec.stages or (0,))
         cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
-        cut_over |= {"dp"} if self._zero is not None else set()
+        cut_over = {level for name in cut_over for level in MADE_OF.get(name, (name,))} | ({"shard"} if self._zero is not None else set())
         self.split = bool(cut_over) or len(spec.stages or (0,)) < mesh.pp.size  # some rank holds less than the whole
-        copies = [mesh.axis(name).rank for name in ("tp", "dp") if name not in cut_over]
+        copies = [mesh.axis(name).rank for name in ("tp", "replica", "shard") if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
 
     @property
@@ -43,7 +43,7 @@ class Lies:
         if not self.holds:
             return f"{self.name} nothing"
         cut_over = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, layout in self._layouts.items() if layout.is_shard]
-        return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.dp.rank}"] if self._zero is not None else [])])
+        return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.shard.rank}"] if self._zero is not None else [])])
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole, a view where it can be one."""
@@ -53,7 +53,7 @@ class Lies:
         for name, layout in self._layouts.items():
             axis = self.mesh.axis(name)
             part = local_slice(part, layout, axis.rank, axis.size)
-        return part if self._zero is None else cut(part, self.mesh.dp.size, self._zero, 1, self.mesh.dp.rank)
+        return part if self._zero is None else cut(part, self.mesh.shard.size, self._zero, 1, self.mesh.shard.rank)
 
     def gather(self, part: Tensor) -> Tensor:
         """Collective: the whole, the same on every rank, as memory of its own."""
@@ -61,7 +61,7 @@ class Lies:
         if mesh.pp.rank == self._owner:
             whole = part
             if self._zero is not None:
-                whole = joined(comm.all_gather(whole, mesh.dp), self._zero)
+                whole = joined(comm.all_gather(whole, mesh.shard), self._zero)
             for name, layout in reversed(self._layouts.items()):
                 if layout.is_shard:
                     whole = joined(comm.all_gather(whole, mesh.axis(name)), layout.dim, layout.groups)

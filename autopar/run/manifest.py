@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["BufferSpec", "InputSpec", "Manifest", "ParamSpec"]
+from cost_models.rests import WHOLE
+
+__all__ = ["BufferSpec", "InputSpec", "Manifest", "OutputSpec", "ParamSpec"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
     """One parameter. shape: global. layouts: axis -> layout at its use ('S(0)', 'R', 'I'; axes not named: 'I').
-    stages: the pipeline stages that use it (more than one: tied across stages). zero_dim: the dim on which it is also
-    sharded at rest over the dp axis (of its tp-local shape), or None if it rests whole. gather: 'step' (ZeRO-1: gathered
-    once a step) or 'use' (ZeRO-3: gathered where it is used, dropped after), then with all parameters of its unit (None: alone).
+    stages: the pipeline stages that use it (more than one: tied across stages). rest: a row of cost_models.rests. zero_dim: the
+    dim of its tp-local shape on which it rests in parts over data-parallel ranks, or None if it rests whole. unit: of parameters that are
+    gathered where they are used, what it is gathered with (None: alone).
     regions_only: none but opaque regions read it, whose samples may all leave it unused."""
 
     name: str
@@ -26,8 +28,8 @@ class ParamSpec:
     trainable: bool = True
     layouts: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[int, ...] = (0,)
+    rest: str = WHOLE.name
     zero_dim: int | None = None
-    gather: str = "step"
     unit: int | None = None
     regions_only: bool = False
 
@@ -51,20 +53,37 @@ class BufferSpec:
 class InputSpec:
     """One tensor of the batch. name: the argument of the stages' forward; path: where it is in the user's call
     (('input_ids',): a keyword; (0,): positional; longer when nested). layouts: over 'dp' ('S(0)': each dp rank takes its
-    part) and over 'time' ('S(0)': split into micro-batches)."""
+    part) and over 'time' ('S(0)': split into micro-batches). grad: it requires a gradient."""
 
     name: str
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: str
     layouts: Mapping[str, str] = field(default_factory=dict)
+    grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSpec:
+    """One tensor that a call gives beside the loss. shape: global. layouts: axis -> layout, over 'time' too ('R': the same of every
+    micro-batch; 'P': to be summed). stage: which makes it. grad: the original's has a gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    stage: int = 0
+    grad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: 'gpipe' or '1f1b'. zero: 0, 1 or 3.
+    """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: 'gpipe' or '1f1b'. rest: a row of
+    cost_models.rests, of the parameters that are in parts. shard: over how many data-parallel ranks the
+    parts of one lie, None for all.
     positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs.
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
+    outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
     libraries: Python modules that register operators which the stages call. training: the mode that the model was captured
     in; mode_dependent: operators that compute something else in the other one."""
 
@@ -72,13 +91,20 @@ class Manifest:
     mesh: Mapping[str, int]
     micro_batches: int
     schedule: str
-    zero: int
+    rest: str
     params: tuple[ParamSpec, ...]
     buffers: tuple[BufferSpec, ...]
     inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...] = ()
+    shard: int | None = None
     positional: tuple[str, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()
     prologue: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     training: bool = True
     mode_dependent: tuple[str, ...] = ()
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(target.split(".")[1] not in ("batch_norm", "instance_norm") for target in self.mode_dependent)

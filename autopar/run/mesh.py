@@ -1,7 +1,8 @@
 """The device mesh of a parallel module: axes 'pp', 'dp' and 'tp' over the ranks of the default process group.
 
-Ranks are numbered with pp outermost and tp innermost, so that the axis that communicates most has neighbouring ranks.
-An axis of size 1 has no group, and every collective over it is the identity.
+Ranks are numbered with pp outermost and tp innermost, so that the axis that communicates most has neighbouring ranks. The ranks of dp
+are numbered as groups of neighbours, over which the parts of a parameter lie (axis 'shard'), one group after the other (axis 'replica',
+of ranks that hold the same parts). An axis of size 1 has no group, and every collective over it is the identity.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from autopar.errors import LaunchError
 from autopar.run.groups import Group, group_of
 
-__all__ = ["AXES", "Axis", "Mesh"]
+__all__ = ["AXES", "MADE_OF", "Axis", "Mesh"]
 
 AXES = ("pp", "dp", "tp")
+LEVELS = ("pp", "replica", "shard", "tp")  # what the axes are made of, outermost first
+MADE_OF = {"dp": ("replica", "shard")}
 T = TypeVar("T")
 
 
@@ -46,18 +49,23 @@ class Axis:
 
 
 class Mesh:
-    """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group.
+    """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group. shard: how many ranks of
+    dp share the parts of one parameter, by default all.
 
     Collective over all ranks: every rank must build the same meshes in the same order. Groups are kept and used again by
     later meshes of the same process group. device: where this rank computes. Raises LaunchError if the world size is not the
     product of the sizes.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu") -> None:
+    def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", *, shard: int | None = None) -> None:
         unknown = set(sizes) - set(AXES)
         if unknown or any(size < 1 for size in sizes.values()):
             raise ValueError(f"a mesh has axes {AXES} of positive size; got {dict(sizes)}")
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
+        shard = self.sizes["dp"] if shard is None else shard
+        if shard < 1 or self.sizes["dp"] % shard:
+            raise ValueError(f"the parts of a parameter cannot lie over {shard} of {self.sizes['dp']} data-parallel ranks: it must divide")
+        self._levels = {"pp": self.sizes["pp"], "replica": self.sizes["dp"] // shard, "shard": shard, "tp": self.sizes["tp"]}
         world = math.prod(self.sizes.values())
         initialised = dist.is_available() and dist.is_initialized()
         found = dist.get_world_size() if initialised else 1
@@ -76,20 +84,22 @@ class Mesh:
         self.coordinates = dict(zip(AXES, self._unflatten(self.rank), strict=True))
         self.pp, self.dp, self.tp = (self._axis((name,)) for name in AXES)
         self.dp_tp = self._axis(("dp", "tp"))
+        self.shard, self.replica, self.replica_tp = (self._axis(names) for names in (("shard",), ("replica",), ("replica", "tp")))
         self.everyone = self._axis(AXES)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={v}' for k, v in self.sizes.items())}, rank={self.rank})"
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name: 'pp', 'dp' or 'tp'."""
-        found: dict[str, Axis] = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        """The axis of this name: 'pp', 'dp', 'tp', 'shard' or 'replica'."""
+        found: dict[str, Axis] = {"pp": self.pp, "dp": self.dp, "tp": self.tp, "shard": self.shard, "replica": self.replica}
         return found[name]
 
     def joint(self, names: Iterable[str]) -> Axis:
-        """'dp' and 'tp' as one axis, or one of them."""
+        """'dp' or 'replica' and 'tp' as one axis, or one of them."""
         wanted = tuple(sorted(names))
-        return self.dp_tp if wanted == ("dp", "tp") else self.axis(wanted[0])
+        both: dict[tuple[str, ...], Axis] = {("dp", "tp"): self.dp_tp, ("replica", "tp"): self.replica_tp}
+        return both[wanted] if len(wanted) > 1 else self.axis(wanted[0])
 
     def stages(self, stages: Iterable[int]) -> Axis:
         """The part of axis 'pp' that holds these stages; collective over all ranks, also over those outside of it (for
@@ -108,6 +118,16 @@ class Mesh:
         if self._talks:
             dist.broadcast_object_list(boxed, src=0, group=self.everyone.group, device=device)
         return boxed[0]
+
+    def agree_number(self, value: int | None, device: torch.device) -> int | None:
+        """As `agree`, for a whole number below 2**64 or None, at the price of one small broadcast."""
+        if not self._talks:
+            return value
+        number = (value or 0) % 2**64
+        boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device=device)
+        dist.broadcast(boxed, src=0, group=self.everyone.group)
+        there, high, low = boxed.tolist()
+        return (high << 32) + low if there else None
 
     def check_equal(self, value: object, what: str) -> None:
         """Collective: raise LaunchError on every rank unless the value, as text, is the same on all of them."""
@@ -135,13 +155,14 @@ class Mesh:
 
     def _axis(self, names: tuple[str, ...], only: tuple[int, ...] | None = None) -> Axis:
         """The lines of ranks in which the axes `names` vary and the others are fixed; `only`: the coordinates to keep."""
+        vary = {level for name in names for level in MADE_OF.get(name, (name,))}
         lines: dict[tuple[int, ...], list[int]] = {}
-        for at in itertools.product(*(range(self.sizes[name]) for name in AXES)):
-            coordinates = dict(zip(AXES, at, strict=True))
+        for rank, at in enumerate(itertools.product(*map(range, self._levels.values()))):
+            coordinates = dict(zip(LEVELS, at, strict=True))
             if only is not None and coordinates[names[0]] not in only:
                 continue
-            fixed = tuple(coordinates[name] for name in AXES if name not in names)
-            lines.setdefault(fixed, []).append(self.rank_at(**coordinates))
+            fixed = tuple(coordinates[name] for name in LEVELS if name not in vary)
+            lines.setdefault(fixed, []).append(rank)
         mine: tuple[int, ...] = ()
         group = None
         for line in map(tuple, lines.values()):

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from autopar.ir import Layout
+from autopar.errors import CaptureError, NoLoss
 from autopar.run import comm, state
-from autopar.run.buckets import Bucket, make_buckets, make_units
+from autopar.run.backward import FUNCTIONS, Backward
+from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.dtypes import dtype_named
+from autopar.run.form import Emitted, Form, Guards
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
-from autopar.run.inputs import Batch, Shapes, as_example, micro_batch
+from autopar.run.input_gradients import InputGradients
+from autopar.run.inputs import Shapes, as_example
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.outputs import as_returned
+from autopar.run.outputs import Returned, as_returned
 from autopar.run.parts import local
-from autopar.run.region import Region, regions_of, without_unreached
-from autopar.run.schedule import Pipeline, accumulate
-from autopar.run.slices import local_slice
-from autopar.run.stage import Stage
-from autopar.run.stand_in import StandIn
+from autopar.run.region import regions_of
+from autopar.run.schedule import Made, OpenRun
+from autopar.run.stand_in import StandIn, runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
@@ -39,74 +39,9 @@ from autopar.run.weights import Step, Weights
 __all__ = ["Emitted", "ParallelModule"]
 
 
-class Emitted(Protocol):
-    """What an emitted module has; it may also have `prologue(w, mesh, *, ...)`, see ParallelModule."""
-
-    @property
-    def MANIFEST(self) -> Manifest: ...  # noqa: N802
-
-    @property
-    def STAGES(self) -> tuple[type[Stage], ...]: ...  # noqa: N802
-
-
 Key = tuple[bytes, Shapes]  # the mode of each module, and the shape of each input or its value
-
-
-class Guards(Protocol):
-    """What capture has frozen of the user's program."""
-
-    def changed(self) -> str | None: ...
-
-
-Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None]]
+Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
-
-
-class Form:
-    """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name. guards: say whether it is
-    still what the user's model does."""
-
-    def __init__(
-        self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool,
-        guards: Guards | None = None,
-    ) -> None:  # fmt: skip
-        manifest = emitted.MANIFEST
-        for library in manifest.libraries:
-            importlib.import_module(library)
-        if len(emitted.STAGES) != mesh.pp.size:
-            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
-        self.manifest, self.constants, self.guards = manifest, constants, guards
-        self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
-        others: Mapping[str, Any] = constants  # submodules stand where tensors do
-        self.regions = tuple(r for r in others.values() if isinstance(r, Region))
-        self.batch = Batch(manifest, mesh, device, local=local_batch)
-        self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
-        self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
-        self.stage = emitted.STAGES[mesh.pp.rank]()
-        self.stage.mesh = mesh
-        self.wanted = _keywords(self.stage.forward)
-        self.pipeline: Pipeline | None = None
-        if mesh.pp.size > 1:
-            self.pipeline = Pipeline(
-                self.stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
-            )
-
-
-class _Deposit(torch.autograd.Function):
-    """loss -> loss, whose backward returns the gradients of the parameters at rest."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *params: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("backward() a second time on the loss of one step: call the model again")
-        gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *gradients(grad))
 
 
 class ParallelModule(StandIn):
@@ -126,8 +61,9 @@ class ParallelModule(StandIn):
     device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
     batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1). original: the user's model; without
     it the module has the names of its parameters alone. another: makes the form for other inputs or other modes. guards: of the
-    captured program. returns: what the original's forward returns, in words; '' for the loss alone. outputs: 'all': where gradients
-    are off a call returns all that the original returns, computed with whole parameters on every rank.
+    captured program. returns: what the original's forward returns, in words; '' for the loss alone; returned: all of it, without its
+    tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it was planned and gradients are off,
+    as for a call without labels, the original computes it, with whole parameters on every rank.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -141,10 +77,13 @@ class ParallelModule(StandIn):
     _tree: Tree
     _modules_of_original: tuple[nn.Module, ...]
     _buckets: tuple[Bucket, ...]
+    _of_a_pass: tuple[Bucket, ...]
     _units: Units
     _orders: Orders
     _first: Form
+    _ran: Form  # the last time
     _forms: dict[Key, list[Form]]
+    _by_the_original: set[Key]
     _another: Another | None
     _returns: str
     _outputs: str
@@ -166,16 +105,19 @@ class ParallelModule(StandIn):
         another: Another | None = None,
         guards: Guards | None = None,
         returns: str = "",
+        returned: Returned | None = None,
         outputs: str = "loss",
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
+        for function in FUNCTIONS:
+            runs_as_it_is(function, "backward")
         manifest = emitted.MANIFEST
         keep = self.__dict__
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
-        keep["mesh"] = mesh = Mesh(manifest.mesh, device)
+        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
@@ -187,12 +129,14 @@ class ParallelModule(StandIn):
         tree.take(state.distribute(specs, tensors, mesh, device))
         tree.constants.update(regions_of(manifest, tensors))
         keep["_buckets"] = make_buckets(tree.held.values(), mesh)
+        keep["_of_a_pass"] = make_buckets_of_a_pass(tree.held.values(), mesh)
         keep["_units"] = Units(make_units(tree.held.values(), mesh))
         keep["_orders"] = {}
-        keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards)
+        keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
         if original is None:
             self.training = manifest.training
         keep["_another"], keep["_forms"] = another, {self._key(form.batch.expected): [form]}
+        keep["_by_the_original"] = set()
         keep["_seed"] = mesh.agree(torch.initial_seed(), device)
         keep["_steps"] = 0
         hook_optimizers()
@@ -208,71 +152,55 @@ class ParallelModule(StandIn):
         mesh, tree = self.mesh, self._tree
         close_steps()
         tree.begin_step()
-        if self._outputs == "all" and not torch.is_grad_enabled():
-            return self._of_the_original(args, kwargs)
         form = self._form_for(args, kwargs)
+        if form is None:
+            return self._of_the_original(args, kwargs)
+        self.__dict__["_ran"] = form
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
         if self.debug:
             form.batch.check_equal(bound)
-        inputs = form.batch.own_parts(bound)
-        n = manifest.micro_batches
+        differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), mesh, local=form.batch.local)
         step = Step(
             held=tree.held,
             names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
             buckets=self._buckets,
+            of_a_pass=self._of_a_pass,
             where_used=GatheredWhereUsed(self._units, self._orders),
-            passes=n,
+            passes=manifest.micro_batches,
         )
+        rest = Backward(
+            form=form, tree=tree, step=step, trainable=[(name, p) for name, p in tree.params.items() if p.requires_grad],
+            inputs=differentiated, reached_in=form.begin(),
+        )  # fmt: skip
+        differentiates = torch.is_grad_enabled() and bool(rest.leaves)
         form.stage.train(self.training)
         form.stage.weights = Weights(step)
-        for r in form.regions:
-            r.reached.clear()
+        made: Made = []
+        run: OpenRun | None = None
         with self._random_numbers(form):
-            extra = _run_prologue(form, mesh, inputs)
-            torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
-            parts = [
-                {k: v for k, v in (micro_batch(manifest.inputs, inputs, i, n) | _part(form, extra, i)).items() if k in form.wanted}
-                for i in range(n)
-            ]
-            if mesh.pp.size == 1 and n == 1:
-                with step.saving():
-                    (loss,) = form.stage(**parts[0])
-            elif form.pipeline is None:
-                loss = accumulate(form.stage, parts, step.saving)
+            parts = form.micro_batches(differentiated.parts)
+            if form.open and differentiates:
+                run = form.run_open(parts, step)
             else:
-                loss = form.pipeline.run(parts, step.saving)
+                loss = form.run(parts, step, made)
         del form.stage.weights  # so that gathered copies live no longer than the step
-        if mesh.pp.size > 1:
-            loss = torch.empty((), dtype=form.loss_dtype, device=self.device) if loss is None else loss
+        if run is None:
             comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
-        trainable = [(name, param) for name, param in tree.params.items() if param.requires_grad]
-        if not (torch.is_grad_enabled() and trainable):
+        if not differentiates:
             step.finish()
-            return as_returned(loss.detach(), self._returns)
-
-        def gradients(grad: Tensor) -> list[Tensor | None]:
-            whole = loss.requires_grad  # else forward has run backward too, from a gradient of 1
-            if whole:
-                loss.backward(grad)
-            found = without_unreached(step.finish(), manifest.params, form.regions, tree.names, (mesh.dp, mesh.tp))
-            if not whole:
-                for value in found.values():
-                    value.mul_(grad)
-            names = tuple(name for name, _ in trainable)
-            if mesh.pp.size > 1 and (names not in form.trained or form.regions):
-                form.trained[names] = frozenset(mesh.collected(sorted(found)))
-            elsewhere = form.trained.get(names, frozenset()) - tree.held.keys()
-            return [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
-
-        deposited = _Deposit.apply(loss.detach(), gradients, *(param for _, param in trainable))
-        return as_returned(deposited, self._returns)
+        if form.returned is None:
+            return as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
+        if run is not None:
+            return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run))
+        loss = rest.of_loss(loss) if differentiates else loss.detach()
+        returned = form.returned.put_together(loss, form.outputs.collected(made, loss))
+        return returned if form.returned.has_loss or not torch.is_grad_enabled() else loss
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""
-        if self.original is None:
-            raise ValueError("outputs='all' needs the original model: compile it with autopar.compile")
+        assert self.original is not None, "what it computes was captured"
         given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
         with self._tree.as_whole(write=False, buffers=True), torch.random.fork_rng(devices=self._generators()):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
@@ -283,7 +211,11 @@ class ParallelModule(StandIn):
         """Forward and backward; returns the loss, detached. A single mapping is taken as keyword inputs."""
         if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
             return self.train_step(**args[0])
-        loss: Tensor = self(*args, **kwargs)
+        result = self(*args, **kwargs)
+        returned = self._ran.returned
+        if self._ran.open:
+            raise ValueError(f"{self.manifest.model} returns no loss, and train_step needs one: compile it with loss=fn")
+        loss: Tensor = result if returned is None or not returned.has_loss else returned.loss_in(result)
         loss.backward()
         return loss.detach()
 
@@ -408,9 +340,10 @@ class ParallelModule(StandIn):
         modes = bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
         return modes, shapes
 
-    def _form_for(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Form:
+    def _form_for(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
-        changed, another form of the same decisions, where autopar.compile has left the means to make one. Raises ValueError."""
+        changed, another form of the same decisions, where autopar.compile has left the means to make one. None if the original itself
+        must, for all its outputs. Raises ValueError, CaptureError."""
         first = self._first
         if not self._takes(args, kwargs):
             return first  # which says what is missing or not known
@@ -425,16 +358,30 @@ class ParallelModule(StandIn):
             if changed is None:
                 return form
         if self._another is not None:
+            if key in self._by_the_original and not torch.is_grad_enabled():
+                return None
             if sum(len(known) for known in self._forms.values()) >= FORMS:
                 raise ValueError(
                     f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
                 )
             inputs = as_example(first.manifest.positional, args, kwargs)
-            emitted, tensors, guards = self._another(self, inputs, changed or "")
+            try:
+                emitted, tensors, guards, returned = self._another(self, inputs, changed or "")
+            except (CaptureError, ValueError) as why:
+                if torch.is_grad_enabled():
+                    raise
+                if self._outputs != "all":
+                    if isinstance(why, NoLoss):
+                        raise NoLoss(f"{why}. Or compile with outputs='all': then a call under torch.no_grad() needs no loss") from why
+                    raise
+                if not isinstance(why, NoLoss):
+                    warnings.warn(f"the original computes this call, with whole parameters on every rank: {why}", stacklevel=2)
+                self._by_the_original.add(key)
+                return None
             with torch.inference_mode(False):
                 constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
-            form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards)
+            form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards, returned=returned)
             self._forms.setdefault(key, []).append(form)
             return form
         if changed is not None:
@@ -476,34 +423,19 @@ class ParallelModule(StandIn):
     @contextlib.contextmanager
     def _random_numbers(self, form: Form) -> Iterator[None]:
         """Generators that are equal on all ranks and differ from step to step. Where the model draws, they begin anew when the
-        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone."""
+        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone.
+        Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
-        if form.manifest.mode_dependent:
-            if torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()):
-                self.__dict__["_seed"], self.__dict__["_steps"] = self.mesh.agree(torch.initial_seed(), self.device), 0
+        if form.manifest.draws:
+            fresh = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
+            seed = self.mesh.agree_number(torch.initial_seed() if fresh else None, self.device)
+            if seed is not None:
+                self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1
             yield
-
-
-def _run_prologue(form: Form, mesh: Mesh, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if form.prologue is None:
-        return {}
-    wanted = _keywords(form.prologue)
-    with torch.no_grad():
-        return dict(form.prologue(form.stage.weights, mesh, **{k: v for k, v in inputs.items() if k in wanted}))
-
-
-def _part(form: Form, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """What micro-batch `index` gets of the prologue's results."""
-    over_time, n = form.manifest.prologue, form.manifest.micro_batches
-    return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
-
-
-def _keywords(fn: Callable[..., object]) -> frozenset[str]:
-    return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:

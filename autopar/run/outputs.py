@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl
+from torch.utils import _pytree as pytree
 
-__all__ = ["Loss", "as_returned"]
+from autopar.errors import CaptureError
+from autopar.ir import Layout, P, R
+from autopar.run import comm
+from autopar.run.dtypes import empty
+from autopar.run.manifest import Manifest, OutputSpec
+from autopar.run.mesh import Mesh
+from autopar.run.slices import joined, local_slice
+
+__all__ = ["Loss", "Outputs", "Returned", "as_returned", "taken_apart"]
 
 
+# ------------------------------------------------------------------------------------------------------ the loss alone
 class Loss(Tensor):
     """The global loss, a scalar, with the ways to reach it that the original's result has. Anything else of that result raises."""
 
@@ -42,7 +55,7 @@ class Loss(Tensor):
     def _refuse(self, what: str) -> NoReturn:
         raise AttributeError(
             f"the original returns {self._returns}; the parallel module returns its loss alone, and not {what}. With "
-            f"autopar.compile(model, ..., outputs='all') a call under torch.no_grad() returns all of it"
+            f"autopar.compile(model, ..., outputs='all') a call returns all of it"
         )
 
 
@@ -53,3 +66,194 @@ def as_returned(loss: Tensor, returns: str) -> Tensor:
     found = loss.as_subclass(Loss)
     found._returns = returns
     return found
+
+
+# ------------------------------------------------------------------------------------------------------- all that it returns
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where tensor `index` of what the original returns beside the loss stands."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A dataclass instance: its fields are put into a copy of it."""
+
+    like: Any
+    fields: Returned
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        return tuple(f.name for f in dataclasses.fields(self.like) if f.init)
+
+
+_LOSS = object()
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returned:
+    """What the original returns, without its tensors. names: the program's output that each of these is. own_loss: False if it
+    computes no loss, nor a function that was given: the user makes one of what it returns."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    own_loss: bool = True
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is in it: else a function of the user's makes it."""
+        return any(x is _LOSS or (isinstance(x, _Made) and x.fields.has_loss) for x in self.leaves)
+
+    def put_together(self, loss: Tensor | None, tensors: Mapping[str, Tensor]) -> Any:
+        """The same with these tensors in it."""
+        return self._filled(loss, [tensors[name] for name in self.names])
+
+    def loss_in(self, result: Any) -> Tensor:
+        """The loss in what `put_together` returned."""
+        for here, leaf in zip(self.leaves, pytree.tree_leaves(result), strict=True):
+            if here is _LOSS:
+                return leaf
+            if isinstance(here, _Made) and here.fields.has_loss:
+                return here.fields.loss_in({name: getattr(leaf, name) for name in here.names})
+        raise ValueError("there is no loss in what the model returns")
+
+    def _filled(self, loss: Tensor | None, tensors: Sequence[Tensor]) -> Any:
+        def leaf(x: Any) -> Any:
+            if isinstance(x, _Made):
+                return dataclasses.replace(x.like, **x.fields._filled(loss, tensors))
+            return loss if x is _LOSS else tensors[x.index] if isinstance(x, _Place) else x
+
+        return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
+
+
+def taken_apart(output: Any, loss: Tensor, *, own_loss: bool = True) -> tuple[Returned, tuple[Tensor, ...]]:
+    """What a model returned, and the tensors in it beside the loss. CaptureError for what can hold tensors that are not seen."""
+    tensors: list[Tensor] = []
+    return dataclasses.replace(_apart(output, loss, tensors), own_loss=own_loss), tuple(tensors)
+
+
+def _apart(output: Any, loss: Tensor, tensors: list[Tensor]) -> Returned:
+    leaves, spec = pytree.tree_flatten(output)
+    found: list[Any] = []
+    for leaf in leaves:
+        if leaf is loss:
+            found.append(_LOSS)
+        elif isinstance(leaf, Tensor):
+            found.append(_Place(len(tensors)))
+            tensors.append(leaf)
+        elif isinstance(leaf, _CONSTANTS):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            found.append(_Made(leaf, _apart(fields, loss, tensors)))
+        else:
+            raise CaptureError(
+                f"the model returns a {type(leaf).__name__}, which may hold tensors that outputs='all' does not see\n  what to do: return "
+                f"tensors in tuples, lists, dicts or dataclasses, or compile with outputs='loss'"
+            )
+    return Returned(spec=spec, leaves=tuple(found))
+
+
+class _Ends(torch.autograd.Function):
+    """(value, loss) -> value, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "backward() through an output of the parallel module beside its loss: only the loss gives gradients. Compute what is "
+            "trained in the model's forward, or give autopar.compile(..., loss=fn)"
+        )
+
+
+class Outputs:
+    """The tensors that a stage's ranks return beside what they send, as the original returns them: whole, on every rank."""
+
+    def __init__(self, manifest: Manifest, mesh: Mesh, device: torch.device, *, local: bool) -> None:
+        """local: each data-parallel rank is given its own part of the batch, and is given back its own part."""
+        self._specs, self._mesh, self.device, self._local = manifest.outputs, mesh, device, local
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """The names of those that have a gradient in the original."""
+        return frozenset(spec.name for spec in self._specs if spec.grad)
+
+    def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None) -> dict[str, Tensor]:
+        """Collective. made: by this rank's stage for each micro-batch. loss: what is differentiated, if it is. By name, in the order of
+        the manifest."""
+        own = iter(zip(*made, strict=True))
+        found: dict[str, Tensor] = {}
+        for spec in self._specs:
+            here = spec.stage == self._mesh.pp.rank
+            value = self._whole(spec, next(own)) if here else empty(self._shape(spec), spec.dtype, self.device)
+            if self._mesh.pp.size > 1:
+                value = value.contiguous()
+                comm.broadcast_(value, self._mesh.pp.ranks[spec.stage], self._mesh.pp)
+            found[spec.name] = _Ends.apply(value, loss) if spec.grad and loss is not None and loss.requires_grad else value
+        return found
+
+    def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
+        """For each micro-batch the gradients of what this rank's stage made, in its order, from those of the whole outputs, which are the
+        same on every rank: the transpose of `collected`."""
+        own = [spec for spec in self._specs if spec.stage == self._mesh.pp.rank]
+        return [[self._cut(spec, grads.get(spec.name), i, micro_batches) for spec in own] for i in range(micro_batches)]
+
+    def _cut(self, spec: OutputSpec, grad: Tensor | None, index: int, micro_batches: int) -> Tensor | None:
+        for name in ("dp", "time", "tp"):
+            layout = Layout.parse(spec.layouts.get(name, "I"))
+            if grad is None or self._kept_apart(name, layout):
+                continue
+            rank, size = (index, micro_batches) if name == "time" else (self._mesh.axis(name).rank, self._mesh.axis(name).size)
+            if layout.is_shard:
+                grad = local_slice(grad, layout, rank, size)
+            elif layout == R and rank > 0:  # the same value, used for different work: one of them takes it, and all go backward alike
+                grad = torch.zeros_like(grad)
+        return grad
+
+    def _kept_apart(self, axis: str, layout: Layout) -> bool:
+        return axis == "dp" and self._local and layout.is_shard
+
+    def _shape(self, spec: OutputSpec) -> tuple[int, ...]:
+        layout = Layout.parse(spec.layouts.get("dp", "I"))
+        return layout.local_shape(spec.shape, self._mesh.dp.size) if self._kept_apart("dp", layout) else spec.shape
+
+    def _whole(self, spec: OutputSpec, parts: Sequence[Tensor]) -> Tensor:
+        layouts = {axis: Layout.parse(text) for axis, text in spec.layouts.items()}
+        value = parts[0]
+        for name in ("tp", "time", "dp"):  # in the other order than it was cut
+            layout = layouts.get(name)
+            if layout is None:
+                continue
+            if name == "tp" and "time" in layouts and len(parts) > 1:
+                value = torch.stack(tuple(parts))  # of all micro-batches at once, below their dim
+                value = self._over_axis(value, name, _below(layout))
+                parts = value.unbind(0)
+                value = parts[0]
+            elif name == "time":
+                value = _over_time(parts, layout)
+            elif not self._kept_apart(name, layout):
+                value = self._over_axis(value, name, layout)
+        return value
+
+    def _over_axis(self, value: Tensor, name: str, layout: Layout) -> Tensor:
+        axis = self._mesh.axis(name)
+        if layout.is_shard and axis.size > 1:
+            return joined(comm.all_gather(value, axis), layout.dim, layout.groups)
+        return comm.all_reduce(value, axis) if layout == P else value
+
+
+def _below(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, dim=layout.dim + 1) if layout.is_shard else layout
+
+
+def _over_time(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+    if layout.is_shard:
+        return joined(torch.stack(tuple(parts)), layout.dim, layout.groups)
+    return torch.stack(tuple(parts)).sum(0, dtype=parts[0].dtype) if layout == P else parts[0]

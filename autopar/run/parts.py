@@ -15,6 +15,7 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,14 @@ class PartTensor(_Parted, Tensor):
 
 class Part(_Parted, nn.Parameter):
     """A parameter of which this rank holds a part."""
+
+    def detach(self) -> Tensor:
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # torch's own words for this say nothing of what to do
+            raise TypeError(
+                f"nn.Parameter of {self._lies.name}: each rank holds a part of it, of which no other parameter can be made. Prune, "
+                f"normalise or parametrise the model before it is compiled, or compile the changed model"
+            )
+        return super().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _copied(nn.Parameter.__reduce_ex__, (self, protocol))

@@ -45,7 +45,7 @@ class Region:
     state: tuple[str, ...]
     arguments: Any
     modes: tuple[bool, ...]
-    reached: set[str] = field(default_factory=set)  # of this step: the parameters that a gradient has come to
+    reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters that a gradient has come to
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -170,14 +170,16 @@ def region(
 
 
 def without_unreached(
-    found: dict[str, Tensor], params: Sequence[ParamSpec], regions: Sequence[Region], names: Mapping[str, str], axes: Sequence[Axis]
-) -> dict[str, Tensor]:
+    found: dict[str, Tensor], params: Sequence[ParamSpec], reached_in: Sequence[tuple[Region, set[str]]], names: Mapping[str, str],
+    axes: Sequence[Axis],
+) -> dict[str, Tensor]:  # fmt: skip
     """Collective over the axes: the gradients of a step without those of parameters that regions alone read, and that none of them used
-    on any rank. They have none in the original model, and an optimizer leaves them as they are. names: any name -> the parameter's."""
+    on any rank. They have none in the original model, and an optimizer leaves them as they are. reached_in: each region with those that
+    a gradient has come to in this step. names: any name -> the parameter's."""
     optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found]
     if not optional:
         return found
-    reached = {names[f"{r.path}.{name}"] for r in regions for name in r.reached}
+    reached = {names[f"{r.path}.{name}"] for r, reached in reached_in for name in reached}
     flags = torch.tensor([float(name in reached) for name in optional], device=found[optional[0]].device)
     for axis in axes:
         comm.all_reduce_(flags, axis, torch.distributed.ReduceOp.MAX)

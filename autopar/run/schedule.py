@@ -13,8 +13,8 @@ too: the results of one action and the needs of the next are exchanged together,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,24 +24,64 @@ from autopar.run import comm
 from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
+from autopar.run.weights import Step
 from cost_models.pipeline import SCHEDULES, Action
 
-__all__ = ["Pipeline", "accumulate"]
+__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "accumulate", "at_once"]
 
 Inputs = Mapping[str, Tensor]
-Saving = Callable[[], AbstractContextManager[object]]
+Made = list[tuple[Tensor, ...]]  # a stage's outputs, of each micro-batch
 
 
-def accumulate(stage: Stage, inputs: Sequence[Inputs], saving: Saving) -> Tensor:
-    """The only stage, over all micro-batches: forward, and with gradients on backward. Returns the sum of losses."""
+def at_once(stage: Stage, given: Inputs, step: Step, made: Made) -> Tensor:
+    """The only stage over the only micro-batch: its loss, to be differentiated. made: takes the stage's outputs."""
+    with step.saving():
+        (loss,), outputs = _apart(stage, stage(**given))
+    made.append(outputs)
+    return loss
+
+
+def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor:
+    """The only stage, over all micro-batches: forward, and with gradients on backward. Returns the sum of losses. made: takes the
+    stage's outputs for each."""
     losses = []
     for given in inputs:
-        with saving():
-            (loss,) = stage(**given)
+        with step.saving():
+            (loss,), outputs = _apart(stage, stage(**given))
+        made.append(outputs)
         if loss.requires_grad:
             loss.backward()
+        step.end_pass()
         losses.append(loss.detach())
     return torch.stack(losses).sum(0)
+
+
+class OpenRun(Protocol):
+    """Micro-batches that have gone forward, of which `backward` is yet to be given the gradients. made: the stage's outputs for each."""
+
+    made: Made
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
+        """cotangents: for each micro-batch, of the stage's outputs; None for those without."""
+
+
+class OpenStage:
+    """An OpenRun of the only stage."""
+
+    def __init__(self, stage: Stage, inputs: Sequence[Inputs], step: Step) -> None:
+        self._made: Made = []
+        self._step = step
+        for given in inputs:
+            with step.saving():
+                _, outputs = _apart(stage, stage(**given), detach=False)
+            self._made.append(outputs)
+        self.made: Made = [tuple(t.detach() for t in outputs) for outputs in self._made]
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
+        for outputs, grads in zip(self._made, cotangents, strict=True):
+            _differentiate(outputs, grads)
+            self._step.end_pass()
+        self._made = []
 
 
 class Pipeline:
@@ -56,18 +96,27 @@ class Pipeline:
         self._actions = SCHEDULES[schedule](mesh.pp.rank, mesh.pp.size, micro_batches)
         comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
-    def run(self, inputs: Sequence[Inputs], saving: Saving) -> Tensor | None:
-        """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None."""
-        return _Run(self, inputs, saving).all()
+    def run(self, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor | None:
+        """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None. made: takes this
+        stage's outputs for each."""
+        return _Run(self, inputs, step, made).all()
+
+    def run_open(self, inputs: Sequence[Inputs], step: Step) -> OpenRun:
+        """All micro-batches forward. Collective, as is the backward of what is returned."""
+        run = _Run(self, inputs, step, [], open_=True)
+        run.passes("F")
+        return run
 
 
 class _Run:
     """One step: what has been received and sent for each micro-batch in flight."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], saving: Saving) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], step: Step, made: Made, *, open_: bool = False) -> None:
         self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
         self._previous, self._next = pipeline._previous, pipeline._next
-        self._inputs, self._saving = inputs, saving
+        self._inputs, self._step, self.made = inputs, step, made
+        self._open: dict[int, tuple[Tensor, ...]] | None = {} if open_ else None  # outputs that are yet to be differentiated
+        self._cotangents: Sequence[Sequence[Tensor | None]] = ()
         self._train = torch.is_grad_enabled()
         self._actions = [a for a in pipeline._actions if self._train or a.pass_ == "F"]
         self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
@@ -77,8 +126,17 @@ class _Run:
         self._works: list[tuple[dist.Work, tuple[Tensor, ...]]] = []  # sends on their way, and what they send
 
     def all(self) -> Tensor | None:
+        self.passes("FB")
+        return torch.stack(self._losses).sum(0) if self._next is None else None
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
+        self._cotangents = cotangents
+        self.passes("B")
+
+    def passes(self, which: str) -> None:
+        """The actions of these passes."""
         results: tuple[tuple[Tensor, ...], int | None] = ((), None)
-        for action in self._actions:
+        for action in (a for a in self._actions if a.pass_ in which):
             self._exchange(*results, action)
             if action.pass_ == "F":
                 results = self._forward(action.micro_batch), self._next
@@ -87,7 +145,7 @@ class _Run:
         self._exchange(*results, None)
         for work, _ in self._works:
             work.wait()
-        return torch.stack(self._losses).sum(0) if self._next is None else None
+        self._works = []
 
     def _exchange(self, results: tuple[Tensor, ...], to: int | None, action: Action | None) -> None:
         """Send the results of the last action, and receive what the next one needs."""
@@ -115,9 +173,14 @@ class _Run:
 
     def _forward(self, i: int) -> tuple[Tensor, ...]:
         received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
-        with self._saving():
-            outputs = self._stage(*received, **self._inputs[i])
-        if self._next is None:
+        with self._step.saving():
+            outputs, others = _apart(self._stage, self._stage(*received, **self._inputs[i]), detach=self._open is None)
+        self.made.append(tuple(t.detach() for t in others))
+        if self._open is not None:
+            self._open[i] = others
+        if self._next is None and self._open is not None:
+            outputs = ()  # the sum of the outputs, which is not the loss
+        elif self._next is None:
             (loss,) = outputs
             self._losses.append(loss.detach())
         else:
@@ -131,14 +194,30 @@ class _Run:
     def _backward(self, i: int) -> tuple[Tensor, ...]:
         """Returns the gradients of what was received (zeros for what the loss does not depend on)."""
         outputs, received = self._sent.pop(i), self._received.pop(i, ())
-        grads = self._grads.pop(i, (None,) * len(outputs))
-        used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
-        if used:
-            torch.autograd.backward([t for t, _ in used], [g for _, g in used])
+        grads: Sequence[Tensor | None] = self._grads.pop(i, (None,) * len(outputs))
+        if self._open is None:
+            used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+            if used:
+                torch.autograd.backward([t for t, _ in used], [g for _, g in used])
+        else:
+            _differentiate((*outputs, *self._open.pop(i)), (*grads, *self._cotangents[i]))
+        self._step.end_pass()
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
         return tuple(empty(shape, dtype, self._device) for shape, dtype in tensors)
+
+
+def _apart(stage: Stage, results: tuple[Tensor, ...], *, detach: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What a stage sends (the last: its loss), and its outputs."""
+    n = len(results) - len(stage.outputs)
+    return results[:n], tuple(t.detach() if detach else t for t in results[n:])
+
+
+def _differentiate(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    used = [(t, g.to(t.dtype)) for t, g in zip(tensors, grads, strict=True) if t.requires_grad and g is not None]
+    if used:
+        torch.autograd.backward([t for t, _ in used], [g for _, g in used])
 
 
 def _check(stage: Stage, outputs: Sequence[Tensor]) -> None:

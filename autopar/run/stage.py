@@ -21,11 +21,12 @@ class Stage(nn.Module):
 
     An emitted subclass states `receives` and `sends` ((shape, dtype name) of each activation; all floating, all with a
     gradient) and defines `forward(self, *received, **inputs) -> tuple`: the activations to send, or (loss,) on the last
-    stage. The parallel module sets `weights` before each step, and `mesh` once.
+    stage, and then its `outputs`, which the user is given. The parallel module sets `weights` before each step, and `mesh` once.
     """
 
     receives: ClassVar[tuple[tuple[tuple[int, ...], str], ...]] = ()
     sends: ClassVar[tuple[tuple[tuple[int, ...], str], ...]] = ()
+    outputs: ClassVar[tuple[tuple[tuple[int, ...], str], ...]] = ()
     weights: Weights
     mesh: Mesh
 

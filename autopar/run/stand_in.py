@@ -1,18 +1,62 @@
-"""A module that stands for the user's: what is set on it is set on the original, and it cannot be copied."""
+"""A module that stands for the user's: what is set on it is set on the original, it cannot be copied, and it is no other tool's to take
+apart: torch.compile runs it as it is, and what would trace it or reduce its gradients a second time is refused."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["StandIn"]
+__all__ = ["StandIn", "runs_as_it_is"]
+
+
+def runs_as_it_is(holder: type, name: str, *, compiler: bool = False) -> None:
+    """torch.compile neither traces a function of a class nor what it calls, from now on. compiler: its front end is imported for that,
+    which takes a second. Else nothing is done where it is not there: then nothing can be compiled yet, and capture imports it."""
+    function = vars(holder).get(name) or getattr(holder, name)
+    plain = getattr(function, "__func__", function)
+    if (compiler or "torch._dynamo" in sys.modules) and plain not in _DONE:
+        _leave_parts_alone()
+        made = torch.compiler.disable(plain, reason="autopar runs its emitted stages and their communication itself")
+        _DONE.add(made)
+        setattr(holder, name, staticmethod(made) if isinstance(function, staticmethod) else made)
+
+
+_DONE: set[Any] = set()
+
+
+@functools.cache
+def _leave_parts_alone() -> None:
+    """Nor the functions of this package that torch calls itself: hooks, and the torch functions of parts, whose shapes are not those of
+    their memory."""
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+    trace_rules.add("autopar.run")
 
 
 class StandIn(nn.Module):
     """original: the user's model, kept out of the registries; None where there is none."""
 
     original: nn.Module | None
+
+    def __init__(self, *, compiler: bool = False) -> None:
+        """compiler: as in `runs_as_it_is`."""
+        super().__init__()
+        runs_as_it_is(type(self), "forward", compiler=compiler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            self._refuse(
+                "traced or exported: what it runs is one rank's part. Inside of `with model.full_parameters():` the original "
+                "(model.original) is whole: trace or export that"
+            )
+        if DistributedDataParallel._active_ddp_module is not None:
+            self._refuse_wrapping()
+        return super().__call__(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("original")
@@ -31,11 +75,36 @@ class StandIn(nn.Module):
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy("copied")
 
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy("copied")
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse_copy("pickled")
 
-    def _refuse_copy(self, what: str) -> NoReturn:
-        raise TypeError(
-            f"a parallel {type(self.original).__name__ if self.original is not None else 'module'} cannot be {what}: it is part of a group "
-            f"of processes. Save full_state_dict(), which loads into the original model, and compile that again"
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks for what it shall script."""
+        self._refuse(
+            "scripted: what it runs is one rank's part. Inside of `with model.full_parameters():` the original (model.original) is whole: "
+            "script that"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_ddp_params_and_buffers_to_ignore":  # asked for before rank 0's parameters are written to all ranks
+            self._refuse_wrapping()
+        return super().__getattr__(name)
+
+    def _refuse_copy(self, what: str) -> NoReturn:
+        self._refuse(
+            f"{what}: it is part of a group of processes. Save full_state_dict(), which loads into the original model, and compile that "
+            "again"
+        )
+
+    def _refuse_wrapping(self) -> NoReturn:
+        self._refuse(
+            "put into DistributedDataParallel: it reduces its gradients itself, and ranks may hold different parameters. Use it as it is, "
+            "and wrap only the modules around it"
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        name = type(self.original).__name__ if self.original is not None else "module"
+        raise TypeError(f"a parallel {name} cannot be {what}")

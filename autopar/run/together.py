@@ -59,18 +59,18 @@ def decided_by_rank_0(make: Callable[[], bytes]) -> bytes:
     """Collective: make() on rank 0 alone; its result, or its error, on every rank."""
     if not talking():
         return make()
-    answer: list[tuple[str, str, bytes]] = [("", "", b"")]
+    answer: list[tuple[list[str], str, bytes]] = [([], "", b"")]
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            answer = [("", "", make())]
+            answer = [([], "", make())]
         except _EXPECTED as e:
-            error, answer = e, [(type(e).__name__, str(e), b"")]
+            error, answer = e, [([kind.__name__ for kind in type(e).__mro__], str(e), b"")]
     dist.broadcast_object_list(answer, src=0, group=_everyone())
     if error is not None:
         raise error
-    kind, text, result = answer[0]
-    if kind:
+    kinds, text, result = answer[0]
+    if kinds:
         known = {"ValueError": ValueError, "TypeError": TypeError} | {name: getattr(errors, name) for name in errors.__all__}
-        raise known.get(kind, LaunchError)(text)
+        raise next((known[kind] for kind in kinds if kind in known), LaunchError)(text)
     return result

@@ -201,7 +201,9 @@ class Tree:
         if home:
             full = {name: whole.to(self.lies[name].home) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
-        whole = {id(param): nn.Parameter(full[name], requires_grad=param.requires_grad) for name, param in self.params.items()}
+        # a program is captured as it was planned: what is frozen for a while has its gradients in it
+        trains = {name: self._specs[name].trainable if home else param.requires_grad for name, param in self.params.items()}
+        whole = {id(param): nn.Parameter(full[name], requires_grad=trains[name]) for name, param in self.params.items()}
         for param in self.params.values():
             whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k != "_lies")
         versions = {name: local(param)._version for name, param in self.params.items()}

@@ -1,9 +1,9 @@
 """The parameters as one step uses them, and what becomes of their gradients.
 
 A step computes with *leaves*: detached views of the parameters at rest, or copies gathered from them. Their gradients
-accumulate locally, over micro-batches too. A bucket's reduction starts as soon as the last gradient of the bucket has
-arrived, and so overlaps with the rest of the backward pass; `Step.finish` waits for all of them and returns the gradients
-of the parameters at rest, which the parallel module hands to autograd.
+accumulate locally, over micro-batches too, or are reduce-scattered in the backward pass of each and accumulate in parts. A bucket's
+reduction starts as soon as the last gradient of the bucket has arrived, and so overlaps with the rest of the backward pass;
+`Step.finish` waits for all of them and returns the gradients of the parameters at rest, which the parallel module hands to autograd.
 
 (Leaves, and not autograd nodes between parameter and use: autograd runs ready nodes latest-made first, so nodes made at
 the start of a step would run, and communicate, only when the whole backward pass is over.)
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.run import comm
-from autopar.run.buckets import Bucket, Gathering, Held, Reduction
+from autopar.run.buckets import Bucket, Gathering, Held, Reduction, add_parts
 from autopar.run.gathered import GatheredWhereUsed
 
 __all__ = ["Step", "Weights", "buffers_kept"]
@@ -61,7 +61,8 @@ class Step:
     """The weights of one forward and backward pass of all micro-batches.
 
     held: canonical name -> parameter; names: every name (aliases too) -> canonical name; buffer: the current tensor of a
-    buffer or constant by name. where_used: the parameters that are gathered where they are used. passes: how many backward
+    buffer or constant by name. of_a_pass: the buckets that are reduced in every backward pass. where_used: the parameters that are
+    gathered where they are used. passes: how many backward
     passes (micro-batches) each gradient is the sum of. With gradients off (torch.no_grad) nothing is prepared for backward.
     """
 
@@ -72,20 +73,25 @@ class Step:
         names: Mapping[str, str],
         buffer: Callable[[str], Tensor],
         buckets: Sequence[Bucket],
+        of_a_pass: Sequence[Bucket] = (),
         where_used: GatheredWhereUsed,
         passes: int = 1,
     ) -> None:
         self._held, self._names, self._buffer, self._where_used = held, names, buffer, where_used
-        self._buckets = tuple(buckets)
-        self._passes = passes
+        self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
+        self._passes, self._pass = passes, 1  # how many there are, and which one is next
         self._grad = torch.is_grad_enabled()
+        self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
+        self._started = 0  # of the buckets that are due in this pass
         self._reductions: list[Reduction] = []
+        self._going: Reduction | None = None  # of a bucket of a pass
+        self._late: dict[str, Tensor] = {}  # gradients that are kept outside of their leaves until the end of the step
         # all gathers start now, in the order of use, and each is waited for when the first of its parameters is read
         self._gathering: dict[str, Gathering] = {}
-        for bucket in reversed(self._buckets):
-            if bucket.scattered:
+        for bucket in reversed((*self._of_a_pass, *self._buckets)):
+            if bucket.gathers:
                 gathering = bucket.gather()
                 self._gathering.update((one.spec.name, gathering) for one in bucket.held)
 
@@ -110,7 +116,7 @@ class Step:
         return self._leaves[name]
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        if not (self._grad and self._held[name].trains):
+        if not (self._grad and name in self._trains):
             return value
         leaf = value.requires_grad_()
         step = weakref.ref(self)  # a strong one would be a cycle through the leaf, which only the collector could free
@@ -128,40 +134,67 @@ class Step:
         return self._where_used.saving()
 
     # ------------------------------------------------------------------------------------------------------ backward
-    def _start_reductions(self, *, all_: bool = False) -> None:
-        """Start the reductions of the buckets whose gradients have arrived, in order, so that all ranks start the same."""
-        while len(self._reductions) < len(self._buckets):
-            bucket = self._buckets[len(self._reductions)]
-            ready = all(self._arrived.get(one.spec.name, 0) == self._passes and not one.late for one in bucket.held)
-            if not (ready or all_):
+    def end_pass(self) -> None:
+        """The backward pass of a micro-batch has ended."""
+        self._start_reductions(until=len(self._of_a_pass))
+        self._finish_going()  # whose gradients would be whole through the next forward pass
+        if self._pass < self._passes:
+            self._pass, self._started = self._pass + 1, 0
+
+    def _start_reductions(self, *, until: int = 0) -> None:
+        """Start the reductions of the buckets whose gradients have arrived, in order, so that all ranks start the same; the first `until`
+        whatever has arrived."""
+        due = (*self._of_a_pass, *self._buckets) if self._pass == self._passes else self._of_a_pass
+        while self._started < len(due):
+            bucket = due[self._started]
+            ready = all(self._arrived.get(one.spec.name, 0) == self._pass and not bucket.late for one in bucket.held)
+            if not (ready or self._started < until):
                 return
-            grads: dict[str, Tensor] = {}
-            for one in bucket.held:
-                leaf = self._leaves.get(one.spec.name)
-                if leaf is not None and leaf.grad is not None:
-                    grads[one.spec.name] = leaf.grad
-                    leaf.grad = None
-            self._reductions.append(bucket.reduce(grads))
+            if self._started < len(self._of_a_pass):
+                self._finish_going()  # so that no more than one bucket waits to be sent
+                self._going = bucket.reduce(self._taken(bucket))
+            else:
+                if self._reductions:
+                    self._reductions[-1].go_on()
+                self._reductions.append(bucket.reduce(self._taken(bucket)))
+            self._started += 1
+
+    def _taken(self, bucket: Bucket) -> dict[str, Tensor]:
+        """The gradients of a bucket, which nothing else keeps."""
+        found: dict[str, Tensor] = {}
+        for one in bucket.held:
+            name, leaf = one.spec.name, self._leaves.get(one.spec.name)
+            if bucket.late and name in self._late:
+                found[name] = self._late.pop(name)
+            elif leaf is not None and leaf.grad is not None:
+                found[name] = leaf.grad
+                leaf.grad = None
+        return found
+
+    def _finish_going(self) -> None:
+        going, self._going = self._going, None
+        if going is not None:
+            add_parts(self._late, going.finish())
 
     def finish(self) -> dict[str, Tensor]:
         """At the end of the step: name -> the gradient of the parameter at rest, for those that have one."""
-        of_parts = self._where_used.close()
+        of_used = self._where_used.close()
         for gathering in {id(g): g for g in self._gathering.values()}.values():  # of parameters that nothing has read
             gathering.finish()
         self._gathering.clear()
         if not self._grad:
             return {}
-        for name, grad in of_parts.items():
-            self._leaf(name).grad = grad
+        self._pass = self._passes
+        self._start_reductions(until=len(self._of_a_pass))
+        self._finish_going()
+        self._late.update(of_used)
         for name, held in self._held.items():
-            if held.tied is not None and held.trains:
-                leaf = self._leaf(name)
-                if leaf.grad is None:
-                    leaf.grad = torch.zeros_like(leaf)
-                elif not leaf.grad.is_contiguous():
-                    leaf.grad = leaf.grad.contiguous()
-                comm.all_reduce_(leaf.grad, held.tied)
-        self._start_reductions(all_=True)
+            if held.tied is not None and name in self._trains:
+                leaf = self._leaves.get(name)
+                grad = self._late.get(name, None if leaf is None else leaf.grad)
+                self._late[name] = held.no_gradient() if grad is None else grad.contiguous()
+                comm.all_reduce_(self._late[name], held.tied)
+        self._start_reductions(until=len(self._of_a_pass) + len(self._buckets))
         found: dict[str, Tensor] = {}
         for reduction in self._reductions:
             found.update(reduction.finish())

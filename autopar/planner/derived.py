@@ -1,0 +1,121 @@
+"""Which values hold the batch, for the data axis, which splits what derives from it, and for the others, which leave it whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.capture.batch import may_be_confused
+from autopar.ir import Layout, Op, Program, S, Strategy
+
+__all__ = ["Edge", "Source", "derived_only", "not_over", "rows_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Result `output` of a group."""
+
+    group: str
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Operand `operand` of a group reads this source; count: in how many members."""
+
+    source: Source
+    consumer: str
+    operand: int
+    count: int
+
+
+def derived_only(
+    ops: Mapping[str, Op],
+    edges: tuple[Edge, ...],
+    found: dict[str, tuple[Strategy, ...]],
+    leaf_layouts: Mapping[str, tuple[Layout, ...]],
+    rows: Mapping[Source, bool] | None = None,
+) -> tuple[dict[str, tuple[Strategy, ...]], Mapping[Source, set[Layout]]]:
+    """The strategies whose shards can be reached from the split inputs without a change of dim, and those shards. rows: the
+    values with a row for each sample; whether they have a gradient. They may be cut where they are made, or, without a
+    gradient, at no cost after it."""
+    rows = rows or {}
+    reached: dict[Source, set[Layout]] = defaultdict(set)
+    for source, grad in rows.items():
+        if not grad:
+            reached[source].add(S(0))
+    for v, layouts in leaf_layouts.items():
+        reached[Source(v, 0)] |= {x for x in layouts if x.is_shard}
+    incoming: dict[str, list[Edge]] = defaultdict(list)
+    for e in edges:
+        incoming[e.consumer].append(e)
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for _ in range(2):  # the second round follows a repeated block's output into its own input
+        for name in ops:
+            good = []
+            for s in found[name]:
+                shards = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
+                derived = any(s.inputs[e.operand] in reached[e.source] for e in shards)
+                made = not shards and all(x == S(0) and Source(name, k) in rows for k, x in enumerate(s.outputs))
+                if derived or made or (not shards and not any(x.is_shard for x in s.outputs)):
+                    good.append(s)
+                    for k, x in enumerate(s.outputs):
+                        if x.is_shard:
+                            reached[Source(name, k)].add(x)
+            kept[name] = tuple(good)
+    return kept, reached
+
+
+def rows_of(
+    program: Program,
+    ops: Mapping[str, Op],
+    edges: tuple[Edge, ...],
+    found: dict[str, tuple[Strategy, ...]],
+    leaf_layouts: Mapping[str, tuple[Layout, ...]],
+) -> dict[Source, bool]:
+    """Results with a row for each sample -> whether they have a gradient; with one, those of two dims or more. Their first dim has the
+    size of the batch; where others have it too, by chance, they are those that are cut together with something that derives from
+    the batch."""
+    rows: dict[Source, bool] = {}
+    for name, op in ops.items():
+        for k, o in enumerate(x for x in op.outputs if x is not None):
+            t = program.types[o]
+            if len(t.shape) > (1 if t.grad else 0) and t.shape[0] == program.batch_size:
+                rows[Source(name, k)] = t.grad
+    if not rows or not may_be_confused(program.types, program.batch_size or 0):
+        return rows
+    reached = derived_only(ops, edges, found, leaf_layouts)[1]
+    batch = _with_the_batch(ops, edges, found, reached)
+    return {source: grad for source, grad in rows.items() if source in batch}
+
+
+def _with_the_batch(
+    ops: Mapping[str, Op], edges: tuple[Edge, ...], found: Mapping[str, tuple[Strategy, ...]], reached: Mapping[Source, set[Layout]]
+) -> set[Source]:
+    """The results that are cut along their first dim where an operator cuts what derives from the batch, or others of these."""
+    incoming: dict[str, list[Edge]] = defaultdict(list)
+    for e in edges:
+        incoming[e.consumer].append(e)
+    batch = {source for source, cuts in reached.items() if S(0) in cuts}
+    for _ in range(2):  # the second round follows a repeated block's input to the output before it
+        for name in reversed(list(ops)):
+            for s in found[name]:
+                cut = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
+                joined = any(s.inputs[e.operand] in reached.get(e.source, ()) for e in cut)
+                made = any(x == S(0) and Source(name, k) in batch for k, x in enumerate(s.outputs))
+                if joined or made:
+                    batch |= {e.source for e in cut if s.inputs[e.operand] == S(0)}
+    return batch
+
+
+def not_over(
+    batch: Mapping[Source, set[Layout]], name: str, strategies: tuple[Strategy, ...], incoming: list[Edge]
+) -> tuple[Strategy, ...]:
+    """Those that do not split the batch."""
+
+    def over(s: Strategy) -> bool:
+        inputs = any(s.inputs[e.operand] in batch.get(e.source, ()) for e in incoming)
+        return inputs or any(x in batch.get(Source(name, k), ()) for k, x in enumerate(s.outputs))
+
+    return tuple(s for s in strategies if not over(s))

@@ -1,0 +1,88 @@
+"""What it costs to gather parameters and to bring gradients together over the data axis, as a row of cost_models.rests has it done.
+
+Where a parameter is in parts its gradient is reduce-scattered over the ranks that share the parts, then summed over the groups of ranks
+that hold the same parts (one group: nothing to sum). Where it is whole its gradient is all-reduced over all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from autopar.measure import Pricer
+from autopar.planner.price import ParamBytes
+from cost_models.recipe import Recipe
+from cost_models.rests import Rest
+from cost_models.step import exposed_gather_s, exposed_reduction_s
+
+__all__ = ["Exchange"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """dp: the data-parallel ranks; shard: how many of them share the parts of one parameter."""
+
+    rest: Rest
+    shard: int
+    dp: int
+    micro_batches: int
+    pricer: Pricer
+    recipe: Recipe
+
+    def unit_s(self, nbytes: float, *, and_scatter: bool) -> float:
+        """Of gathering a unit where it is used; and_scatter: and of reduce-scattering its gradients, if that is done in every pass."""
+        scatter_s = self._parts_s("reduce_scatter", nbytes) if and_scatter and self.rest.reduced == "pass" else 0.0
+        return self._parts_s("all_gather", nbytes) + scatter_s
+
+    def pass_s(self, params: Collection[ParamBytes], compute_s: float) -> float:
+        """Exposed, of reduce-scattering gradients bucket by bucket in a backward pass (ZeRO-2), but for the last bucket."""
+        if self.rest.reduced != "pass" or self.rest.gathered == "use":
+            return 0.0
+        nbytes, bucket = self._sent_bytes([p for p in params if p.in_parts]), self.recipe.bucket_bytes
+        scatter_s = self._parts_s("reduce_scatter", bucket) * nbytes / bucket
+        return max(0.0, scatter_s - compute_s) if self.recipe.overlaps_reduction else scatter_s
+
+    def step_s(self, params: Collection[ParamBytes], forward_s: float, backward_s: float) -> float:
+        """Exposed, of the last bucket of every backward pass, and of what is done once a step: gradients are brought together while the
+        last micro-batch's backward runs, and parameters gathered while the first one's forward runs."""
+        trained = [p for p in params if p.trainable]
+        parts = [p for p in trained if p.in_parts]
+        sharded = self._sent_bytes(parts)
+        reduced = [self.pricer.collective_s("all_reduce", n, "dp") for n in self._buckets(self._sent_bytes(trained) - sharded)]
+        last_s = 0.0  # what nothing hides
+        if self.rest.reduced == "pass":
+            hidden = self.rest.gathered == "use" or not self.recipe.overlaps_reduction  # or counted already
+            last = 0.0 if hidden else min(sharded, self.recipe.bucket_bytes)
+            last_s = self.micro_batches * self._parts_s("reduce_scatter", last) + sum(self._copies_s(n) for n in self._buckets(sharded))
+        else:
+            in_parts = [self._parts_s("reduce_scatter", n) + self._copies_s(n) for n in self._buckets(sharded)]
+            if self.rest.gathered == "use":  # such gradients are complete when the backward pass is over
+                last_s = sum(in_parts)
+            else:
+                reduced += in_parts
+        gathers: list[float] = []
+        if self.rest.gathered == "step":
+            gathers = [self._parts_s("all_gather", n) for n in self._buckets(float(sum(p.local_bytes for p in parts)))]
+        exposed = exposed_reduction_s(reduced, backward_s) if reduced and self.recipe.overlaps_reduction else sum(reduced)
+        if not self.recipe.overlaps_gathers:
+            exposed += sum(gathers)
+        elif gathers:  # all are issued at the start of the step
+            exposed += exposed_gather_s(gathers, [forward_s / len(gathers)] * len(gathers), prefetch=len(gathers))
+        return exposed + last_s
+
+    def _parts_s(self, kind: str, nbytes: float) -> float:
+        """Of a collective over the ranks that share the parts of one parameter."""
+        return self.pricer.collective_s(kind, nbytes, "dp", ranks=self.shard)
+
+    def _copies_s(self, nbytes: float) -> float:
+        """Of summing parts of gradients, of so many bytes when whole, over the groups that hold the same parts."""
+        return self.pricer.collective_s("all_reduce", nbytes / self.shard, "dp", ranks=self.dp // self.shard, every=self.shard)
+
+    def _sent_bytes(self, params: Collection[ParamBytes]) -> float:
+        """Of the gradients of parameters as they are reduced."""
+        return float(sum(p.numel * (self.recipe.gradient_itemsize or p.itemsize) for p in params if p.trainable))
+
+    def _buckets(self, nbytes: float) -> list[float]:
+        """Bytes of each bucket."""
+        full, rest = divmod(nbytes, self.recipe.bucket_bytes)
+        return [float(self.recipe.bucket_bytes)] * int(full) + ([rest] if rest else [])

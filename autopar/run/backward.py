@@ -1,0 +1,123 @@
+"""How the gradients of a step reach autograd: those of the parameters at rest and of the inputs, when backward comes to what a call
+returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.run.form import Form
+from autopar.run.input_gradients import InputGradients
+from autopar.run.region import Region, without_unreached
+from autopar.run.schedule import OpenRun
+from autopar.run.tree import Tree
+from autopar.run.weights import Step
+
+__all__ = ["FUNCTIONS", "Backward"]
+
+
+def _refuse(gradients: object) -> None:
+    """RuntimeError for gradients that are to be differentiated again, or that were given already (None)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients were asked for with create_graph=True, to be differentiated again: the parallel module gives first gradients "
+            "alone. Take such a term from differences (a second call on shifted inputs), or train the original without compile"
+        )
+    if gradients is None:
+        raise RuntimeError("backward() a second time through one step: call the model again")
+
+
+class _Deposit(torch.autograd.Function):
+    """loss -> loss, whose backward returns the gradients of leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _refuse(ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, *gradients(grad))
+
+
+class _Opened(torch.autograd.Function):
+    """Outputs of which the user makes a loss -> the same, whose backward returns the gradients of leaves. values: n outputs, and leaves.
+    gradients: from those of the outputs, None for those that the loss does not depend on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: Callable[[Sequence[Tensor | None]], list[Tensor | None]], n: int, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.n = gradients, n
+        ctx.set_materialize_grads(False)
+        return tuple(v.view_as(v) for v in values[:n])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _refuse(ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, *(None,) * ctx.n, *gradients(grads))
+
+
+FUNCTIONS = (_Deposit, _Opened)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backward:
+    """What is left of a step after forward. trainable: parameters by name. reached_in: each opaque region, with the parameters that
+    gradients come to in this step."""
+
+    form: Form
+    tree: Tree
+    step: Step
+    trainable: Sequence[tuple[str, nn.Parameter]]
+    inputs: InputGradients
+    reached_in: Sequence[tuple[Region, set[str]]]
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What is differentiated by."""
+        return (*(param for _, param in self.trainable), *self.inputs.given)
+
+    def of_loss(self, loss: Tensor) -> Tensor:
+        """The loss as the user is given it."""
+
+        def gradients(grad: Tensor) -> list[Tensor | None]:
+            if not loss.requires_grad:  # forward has run backward too, from a gradient of 1
+                return self._gradients(grad)
+            loss.backward(grad)
+            return self._gradients(None)
+
+        return _Deposit.apply(loss.detach(), gradients, *self.leaves)
+
+    def of_outputs(self, values: dict[str, Tensor], run: OpenRun) -> dict[str, Tensor]:
+        """The outputs, by name, as the user is given them to make a loss of."""
+        outputs, n = self.form.outputs, self.form.manifest.micro_batches
+        names = [name for name in values if name in outputs.differentiable]
+
+        def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            run.backward(outputs.cotangents(dict(zip(names, grads, strict=True)), n))
+            return self._gradients(None)
+
+        opened = _Opened.apply(gradients, len(names), *(values[name] for name in names), *self.leaves)
+        return values | dict(zip(names, opened, strict=True))
+
+    def _gradients(self, factor: Tensor | None) -> list[Tensor | None]:
+        """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by."""
+        form, tree, mesh = self.form, self.tree, self.form.stage.mesh
+        found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, (mesh.dp, mesh.tp))
+        if factor is not None:
+            for value in found.values():
+                value.mul_(factor)
+        names = tuple(name for name, _ in self.trainable)
+        if mesh.pp.size > 1 and (names not in form.trained or form.regions):
+            form.trained[names] = frozenset(mesh.collected(sorted(found)))
+        elsewhere = form.trained.get(names, frozenset()) - tree.held.keys()
+        of_params = [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
+        return [*of_params, *self.inputs.collected(factor)]

@@ -1,0 +1,132 @@
+"""What an emitted module runs on one rank, for one form of the call: its inputs' shapes and the model's modes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.ir import Layout
+from autopar.run.dtypes import dtype_named
+from autopar.run.inputs import Batch, micro_batch
+from autopar.run.manifest import Manifest
+from autopar.run.mesh import Mesh
+from autopar.run.outputs import Outputs, Returned
+from autopar.run.region import Region
+from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once
+from autopar.run.slices import local_slice
+from autopar.run.stage import Stage
+from autopar.run.weights import Step
+
+__all__ = ["Emitted", "Form", "Guards"]
+
+
+class Emitted(Protocol):
+    """What an emitted module has; it may also have `prologue(w, mesh, *, ...)`, see ParallelModule."""
+
+    @property
+    def MANIFEST(self) -> Manifest: ...  # noqa: N802
+
+    @property
+    def STAGES(self) -> tuple[type[Stage], ...]: ...  # noqa: N802
+
+
+class Guards(Protocol):
+    """What capture has frozen of the user's program."""
+
+    def changed(self) -> str | None: ...
+
+
+class Form:
+    """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name. guards: say whether it is
+    still what the user's model does. returned: where the outputs go in what a call returns; None for the loss alone."""
+
+    def __init__(
+        self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool,
+        guards: Guards | None = None, returned: Returned | None = None,
+    ) -> None:  # fmt: skip
+        manifest = emitted.MANIFEST
+        for library in manifest.libraries:
+            importlib.import_module(library)
+        if len(emitted.STAGES) != mesh.pp.size:
+            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
+        self.manifest, self.constants, self.guards, self.returned = manifest, constants, guards, returned
+        self.outputs = Outputs(manifest, mesh, device, local=local_batch)
+        self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
+        others: Mapping[str, Any] = constants  # submodules stand where tensors do
+        self.regions = tuple(r for r in others.values() if isinstance(r, Region))
+        self.batch = Batch(manifest, mesh, device, local=local_batch)
+        self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
+        self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
+        self.stage = emitted.STAGES[mesh.pp.rank]()
+        self.stage.mesh = mesh
+        self.wanted = _keywords(self.stage.forward)
+        self.pipeline: Pipeline | None = None
+        if mesh.pp.size > 1:
+            self.pipeline = Pipeline(
+                self.stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
+            )
+
+
+    def begin(self) -> list[tuple[Region, set[str]]]:
+        """A step begins: the regions, and where each notes the parameters that a gradient comes to."""
+        for r in self.regions:
+            r.reached = set()
+        return [(r, r.reached) for r in self.regions]
+
+    @property
+    def open(self) -> bool:
+        """Whether the user makes the loss of what a call returns."""
+        return self.returned is not None and not self.returned.own_loss
+
+    def micro_batches(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What the stage is given for each, after the prologue has run. inputs: of this rank."""
+        mesh, n = self.stage.mesh, self.manifest.micro_batches
+        extra = _run_prologue(self, mesh, inputs)
+        torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
+        return [
+            {k: v for k, v in (micro_batch(self.manifest.inputs, inputs, i, n) | _part(self, extra, i)).items() if k in self.wanted}
+            for i in range(n)
+        ]
+
+    def run_open(self, parts: Sequence[Mapping[str, Tensor]], step: Step) -> OpenRun:
+        """All micro-batches forward; backward is given the gradients of the outputs later. ValueError if the schedule does not wait."""
+        if self.pipeline is None:
+            return OpenStage(self.stage, parts, step)
+        if self.manifest.schedule != "gpipe" and len(parts) > 1:
+            raise ValueError(
+                f"{self.manifest.model} was planned for a loss of its own: {self.manifest.schedule} begins backward before all "
+                f"micro-batches have gone forward, and this call returns no loss. Compile the model for such calls, or pin schedule=gpipe"
+            )
+        return self.pipeline.run_open(parts, step)
+
+    def run(self, parts: Sequence[Mapping[str, Tensor]], step: Step, made: Made) -> Tensor:
+        """The micro-batches. The loss, on the last stage: of one micro-batch on one stage it is to be differentiated, else it has been.
+        made: takes the stage's outputs for each."""
+        if self.pipeline is None:
+            return at_once(self.stage, parts[0], step, made) if len(parts) == 1 else accumulate(self.stage, parts, step, made)
+        loss = self.pipeline.run(parts, step, made)
+        return torch.empty((), dtype=self.loss_dtype, device=self.outputs.device) if loss is None else loss
+
+
+
+def _run_prologue(form: Form, mesh: Mesh, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if form.prologue is None:
+        return {}
+    wanted = _keywords(form.prologue)
+    with torch.no_grad():
+        return dict(form.prologue(form.stage.weights, mesh, **{k: v for k, v in inputs.items() if k in wanted}))
+
+
+def _part(form: Form, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """What micro-batch `index` gets of the prologue's results."""
+    over_time, n = form.manifest.prologue, form.manifest.micro_batches
+    return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
+
+
+def _keywords(fn: Callable[..., object]) -> frozenset[str]:
+    return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)

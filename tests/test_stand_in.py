@@ -1,0 +1,127 @@
+"""What other tools do with the module: torch.compile runs it as it is, and what would take it apart is refused with a remedy."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.run import WorkerPool
+from benchmarks._traps_run import Judge
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x), y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.ones(4, 8), torch.tensor([0, 1, 2, 3])
+
+
+def traced(model: Any) -> None:
+    torch.jit.trace(model, batch())
+
+
+def scripted(model: Any) -> None:
+    torch.jit.script(model)
+
+
+def exported(model: Any) -> None:
+    torch.export.export(model, batch())
+
+
+def wrapped(model: Any) -> None:
+    DistributedDataParallel(model)
+
+
+def wrapped_with_others(model: Any) -> None:
+    class Larger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.own = model, nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.inner(x, y)
+
+    DistributedDataParallel(Larger())(*batch())
+
+
+def copied(model: Any) -> None:
+    copy.copy(model)
+
+
+def compiled(model: Any) -> None:
+    autopar.compile(model, gpus=2, example_inputs=batch(), cluster="cpu")
+
+
+def made_into_a_parameter(model: Any) -> None:
+    nn.Parameter(model.layers[0].weight)
+
+
+def refusal_of(act: Any, first_call: bool) -> str:
+    """On a worker, under dp=2 and ZeRO-3."""
+    torch.manual_seed(0)
+    given = {} if first_call else {"example_inputs": batch()}
+    model = autopar.compile(Net(), gpus=2, cluster="cpu", pins={"dp": 2, "zero": 3}, **given)
+    try:
+        act(model)
+    except TypeError as e:
+        return str(e)
+    return "nothing"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("first_call", [False, True], ids=["planned", "planned later"])
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (traced, "cannot be traced or exported: .*full_parameters"),
+        (scripted, "cannot be scripted: .*full_parameters"),
+        (exported, "cannot be traced or exported: .*model.original"),
+        (wrapped, "cannot be put into DistributedDataParallel: it reduces its gradients itself"),
+        (wrapped_with_others, "cannot be put into DistributedDataParallel: .*wrap only the modules around it"),
+        (copied, r"cannot be copied: .*full_state_dict\(\)"),
+        (compiled, r"compile its original \(model.original\) again"),
+        (made_into_a_parameter, "nn.Parameter of layers.0.weight: .*before it is compiled"),
+    ],
+)
+def test_what_takes_the_module_apart_is_refused(pool: WorkerPool, act: Any, says: str, first_call: bool) -> None:
+    if first_call and act in (wrapped, made_into_a_parameter):
+        pytest.skip("before the first call there are no parts")
+    for found in pool.run(refusal_of, act, first_call):
+        assert re.search(says, found), found
+
+
+@pytest.mark.gloo
+def test_torch_compile_leaves_the_module_as_it_is() -> None:
+    with Judge(limit_s=300.0) as judge:
+        for name in ("compiled_by_torch", "step_compiled_by_torch"):
+            found = [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, ("tp2", "pp2"))]
+            assert found == [("tp2", "right", ""), ("pp2", "right", "")]
+
+
+@pytest.mark.pure
+def test_the_front_end_of_torch_compile_is_not_imported_for_an_emitted_module_alone() -> None:
+    code = "import sys, autopar.run; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
