@@ -1,7 +1,7 @@
 """Plans that were made before, kept on disk: the same question is answered without a search.
 
     key     the captured program with its names and dtypes, GPUs, cluster, memory, optimizer, precision, pins; the versions of torch, the
-            solver and Python; autopar's own source, the operators that have rules, the schedules
+            solver and Python; autopar's own source, the operators that have rules, the schedules and resting places
     entry   a file KEY.plan: the sha256 of the rest in the first line, then the plan as in any plan file
 
 An entry is read, parsed and validated like any plan file, and checked against the program and its rules; it is never executed. One that
@@ -33,6 +33,7 @@ from autopar.errors import PlanError
 from autopar.ir import Program
 from autopar.planner import Plan, lower
 from cost_models.pipeline import SCHEDULES
+from cost_models.rests import RESTS
 
 fcntl: Any = None  # no such locks: several processes may plan the same, each for itself
 with contextlib.suppress(ImportError):
@@ -91,7 +92,8 @@ def identity(program: Program) -> str:
 
 def versions() -> tuple[str, ...]:
     """Of all that makes a plan."""
-    return (platform.python_version(), *map(_version, PACKAGES), _own_source(), _digest(*sorted(RULES), "", *sorted(SCHEDULES)))
+    known = _digest(*sorted(RULES), "", *sorted(SCHEDULES), "", *sorted(RESTS))
+    return (platform.python_version(), *map(_version, PACKAGES), _own_source(), known)
 
 
 def _version(package: str) -> str:

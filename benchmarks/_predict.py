@@ -16,7 +16,7 @@ from benchmarks._runs import Run, Skip, model_of
 from cost_models import Cluster
 from cost_models.recipe import Recipe
 
-__all__ = ["Prediction", "predictions", "repriced"]
+__all__ = ["ANY_MEMORY", "Prediction", "predictions", "repriced", "search_of"]
 
 ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by our account
 
@@ -39,7 +39,7 @@ def predictions(runs: Iterable[Run]) -> Iterator[tuple[Run, Prediction | Skip]]:
         groups.setdefault((run.key, run.optimizer), []).append(run)
     for group in groups.values():
         try:
-            search = _search(group)
+            search = search_of(group)
         except Skip as reason:
             yield from ((run, reason) for run in group)
             continue
@@ -47,7 +47,7 @@ def predictions(runs: Iterable[Run]) -> Iterator[tuple[Run, Prediction | Skip]]:
             yield run, _predict(run, search)
 
 
-def _search(group: list[Run]) -> Search:
+def search_of(group: list[Run]) -> Search:
     """A search of the program that all runs of a group share, captured with a batch that every micro-batch divides."""
     first = group[0]
     batch = first.micro_batch if first.image else 4 * math.lcm(*{run.micro_batch for run in group})  # batch norm is each rank's own
@@ -60,9 +60,7 @@ def _search(group: list[Run]) -> Search:
 
 
 def _predict(run: Run, shared: Search) -> Prediction | Skip:
-    search = shared.other(
-        gpus=run.gpus, pins=run.pins, batch_size=run.global_batch, recipe=run.recipe, memory_limit_bytes=ANY_MEMORY
-    )
+    search = shared.other(gpus=run.gpus, pins=run.pins, batch_size=run.global_batch, recipe=run.recipe, memory_limit_bytes=ANY_MEMORY)
     found = list(search.candidates())
     if not found:
         return Skip("the planner refuses it: " + next(iter(search.refused), "no mesh"))

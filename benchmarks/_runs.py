@@ -73,6 +73,7 @@ SOFTWARE: dict[str, Software] = {
         recipe=dataclasses.replace(CURRENT.recipe, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False),
     ),
     "vtrain": MEGATRON,
+    "megatron-deepspeed": MEGATRON,
     "megatron-2020": MEGATRON,
     "megatron-gpt3": MEGATRON,
     "megatron-seqpar": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, regathers=True)),

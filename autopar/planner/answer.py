@@ -10,10 +10,11 @@ from autopar.capture import program_hash
 from autopar.ir import Program, Span, refs
 from autopar.measure import count as count_op
 from autopar.planner.bounds import Least
-from autopar.planner.candidate import GIB, Candidate, Draft, Mesh, Rank, gib
+from autopar.planner.candidate import GIB, Candidate, Draft, Mesh, Rank
 from autopar.planner.lower import axis_plan, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.shard import Assignment
+from autopar.planner.shortfall import shortfall_text
 from autopar.planner.stages import cut_stages
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ __all__ = ["Searched", "plan_of", "why_not"]
 @dataclass(kw_only=True)
 class Searched:
     """What a search can tell at its end. choices: in the space; explored: priced; cut: into stages; unexplored: given up when it was
-    stopped; left: never looked at, because they could not be better. bound_s: no plan of the space is faster."""
+    stopped; left: never looked at, because they could not be better. short: of each line of `refused` about
+    memory, the bytes that are missing. bound_s: no plan of the space is faster."""
 
     refused: dict[str, None] = field(default_factory=dict)
-    short_bytes: float = math.inf
+    short: dict[str, float] = field(default_factory=dict)
     least: Least | None = None
     drafts: list[Draft] = field(default_factory=list)
     choices: int = 0
@@ -122,16 +124,12 @@ def why_not(search: Search) -> str:
         pins = {k: getattr(search.pins, k) for k in ("dp", "tp", "pp") if getattr(search.pins, k) is not None}
         pinned = ", ".join(f"{k}={v}" for k, v in pins.items())
         return f"no mesh of {search.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs (pp x dp x tp = {search.gpus})"
-    # What was asked for by name first: that a step is not split matters only where it had to be.
-    lines = sorted(search.refused, key=lambda line: line.startswith("micro-batches:")) or ["no candidate satisfies the pins"]
-    text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12])
-    if search.said.short_bytes < math.inf:
-        pinned_memory = any(getattr(search.pins, k) is not None for k in ("zero", "recompute", "micro_batch", "micro_batches"))
-        text += (
-            f"\nThe binding constraint is memory: the leanest candidate is {gib(search.said.short_bytes)} short of "
-            f"{gib(search.memory_limit_bytes)} a GPU. More GPUs, a smaller micro-batch, recompute=full or zero=3 would help"
-            + (" (a pin forbids some of these)." if pinned_memory else ".")
-        )
+    # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
+    short = search.said.short
+    lines = sorted(search.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
+    text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12] or ["no candidate satisfies the pins"])
+    if short:
+        text += f"\n{shortfall_text(search)}"
     return text
 
 

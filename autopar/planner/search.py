@@ -345,12 +345,12 @@ class Search:
         kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flights)
         least = least_bytes(pieces, mesh.pp, flights, choice.micro_batches, recompute)
         short = max(1.0, least - room if least > room else over)
-        self.said.short_bytes = min(self.said.short_bytes, short)
-        self.refused[
+        line = (
             f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting} needs "
             f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
             f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
-        ] = None
+        )
+        self.refused[line], self.said.short[line] = None, short
 
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:

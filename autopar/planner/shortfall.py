@@ -1,0 +1,208 @@
+"""Why no plan fits into memory: the leanest choice, its fullest stage and what fills it, and what would help, each tried first.
+
+The need of a choice is that of its leanest cuts with all recomputed that may be, by the account that plans are checked with (liveness); it
+does not depend on how much memory there is, so what is short shrinks byte for byte as memory grows. A change is said only if a plan that
+fits was found under it: of the pins, one at a time, then together; of the GPUs, the fewest of those tried; of the memory of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from autopar.errors import Infeasible
+from autopar.planner.candidate import GIB, Candidate, gib
+from autopar.planner.estimate import Estimator
+from autopar.planner.fold import NotAlike
+from autopar.planner.partition import least_bytes, partition
+from autopar.planner.plan import MemoryPlan, Pins
+from autopar.planner.space import Choice, Form
+from cost_models.rests import RESTS
+
+if TYPE_CHECKING:
+    from autopar.planner.search import Search
+
+__all__ = ["Short", "changes_that_do", "leanest", "memory_text", "shortfall_text"]
+
+MESHES = 12  # that are looked at for one change, those that split the most first
+DOUBLINGS = 5  # of the GPUs
+BETWEEN = 4  # numbers of GPUs tried between the last doubling that did not do and the first that did
+MIB = 2.0**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Short:
+    """The leanest choice: what its fullest stage needs, and of what."""
+
+    choice: Choice
+    stage: int
+    stages: int
+    memory: MemoryPlan
+    needs_bytes: float
+
+
+def shortfall_text(search: Search) -> str:
+    """Empty where no choice was refused for its memory, or none can be priced."""
+    found = leanest(search)
+    if found is None:
+        return ""
+    limit, mesh = search.memory_limit_bytes, found.choice.mesh
+    form = {None: "", True: " sequence_parallel=true", False: " sequence_parallel=false"}[found.choice.form.sequence]
+    counts = f"micro-batches={found.choice.micro_batches} {found.choice.resting}{form}"
+    text = (
+        f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
+        f"GPU. It is pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {counts}; its stage {found.stage} of {found.stages} needs "
+        f"{gib(found.needs_bytes)}: {memory_text(found.memory)}."
+    )
+    changes = changes_that_do(search, found)
+    if changes:
+        return f"{text}\nTried, and each would do: {'; '.join(changes)}."
+    return f"{text}\nNo change that was tried would do (pins, up to {search.gpus * 2**DOUBLINGS} GPUs, more memory)."
+
+
+def memory_text(memory: MemoryPlan) -> str:
+    """The terms, the largest first."""
+    terms = {name.removesuffix("_bytes").replace("_", " "): getattr(memory, name) for name in memory.__struct_fields__}
+    return ", ".join(f"{gib(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
+
+
+def leanest(search: Search) -> Short | None:
+    """Of the choices that split the most, the one whose fullest stage needs least; None where none can be priced."""
+    best: tuple[float, Choice] | None = None
+    for choice, estimator in _lean_choices(search):
+        needs = _by_pieces(search, estimator)
+        if best is None or needs < best[0]:
+            best = needs, choice
+    if best is None:
+        return None
+    needs, choice = best
+    found = _leanest_candidate(search, choice)
+    if found is None:
+        return None
+    totals = [s.memory.total_bytes for s in found.stages]
+    stage = max(range(len(totals)), key=totals.__getitem__)
+    return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=max(totals[stage], needs))
+
+
+def _lean_choices(search: Search) -> Iterator[tuple[Choice, Estimator]]:
+    """Of each mesh the smallest micro-batches and the most that rests in parts, in every form of the tensor axis."""
+    meshes = sorted(search.space.meshes(), key=lambda m: (-m.tp * m.pp, -m.tp))
+    for mesh in meshes[:MESHES]:
+        counts = search.space.micro_batch_counts(mesh)
+        if not counts:
+            continue
+        first = search.space.form if mesh.tp > 1 else Form()
+        forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.tp > 1 and first.sequence is None else (first,)
+        for rest, shard in search.space.rests(mesh):
+            for form in forms:
+                choice = Choice(
+                    mesh=mesh, micro_batches=max(counts), schedule=search.space.schedules()[0], rest=rest, shard=shard, form=form
+                )  # fmt: skip
+                rank = search.known.rank(mesh, choice.micro_batches, search.batch_size, search.recipe, form)
+                estimator = search._estimator(rank, choice)
+                if not isinstance(estimator, str):
+                    yield choice, estimator
+
+
+def _by_pieces(search: Search, estimator: Estimator) -> float:
+    """The memory whose room (Estimator.room_bytes, linear in it) is what the pieces of the fullest stage need at least."""
+    least = least_bytes(
+        estimator.pieces, estimator.rank.mesh.pp, estimator.in_flight, estimator.rank.micro_batches, search.pins.recompute or "auto"
+    )
+    beside = -estimator.room_bytes(0)
+    return (least + beside) * GIB / (estimator.room_bytes(int(GIB)) + beside)
+
+
+def _leanest_candidate(search: Search, choice: Choice) -> Candidate | None:
+    """The choice with its leanest cuts, as it would run."""
+    rank = search.known.whole(choice.mesh, choice.micro_batches, search.batch_size, search.recipe, choice.form)
+    estimator = search._estimator(rank, choice)
+    if isinstance(estimator, str):
+        return None
+    recompute = search.pins.recompute or "auto"
+    least = least_bytes(estimator.pieces, choice.mesh.pp, estimator.in_flight, choice.micro_batches, recompute)
+    cuts = search._pinned_cuts(estimator)
+    try:
+        part = partition(
+            estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
+            limit_bytes=least * (1 + 1e-9) + 1.0 if cuts is None else float("inf"), recompute=recompute,
+            cuts=cuts if not isinstance(cuts, str) else None,
+        )  # fmt: skip
+    except Infeasible:
+        return None
+    return estimator.candidate(part) if part is not None else None
+
+
+# ------------------------------------------------------------------------------------------------------------- changes
+def changes_that_do(search: Search, short: Short) -> list[str]:
+    """What would make it fit, as the user would write it: pins alone, then together; GPUs; memory."""
+    pins = dict(_pins_changed(search.pins))
+    found = [text for text, changed in pins.items() if _fits(search, pins=changed)]
+    if not found and len(pins) > 1:
+        together = search.pins
+        for changed in pins.values():
+            differs = {k: getattr(changed, k) for k in changed.__struct_fields__ if getattr(changed, k) != getattr(search.pins, k)}
+            together = msgspec.structs.replace(together, **differs)
+        found = [" with ".join(pins)] if _fits(search, pins=together) else []
+    gpus = _fewest_gpus(search)
+    memory = _least_memory(search, short)
+    return [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])]
+
+
+def _pins_changed(pins: Pins) -> Iterator[tuple[str, Pins]]:
+    """A leaner value of each pin that has one, or the pin left out."""
+    most = max(row.zero for row in RESTS.values())
+    if pins.zero not in (None, most):
+        yield f"zero={most}", msgspec.structs.replace(pins, zero=most)
+    if pins.recompute == "none":
+        yield "recompute=full", msgspec.structs.replace(pins, recompute="full")
+    if pins.micro_batch not in (None, 1) or pins.micro_batches is not None:
+        yield "micro_batch=1", msgspec.structs.replace(pins, micro_batch=1, micro_batches=None)
+    if pins.sequence_parallel is False:
+        yield "sequence_parallel=true", msgspec.structs.replace(pins, sequence_parallel=True)
+    for axis in ("dp", "tp", "pp"):
+        if getattr(pins, axis) is not None and pins.blocks is None:
+            yield f"{axis} not pinned", msgspec.structs.replace(pins, **{axis: None})
+
+
+def _fits(search: Search, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None) -> bool:
+    """Whether a plan was found; the leanest choices alone are tried."""
+    other = search.other(
+        gpus=gpus or search.gpus, pins=pins or search.pins, batch_size=search.batch_size, recipe=search.recipe,
+        memory_limit_bytes=limit_bytes or search.memory_limit_bytes,
+    )  # fmt: skip
+    try:
+        for choice, estimator in _lean_choices(other):
+            if _by_pieces(other, estimator) <= other.memory_limit_bytes and other._exact(choice) is not None:
+                return True
+    except NotAlike:
+        pass
+    return False
+
+
+def _fewest_gpus(search: Search) -> int | None:
+    most = search.cluster.nodes * search.cluster.gpus_per_node if search.cluster.nodes is not None else None
+    last = search.gpus
+    for k in range(1, DOUBLINGS + 1):
+        gpus = search.gpus * 2**k
+        if most is not None and gpus > most:
+            return None
+        if _fits(search, gpus=gpus):
+            step = max(1, (gpus - last) // (BETWEEN + 1))
+            between = range(last + step, gpus, step)
+            return next((n for n in between if _fits(search, gpus=n)), gpus)
+        last = gpus
+    return None
+
+
+def _least_memory(search: Search, short: Short) -> str:
+    """The need, rounded up to what a person would write, and a little more where that is not enough."""
+    unit = GIB if short.needs_bytes >= 4 * GIB else MIB
+    for spare in (1.0, 1.02, 1.1):
+        rounded = -(-int(short.needs_bytes * spare) // int(unit))
+        if _fits(search, limit_bytes=int(rounded * unit)):
+            return f"{rounded} {'GiB' if unit == GIB else 'MiB'}"
+    return ""

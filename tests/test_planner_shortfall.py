@@ -1,0 +1,118 @@
+"""What is said where nothing fits: the shortage shrinks byte for byte, its parts add up, and each change that is named does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from autopar.errors import Infeasible
+from autopar.planner import Pins, make_plan
+from autopar.planner.search import Search
+from autopar.planner.shortfall import leanest
+from cost_models.cluster import Cluster, load_cluster
+from tests.planner_programs import program_of
+
+pytestmark = pytest.mark.pure
+MIB = 2**20
+
+
+def bare() -> Cluster:
+    """GPUs that take no memory before the first tensor, so that small programs can fill them."""
+    cluster = load_cluster("dgx-a100")
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, context_bytes=0))
+
+
+def refusal(gpus: int, limit_bytes: int, **pins: Any) -> str:
+    with pytest.raises(Infeasible) as raised:
+        make_plan(program_of("deep"), gpus, bare(), memory_limit_bytes=limit_bytes, pins=Pins(**pins))
+    assert raised.value.exit_code == 3
+    return str(raised.value)
+
+
+def tried(text: str) -> list[str]:
+    found = re.search(r"Tried, and each would do: (.*)\.", text)
+    return found[1].split("; ") if found else []
+
+
+def applied(change: str, gpus: int, limit_bytes: int, pins: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    """GPUs, bytes and pins under a change as it is said."""
+    changed = dict(pins)
+    for part in change.split(" with "):
+        if found := re.fullmatch(r"(\d+) GPUs", part):
+            gpus = int(found[1])
+        elif found := re.fullmatch(r"(\d+) ([GM])iB a GPU", part):
+            limit_bytes = int(found[1]) * (2**30 if found[2] == "G" else MIB)
+        elif found := re.fullmatch(r"(\w+) not pinned", part):
+            del changed[found[1]]
+        else:
+            name, value = part.split("=")
+            if name == "micro_batch":
+                changed.pop("micro_batches", None)
+            changed[name] = int(value) if value.isdigit() else value
+    return gpus, limit_bytes, changed
+
+
+CASES: list[tuple[int, int, dict[str, Any], str]] = [
+    (4, 12, {"dp": 4, "zero": 0}, "zero=3"),
+    (1, 20, {"micro_batches": 1, "recompute": "none"}, "micro_batch=1"),
+    (2, 4, {}, "GPUs"),
+    (4, 9, {"dp": 4, "zero": 1}, "dp not pinned"),
+    (1, 8, {}, "MiB a GPU"),
+]
+
+
+@pytest.mark.parametrize("gpus,mib,pins,expected", CASES, ids=[case[3] for case in CASES])
+def test_each_change_that_is_named_does(gpus: int, mib: int, pins: dict[str, Any], expected: str) -> None:
+    text = refusal(gpus, mib * MIB, **pins)
+    changes = tried(text)
+    assert any(expected in change for change in changes), text
+    for change in changes:
+        count, limit, changed = applied(change, gpus, mib * MIB, pins)
+        assert (count, limit, changed) != (gpus, mib * MIB, pins)
+        plan = make_plan(program_of("deep"), count, bare(), memory_limit_bytes=limit, pins=Pins(**changed))
+        assert max(plan.memory_bytes) <= limit, change
+
+
+def searched(limit_bytes: int, gpus: int = 2, **pins: Any) -> Search:
+    return Search(
+        program=program_of("deep"), gpus=gpus, cluster=bare(), memory_limit_bytes=limit_bytes, optimizer="adamw", precision="fp32",
+        pins=Pins(**pins),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pins", [{}, {"pp": 2}, {"dp": 2, "zero": 0}], ids=str)
+def test_the_need_is_the_same_whatever_there_is_and_its_parts_add_up(pins: dict[str, Any]) -> None:
+    found = [leanest(searched(mib * MIB, **pins)) for mib in (1, 2, 3)]
+    assert found[0] is not None
+    assert all(f is not None and f.needs_bytes == found[0].needs_bytes and f.choice == found[0].choice for f in found)
+    assert found[0].memory.total_bytes <= found[0].needs_bytes
+    assert 0 <= found[0].stage < found[0].stages == found[0].choice.mesh.pp
+
+
+def test_the_shortage_shrinks_with_memory_and_ends_where_a_plan_fits() -> None:
+    need = leanest(searched(MIB))
+    assert need is not None
+    shorts = []
+    for limit in (MIB, int(need.needs_bytes / 2), int(need.needs_bytes) - 10_000):
+        text = refusal(2, limit)
+        found = re.search(r"the leanest candidate is ([\d.]+) GiB short", text)
+        assert found is not None, text
+        shorts.append(float(found[1]))
+        assert float(found[1]) == pytest.approx((need.needs_bytes - limit) / 2**30, abs=1e-5)
+    assert shorts == sorted(shorts, reverse=True) and shorts[-1] > 0
+    plan = make_plan(program_of("deep"), 2, bare(), memory_limit_bytes=int(need.needs_bytes * 1.1), pins=Pins())
+    assert max(plan.memory_bytes) <= need.needs_bytes * 1.1
+
+
+def test_the_leanest_is_named_first() -> None:
+    lines = [line for line in refusal(2, 2 * MIB).splitlines() if line.startswith("  - memory:")]
+    shorts = [float(re.search(r"([\d.]+) GiB short", line)[1]) for line in lines]  # type: ignore[index]
+    assert len(shorts) > 2 and shorts == sorted(shorts)
+
+
+def test_pins_that_leave_no_choice_are_no_lack_of_memory() -> None:
+    text = refusal(2, MIB, dp=2, tp=2)
+    assert "no mesh of 2 GPUs" in text and "memory" not in text
