@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome
-from autopar.planner.stage_account import Account, Piece, Run, allowed, stage_modes
+from autopar.planner.stage_account import Account, Counts, Piece, Run, allowed, stage_modes
 
-__all__ = ["UNSOLVED", "Over", "Partition", "least_bytes", "partition"]
+__all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "least_bytes", "partition"]
 
 GIB = float(2**30)
 GAP = 1e-5  # relative, to which the cuts are proven
@@ -31,7 +31,9 @@ ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
 NODES = 2000  # places of cuts that are looked at around the best ones
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
-Over = Mapping[tuple[int, int, int], float]  # first piece, first piece behind, stage -> bytes
+Place = tuple[int, int, int]  # of a stage: its first piece, the first piece behind it, its number
+Over = Mapping[Place, float]  # bytes
+Refused = Mapping[Place, Collection[tuple[int, ...]]]  # modes of its pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,17 +62,18 @@ def partition(
     cuts: tuple[int, ...] | None = None,
     rounds: int = ROUNDS,
     over: Over | None = None,
+    refused: Refused | None = None,
     step_s: StepTime | None = None,
     least_ends_s: float = 0.0,
 ) -> Partition | None:
     """The best stages and modes. recompute: 'none', 'selective', 'full' (each where a piece has such a mode) or 'auto'. worth_s: an
     objective that is not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the
     limit on the slowest stage may be lowered; beyond it the answer is out of budget, with its bound. over: what certain stages need
-    beyond what their pieces say. step_s: of cuts and modes, with the terms that the objective leaves out, which come to least_ends_s at
-    least: of cuts that could be as good as the best ones those with the fastest step are taken (`_Stages.nearby`). Raises Infeasible when
-    nothing fits into limit_bytes."""
+    beyond what their pieces say; refused: modes of certain stages that are known not to fit. step_s: of cuts and modes, with the terms
+    that the objective leaves out, which come to least_ends_s at least: of cuts that could be as good as the best ones those with the
+    fastest step are taken (`_Stages.nearby`). Raises Infeasible when nothing fits into limit_bytes."""
     start = time.perf_counter()
-    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {})
+    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {}, refused or {})
     total_s = spans.busy[-1]
     rest = micro_batches - 1
     evenly_s = max(total_s / stages, max(b - a for a, b in zip(spans.busy, spans.busy[1:], strict=False)))
@@ -124,7 +127,7 @@ def partition(
 
 def least_bytes(pieces: tuple[Piece, ...], stages: int, in_flight: tuple[int, ...], micro_batches: int, recompute: str) -> float:
     """The memory below which there are no cuts: that of the fullest stage of the leanest ones."""
-    return _Stages(pieces, stages, in_flight, micro_batches, math.inf, recompute, None, {}).least_bytes()
+    return _Stages(pieces, stages, in_flight, micro_batches, math.inf, recompute, None, {}, {}).least_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,16 @@ class _Path:
     again_s: float
     slowest_s: float
     cuts: tuple[int, ...]
+
+
+def _counts(account: Account, modes: Sequence[int]) -> Counts:
+    """Of each run how many pieces are in which of its allowed modes. modes: of each piece, as an index of its modes."""
+    found, k = [], 0
+    for run in account.runs:
+        here = modes[k : k + run.count]
+        found.append(tuple(here.count(m) for m in run.modes))
+        k += run.count
+    return tuple(found)
 
 
 @dataclass
@@ -147,6 +160,7 @@ class _Stages:
     recompute: str
     pinned: Sequence[int] | None
     over: Over
+    refused: Refused
     slack_s: float = 0.0
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
@@ -189,9 +203,11 @@ class _Stages:
         place = (i, j, s)
         if place not in self._placed:
             runs, over = self.runs(i, j), self.over.get(place, 0.0)
-            key = (self.in_flight[s], over, runs)
+            account = self.account(runs, s)
+            refused = frozenset(_counts(account, modes) for modes in self.refused.get(place, ()))
+            key = (self.in_flight[s], over, refused, runs)
             if key not in self._known:
-                found = stage_modes(self.account(runs, s), self.limit_bytes - over)
+                found = stage_modes(account, self.limit_bytes - over, refused=refused)
                 self._known[key] = None if found is None else (found.again_s, found.counts)
                 self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
             self._placed[place] = self._known[key]

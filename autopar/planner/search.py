@@ -42,7 +42,7 @@ from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import Over, least_bytes, partition
+from autopar.planner.partition import Over, Place, Refused, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
@@ -64,6 +64,7 @@ WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fa
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 NO_BETTER: Final = "no better"
 TRIES = 12  # of the stages of one choice, where several pieces together need more than the account of each says (see `pieces.py`)
+AGAIN = 6  # further ones, where what did not fit is refused alone
 Ledgers = dict[tuple[int, int, int], Ledger]  # by data-parallel ranks, micro-batches, tensor-parallel ranks
 
 
@@ -151,6 +152,7 @@ class Search:
         said = self.said
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
+        self._unsure: set[Choice] = set()  # tried, without proof that nothing fits
         self._fastest: dict[Choice, Estimator] = {}
         queue: list[_Entry] = []
         for choice in self.space.choices():
@@ -234,7 +236,8 @@ class Search:
         found = self._exact(entry.choice)
         entry.draft = None
         if found is None:
-            bounds.pop(entry.choice, None)
+            if entry.choice not in self._unsure:
+                bounds.pop(entry.choice, None)
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
@@ -263,10 +266,11 @@ class Search:
         return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
 
     def _draft(
-        self, choice: Choice, estimator: Estimator, worth_s: float = math.inf, over: Over | None = None
+        self, choice: Choice, estimator: Estimator, worth_s: float = math.inf, over: Over | None = None, refused: Refused | None = None
     ) -> Draft | Literal["no better"] | None:
         """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why. worth_s: NO_BETTER if no
-        step of this choice is faster. over: what certain stages need beyond what their pieces say."""
+        step of this choice is faster. over: what certain stages need beyond what their pieces say; refused: modes of certain stages that do
+        not fit."""
         room = estimator.room_bytes(self.memory_limit_bytes)
         cuts = self._pinned_cuts(estimator)
         assert not isinstance(cuts, str)
@@ -274,10 +278,12 @@ class Search:
             part = partition(
                 estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
                 limit_bytes=room, recompute=self.pins.recompute or "auto", cuts=cuts, worth_s=worth_s - estimator.least_ends_s, over=over,
+                refused=refused,
                 step_s=estimator.step_s, least_ends_s=estimator.least_ends_s,
             )  # fmt: skip
         except Infeasible:
-            self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
+            if refused is None:
+                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
             return None
         if part is None:
             return NO_BETTER
@@ -298,21 +304,49 @@ class Search:
         if isinstance(estimator, str):
             self.refused[estimator] = None
             return None
-        over: dict[tuple[int, int, int], float] = {}
+        over: dict[Place, float] = {}
+        short, best = 0.0, None
+        refused: dict[Place, set[tuple[int, ...]]] = {}
         for attempt in range(TRIES):
             draft = self._draft(choice, estimator, over=over)
             if not isinstance(draft, Draft):
-                return None
-            found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
-            short = max(stage.memory.total_bytes for stage in found.stages) - self.memory_limit_bytes
+                break
+            found, short = self._as_it_runs(choice, estimator, draft, refused)
             if short <= 0:
-                return dataclasses.replace(found, form=choice.form)
+                best = found
+                break
             more = 2.0 ** max(0, attempt - TRIES // 2) * short if attempt >= TRIES // 2 else 0.0
             for place, nbytes in estimator.unsaid_bytes(draft.part, found.stages).items():
                 if nbytes > 0 or more:
                     over[place] = max(over.get(place, 0.0), nbytes) + more
-        self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(short))
-        return None
+        if not refused:
+            return best
+        # what other modes of the same stages need was added to these: they are tried without it too, while they would be faster
+        worth_s = math.inf if best is None else best.step_time_s * (1 - 1e-9)
+        for _ in range(AGAIN):
+            draft = self._draft(choice, estimator, refused=refused, worth_s=worth_s)
+            if not isinstance(draft, Draft) or draft.times.step_s >= worth_s:
+                break
+            found, short = self._as_it_runs(choice, estimator, draft, refused)
+            if short <= 0:
+                return found
+        else:
+            self._unsure.add(choice)
+        if best is None and short > 0:
+            self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(short))
+        return best
+
+    def _as_it_runs(
+        self, choice: Choice, estimator: Estimator, draft: Draft, refused: dict[Place, set[tuple[int, ...]]]
+    ) -> tuple[Candidate, float]:
+        """A draft with memory from liveness, and by how much it does not fit. refused: takes the modes of the stages that do not."""
+        found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
+        limit, bounds = self.memory_limit_bytes, (0, *draft.part.cuts, len(draft.part.modes))
+        for s, ((i, j), stage) in enumerate(zip(itertools.pairwise(bounds), found.stages, strict=True)):
+            if stage.memory.total_bytes > limit:
+                refused.setdefault((i, j, s), set()).add(draft.part.modes[i:j])
+        short = max(stage.memory.total_bytes for stage in found.stages) - limit
+        return dataclasses.replace(found, form=choice.form), short
 
     def _batch_bytes(self, mesh: Mesh) -> int:
         """Bytes of the batch as it is given to a rank."""

@@ -21,7 +21,7 @@ from functools import cached_property
 
 from autopar.planner.modes import Mode
 
-__all__ = ["Account", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes"]
+__all__ = ["Account", "Counts", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes"]
 
 NODES = 1000  # of the search for the modes of one stage
 
@@ -97,24 +97,26 @@ class Account:
         base_first, base_later = others * whole, later * whole + gradients
         most = gradients + reduced
         before, behind = 0.0, gradients
-        for run, of in zip(runs, counts, strict=True):
-            p = run.piece
-            for k, c in zip(run.modes, of, strict=True):
-                if not c:
-                    continue
-                mode = p.modes[k]
-                first, last = before, before + (c - 1) * mode.kept_bytes
-                most = max(
-                    most,
-                    base_first + last + mode.forward_bytes,
-                    base_first + bound + first + mode.backward_bytes + behind - p.gradient_bytes,
-                    base_first + bound + last + mode.backward_bytes + behind - c * p.gradient_bytes,
-                )
-                if m > 1:
-                    most = max(most, base_later + bound + last + mode.later_bytes)
-                    if m > 2 or m <= self.in_flight:
-                        most = max(most, base_later + last + mode.forward_bytes)
-                before, behind = before + c * mode.kept_bytes, behind - c * p.gradient_bytes
+        groups = [(run, k, c) for run, of in zip(runs, counts, strict=True) for k, c in zip(run.modes, of, strict=True) if c]
+        for g, (run, k, c) in enumerate(groups):
+            p, mode = run.piece, run.piece.modes[k]
+            if c > 1 and g == len(groups) - 1:  # the last piece of the stage, when it runs again, makes again what was sent: that is held
+                groups[g:] = [(run, k, c - 1), (run, k, 1)]
+                c -= 1
+            made_again = p.sent_bytes if g == len(groups) - 1 and mode.again_s > 0 else 0.0
+            there = bound - made_again
+            first, last = before, before + (c - 1) * mode.kept_bytes
+            most = max(
+                most,
+                base_first + last + mode.forward_bytes,
+                base_first + there + first + mode.backward_bytes + behind - p.gradient_bytes,
+                base_first + there + last + mode.backward_bytes + behind - c * p.gradient_bytes,
+            )
+            if m > 1:
+                most = max(most, base_later + there + last + mode.later_bytes)
+                if m > 2 or m <= self.in_flight:
+                    most = max(most, base_later + last + mode.forward_bytes)
+            before, behind = before + c * mode.kept_bytes, behind - c * p.gradient_bytes
         return rest + max(most + passing, update)
 
 
@@ -134,10 +136,13 @@ class StageModes:
     slack_s: float = 0.0
 
 
-def stage_modes(account: Account, limit_bytes: float, nodes: int = NODES) -> StageModes | None:
+Counts = tuple[tuple[int, ...], ...]  # of each run, how many of its pieces are in which of its allowed modes
+
+
+def stage_modes(account: Account, limit_bytes: float, nodes: int = NODES, refused: frozenset[Counts] = frozenset()) -> StageModes | None:
     """The fastest modes with which a stage fits; None if there are none. Branch and bound over how many pieces of each run are in which
-    mode, from what steps along the runs' convex hulls give, the cheapest byte first."""
-    return _Search(account, limit_bytes, nodes).best()
+    mode, from what steps along the runs' convex hulls give, the cheapest byte first. refused: that are known not to fit."""
+    return _Search(account, limit_bytes, nodes, refused).best()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +157,8 @@ class _Step:
 
 
 class _Search:
-    def __init__(self, account: Account, limit_bytes: float, nodes: int) -> None:
-        self.account, self.limit_bytes, self.nodes = account, limit_bytes, nodes
+    def __init__(self, account: Account, limit_bytes: float, nodes: int, refused: frozenset[Counts]) -> None:
+        self.account, self.limit_bytes, self.nodes, self.refused = account, limit_bytes, nodes, refused
         self.extra = []  # of each run: seconds of each mode beyond the fastest one
         for run in account.runs:
             seconds = [run.piece.modes[m].again_s for m in run.modes]
@@ -165,7 +170,7 @@ class _Search:
         runs = self.account.runs
         fastest = [max(k for k, s in enumerate(e) if s == 0) for e in self.extra]
         counts = [[run.count if k == fast else 0 for k in range(len(run.modes))] for run, fast in zip(runs, fastest, strict=True)]
-        if self.account.bytes(counts) <= self.limit_bytes:
+        if self.account.bytes(counts) <= self.limit_bytes and tuple(map(tuple, counts)) not in self.refused:
             return StageModes(again_s=0.0, counts=tuple(map(tuple, counts)))
         if all(len(run.modes) == 1 for run in runs):
             return None
@@ -223,7 +228,8 @@ class _Search:
     def _offer(self, counts: Sequence[Sequence[int]]) -> None:
         seconds = sum(n * s for of, extra in zip(counts, self.extra, strict=True) for n, s in zip(of, extra, strict=True))
         if (self.found is None or seconds < self.found[0]) and self.account.bytes(counts) <= self.limit_bytes:
-            self.found = seconds, tuple(map(tuple, counts))
+            as_tuple = tuple(map(tuple, counts))
+            self.found = self.found if as_tuple in self.refused else (seconds, as_tuple)
 
     def _critical(self, fastest: Sequence[int]) -> None:
         """The moment that is most over the limit, whatever the mode of the piece in which it is, if nothing else runs again; how many
@@ -242,10 +248,11 @@ class _Search:
             before += run.count * kept[r]
             behind -= run.count * run.piece.gradient_bytes
             last = before - kept[r]  # of the last piece of the run itself, nothing is counted but what it needs
-            options = [(others, others * whole + bound + last + min(x.backward_bytes for x in modes) + behind)]
+            there = bound - (run.piece.sent_bytes if r == len(a.runs) - 1 and any(x.again_s > 0 for x in modes) else 0.0)
+            options = [(others, others * whole + there + last + min(x.backward_bytes for x in modes) + behind)]
             if m > 1:
                 later = others if m > a.in_flight else max(others - 1, 0)
-                options.append((later, later * whole + bound + last + min(x.later_bytes for x in modes) + gradients))
+                options.append((later, later * whole + there + last + min(x.later_bytes for x in modes) + gradients))
             for times, nbytes in options:
                 if rest + nbytes - self.limit_bytes > self.need:
                     self.need = rest + nbytes - self.limit_bytes
