@@ -37,7 +37,7 @@ def captured(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Ca
     torch.manual_seed(0)
     model, x = Model(scale).to(dtype), torch.randn(BATCH, DIM, dtype=dtype)
     found = capture(model, (x,))
-    calls = call_twice(model, None, ((x,), {}), State.take(model), tuple(model.parameters()))
+    calls = call_twice(model, None, ((x,), {}), State.take(model), tuple(model.parameters()), compare=True)
     return found, calls, {found.program.inputs[0].value: x}
 
 

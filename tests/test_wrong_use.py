@@ -47,7 +47,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"precision": "fp99"}, "there is no precision 'fp99'; did you mean"),
         ({"pins": {"pt": 2}}, "there is no pin 'pt'; did you mean"),
         ({"pins": {"tp": "two"}}, "the pin tp must be a positive whole number, not 'two'"),
-        ({"pins": {"zero": 2}}, "zero must be 0, 1 or 3"),
+        ({"pins": {"zero": 4}}, "zero must be one of 0, 1, 2, 3"),
         ({"pins": {"micro_batch": 2, "micro_batches": 2}}, "not both"),
         ({"pins": "tp=2"}, "pins must be autopar.Pins or a mapping"),
     ],

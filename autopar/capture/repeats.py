@@ -113,6 +113,7 @@ def repeated(
     if not all(x.is_meta for x in leaves if isinstance(x, Tensor)):
         return Repeated()
     record, whole, count = _Record(), _Call("", model, None, 0), dict[str, int]()
+    trained = [p.requires_grad for p in model.parameters()]
     active = [whole]
 
     def noted(path: str, forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
@@ -138,7 +139,10 @@ def repeated(
         return Repeated()
     finally:
         start.restore()
-    if unseen:
+        frozen = [p.requires_grad for p in model.parameters()] != trained
+        for p, trains in zip(model.parameters(), trained, strict=True):
+            p.requires_grad_(trains)
+    if unseen or frozen:
         return Repeated()
     alone = {path for path, n in count.items() if n == 1}
     found: dict[str, str] = {}

@@ -121,13 +121,16 @@ def _typing(program: Program, count: int) -> _Typing:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")
     producer = {o: (op, k) for op in program.ops for k, o in enumerate(x for x in op.outputs if x is not None)}
     early = _before_the_parameters(program, draws_too=True)
-    try:
-        return _typed(_Typing(program=program, count=count, early=early, producer=producer), batched)
-    except NotSplittable as first:
+    # any typing is exact: where the inputs that hold the batch do not do, those that are as long as the batch are tried
+    as_long = frozenset(x.value for x in program.inputs if program.types[x.value].shape[:1] == (program.batch_size,))
+    first: NotSplittable | None = None
+    for inputs, whole in itertools.product(dict.fromkeys((batched, as_long)), (False, True)):
         try:
-            return _typed(_Typing(program=program, count=count, early=early, producer=producer, whole=True), batched)
-        except NotSplittable:
-            raise first from None
+            return _typed(_Typing(program=program, count=count, early=early, producer=producer, whole=whole), inputs)
+        except NotSplittable as e:
+            first = first or e
+    assert first is not None
+    raise first
 
 
 def _typed(typing: _Typing, batched: frozenset[str]) -> _Typing:

@@ -15,7 +15,8 @@ __all__ = ["prologue_bytes", "prologue_s"]
 def prologue_bytes(rank: Rank) -> int:
     """Of the results that the micro-batches read, whole or in slices."""
     moments = rank.moments
-    return sum(_whole(rank, v, moments.prologue_types).nbytes for v in moments.prologue_outputs)
+    known = {**moments.body.types, **moments.prologue_types}  # constants that are cut over time are made by nobody
+    return sum(_whole(rank, v, known).nbytes for v in moments.prologue_outputs)
 
 
 def prologue_s(rank: Rank, pricer: Pricer) -> float:
