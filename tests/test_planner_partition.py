@@ -45,7 +45,9 @@ def spelled_out(pieces: tuple[Piece, ...], modes: tuple[int, ...], flights: int,
                 moments.append(others * whole + there + before + mode.forward_bytes)
             behind = 0.0 if number else sum(p.gradient_bytes for p in pieces[k + 1 :])
             needs = mode.later_bytes if number else mode.backward_bytes
-            moments.append(others * whole + there + ends + before + needs + behind)
+            # what the last piece makes when it runs again holds what was sent: that is there once
+            once = pieces[-1].sent_bytes if k == len(used) - 1 and mode.again_s > 0 else 0.0
+            moments.append(others * whole + there + ends - once + before + needs + behind)
     passes = max(moments) + sum(p.passing_bytes for p in pieces)
     return sum(p.rest_bytes for p in pieces) + max(passes, sum(p.update_bytes for p in pieces))
 
