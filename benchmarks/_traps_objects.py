@@ -283,14 +283,7 @@ def part_of_a_larger_module(compile: Compile) -> Results:
 def compiled_by_torch(compile: Compile) -> Results:
     """torch.compile(backend="eager") around what compile returned."""
     model = compile(seeded(Net), example_inputs=batch())
-    faster = torch.compile(model, backend="eager")
-    optimizer, losses = sgd(model), []
-    for given in batches():
-        optimizer.zero_grad()
-        loss = faster(*given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(torch.compile(model, backend="eager"), sgd(model))
     return {"losses": losses, "state": state(model)}
 
 

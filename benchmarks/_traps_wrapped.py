@@ -66,14 +66,7 @@ def compiled_in_place_by_torch(compile: Compile) -> Results:
 def compiled_by_torch_before_the_plan(compile: Compile) -> Results:
     """torch.compile around a module whose plan is made on the first call."""
     model = compile(seeded(Net))
-    faster = torch.compile(model, backend="eager")
-    optimizer, losses = sgd(model), []
-    for given in batches():
-        optimizer.zero_grad()
-        loss = faster(*given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(torch.compile(model, backend="eager"), sgd(model))
     return {"losses": losses, "state": state(model)}
 
 

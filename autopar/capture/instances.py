@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
-from torch.library import Library, register_fake
 from torch.utils import _pytree as pytree
 
 from autopar.capture.repeats import forwards_replaced, type_of
@@ -27,7 +26,7 @@ from autopar.ir import Op, Ref, map_refs, refs
 
 __all__ = ["Instances", "Made", "NotRepeated", "Place", "StandIns"]
 
-_LIBRARY = Library("autopar_repeat", "DEF")
+_LIBRARY = library.Library("autopar_repeat", "DEF")
 _LIBRARY.define("begin(str path, Tensor[] given) -> ()")
 _LIBRARY.define("end(str path, Tensor[] returned) -> ()")
 _LIBRARY.define("call(str path, Tensor[] given, Tensor[] state) -> Tensor")
@@ -46,7 +45,7 @@ def _result(path: str, given: list[Tensor], state: list[Tensor]) -> Tensor:
 
 
 for _name, _made in (("begin", _nothing), ("end", _nothing), ("call", _result)):
-    register_fake(f"autopar_repeat::{_name}", _made, lib=_LIBRARY)
+    library.register_fake(f"autopar_repeat::{_name}", _made, lib=_LIBRARY)
     _LIBRARY.impl(_name, _made, "CompositeExplicitAutograd")
 for _marker in (torch.ops.autopar_repeat.begin.default, torch.ops.autopar_repeat.end.default):
     has_side_effect(_marker)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.library import Library, register_fake
+from torch import Tensor, library, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,7 +32,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _AUTOPAR = os.path.dirname(os.path.dirname(__file__)) + os.sep
 MOST = 64  # exports that are tried
 
-_LIBRARY = Library("autopar_region", "DEF")
+_LIBRARY = library.Library("autopar_region", "DEF")
 _LIBRARY.define("call(str key, Tensor[] tensors, int results) -> Tensor[]")
 _TRACED: dict[str, Call] = {}  # while a model is exported
 
@@ -59,7 +58,7 @@ def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
     return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in _TRACED[key].results]
 
 
-register_fake("autopar_region::call", _made, lib=_LIBRARY)
+library.register_fake("autopar_region::call", _made, lib=_LIBRARY)
 _LIBRARY.impl("call", _made, "CompositeExplicitAutograd")
 
 

@@ -98,13 +98,11 @@ class Account:
         most = gradients + reduced
         before, behind = 0.0, gradients
         groups = [(run, k, c) for run, of in zip(runs, counts, strict=True) for k, c in zip(run.modes, of, strict=True) if c]
-        for g, (run, k, c) in enumerate(groups):
+        run, k, c = groups.pop()  # the last piece of the stage stands alone: what it makes when it runs again holds what was sent
+        groups += [(run, k, c - 1), (run, k, 1)] if c > 1 else [(run, k, 1)]
+        for g, (run, k, c) in enumerate(groups, start=1):
             p, mode = run.piece, run.piece.modes[k]
-            if c > 1 and g == len(groups) - 1:  # the last piece of the stage, when it runs again, makes again what was sent: that is held
-                groups[g:] = [(run, k, c - 1), (run, k, 1)]
-                c -= 1
-            made_again = p.sent_bytes if g == len(groups) - 1 and mode.again_s > 0 else 0.0
-            there = bound - made_again
+            there = bound - (p.sent_bytes if g == len(groups) and mode.again_s > 0 else 0.0)
             first, last = before, before + (c - 1) * mode.kept_bytes
             most = max(
                 most,

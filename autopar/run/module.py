@@ -51,7 +51,7 @@ class ParallelModule(StandIn):
         loss.backward()         # reduces gradients; with a pipeline or micro-batches the rest of backward is done by now
         optimizer.step()        # on the parts of the parameters that rest here
 
-    Under torch.no_grad() a call computes the loss alone.
+    Under torch.no_grad() a call runs forward alone.
 
     It is the original model in another form: its submodules, parameters and buffers are the original's own objects, whose memory is
     now this rank's part (`parts`), and what is set on it is set on the original.
@@ -142,9 +142,10 @@ class ParallelModule(StandIn):
         hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The loss of a batch (a scalar, the same on every rank). The arguments are those of the original model. Where that returns
-        more than its loss, the loss is also what `.loss`, `["loss"]` and `[0]` give.
+        more than its loss, the loss is also what `.loss`, `["loss"]` and `[0]` give. With outputs='all', and where the original computes
+        no loss: all that it returns, every tensor whole on every rank.
 
         Raises TypeError or ValueError naming the input that is missing, unknown or not as planned, or what of the model has changed
         in a way that was not planned for; LaunchError in debug mode if ranks were given different batches.
