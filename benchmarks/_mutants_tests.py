@@ -1,9 +1,9 @@
 """Runs pytest again and again, each time in a process forked from this one, which has imported torch but nothing that is tested.
 
-    python benchmarks/_mutants_tests.py < lines of {"arguments": [...], "limit_s": ...} > lines of {"code": ..., "output": ..., "cpu_s": ...}
+    python benchmarks/_mutants_tests.py
 
-code: pytest's, None beyond the limit (all processes of the run are ended then). It is run as a file, so that its own package is not
-imported.
+It reads lines of {"arguments": [...], "limit_s": ...} and writes lines of {"code": ..., "output": ..., "cpu_s": ...}. code: pytest's,
+None beyond the limit (all processes of the run are ended then). It is run as a file, so that its own package is not imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 POLL_S = 0.02
 PRELOADED = (
     "torch", "torch.export", "torch.distributed", "torch.utils.flop_counter", "torch.utils._pytree", "torch._subclasses.fake_tensor",
-    "torch.testing._internal.distributed.fake_pg", "torch.multiprocessing.reductions", "numpy", "networkx", "msgspec", "hypothesis", "pytest",
+    "torch.testing._internal.distributed.fake_pg", "torch.multiprocessing.reductions", "numpy", "networkx", "msgspec",
+    "pytest",
 )  # fmt: skip
 
 
@@ -56,8 +57,12 @@ def _tested(arguments: list[str], output: int) -> None:
         import pytest
 
         code = int(pytest.main(arguments))
-        sys.stdout.flush()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -143,10 +143,11 @@ class Copy:
                 code, output, cpu_s = self.run(mutant.tests, "-x", limit_s=limit_s)
         except Stale:
             return Outcome(name=mutant.name, key=mutant.key, outcome="stale")
-        if code in (4, 5):
-            raise RuntimeError(f"{mutant.name}: pytest does not run {' '.join(mutant.tests)}\n{output}")
+        by = _failed(output)
+        if code not in (None, 0) and not by:
+            raise RuntimeError(f"{mutant.name}: pytest does not run {' '.join(mutant.tests)} (its exit code is {code})\n{output}")
         outcome = "hung" if code is None else "survived" if code == 0 else "killed"
-        return Outcome(name=mutant.name, key=mutant.key, outcome=outcome, by=_failed(output), cpu_s=round(cpu_s, 1))
+        return Outcome(name=mutant.name, key=mutant.key, outcome=outcome, by=by, cpu_s=round(cpu_s, 1))
 
 
 def _failed(output: str) -> str:
@@ -201,7 +202,8 @@ def main(argv: list[str]) -> int:
             print(f"{outcome}: {name}: {every[name].file}: {every[name].breaks}", file=out)
     print(f"{100 * share:.1f}% of {len(chosen)} changes are noticed", file=out)
     record = {
-        "mutants": len(chosen), **{o: counts[o] for o in OUTCOMES}, "share": round(share, 4), "cpu_s": round(sum(o.cpu_s for o in outcomes.values()), 1),
+        "mutants": len(chosen), **{o: counts[o] for o in OUTCOMES}, "share": round(share, 4),
+        "cpu_s": round(sum(o.cpu_s for o in outcomes.values()), 1),
         "names": {o: sorted(n for n, x in outcomes.items() if x.outcome == o) for o in OUTCOMES[2:]},
     }  # fmt: skip
     print(json.dumps(record))
