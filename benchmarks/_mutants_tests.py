@@ -1,6 +1,6 @@
-"""Runs pytest again and again, each time in a process forked from this one, which has imported torch but nothing that is tested.
+"""Runs pytest again and again, each time in a process forked from this one, which has imported much but nothing that is tested.
 
-    python benchmarks/_mutants_tests.py
+    python benchmarks/_mutants_tests.py MODULE ...
 
 It reads lines of {"arguments": [...], "limit_s": ...} and writes lines of {"code": ..., "output": ..., "cpu_s": ...}. code: pytest's,
 None beyond the limit (all processes of the run are ended then). It is run as a file, so that its own package is not imported.
@@ -18,11 +18,6 @@ import time
 from typing import Any
 
 POLL_S = 0.02
-PRELOADED = (
-    "torch", "torch.export", "torch.distributed", "torch.utils.flop_counter", "torch.utils._pytree", "torch._subclasses.fake_tensor",
-    "torch.testing._internal.distributed.fake_pg", "torch.multiprocessing.reductions", "numpy", "networkx", "msgspec",
-    "pytest",
-)  # fmt: skip
 
 
 def run(arguments: list[str], limit_s: float | None) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def _tested(arguments: list[str], output: int) -> None:
 
 def main() -> None:
     sys.path[0] = os.getcwd()  # not the folder of this file
-    for name in PRELOADED:
+    for name in (*sys.argv[1:], "pytest"):
         importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

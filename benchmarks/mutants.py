@@ -32,6 +32,10 @@ ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data" / "mutants.toml"
 COPIED = ("autopar", "cost_models", "benchmarks", "tests", "pyproject.toml", "README.md", "constraints.txt", "Makefile")
 COMPILED = ("autopar", "cost_models", "benchmarks", "tests")
+PRELOADED = (  # once for all tests: what they import of others
+    "torch", "torch.export", "torch.distributed", "torch.utils.flop_counter", "torch._subclasses.fake_tensor",
+    "torch.testing._internal.distributed.fake_pg", "torch.multiprocessing.reductions", "numpy", "networkx", "msgspec",
+)  # fmt: skip
 OUTCOMES = ("killed", "hung", "survived", "stale")
 NOTICED = ("killed", "hung")
 SHARE = 0.95
@@ -88,7 +92,7 @@ def mutants(path: Path = DATA) -> tuple[Mutant, ...]:
 class Copy:
     """A copy of the packages and their tests, in which one change at a time is made."""
 
-    def __init__(self, source: Path, folder: Path, names: Sequence[str] = COPIED) -> None:
+    def __init__(self, source: Path, folder: Path, names: Sequence[str] = COPIED, preloaded: Sequence[str] = PRELOADED) -> None:
         self.folder = folder
         for name in names:
             if (source / name).is_dir():
@@ -104,7 +108,7 @@ class Copy:
             if (folder / package).is_dir():
                 path = self._python("-c", f"import importlib.util as u; print(u.find_spec({package!r}).origin)").strip()
                 assert Path(path).is_relative_to(folder), f"the tests would run {path}, not the copy"
-        server = [sys.executable, str(Path(__file__).parent / "_mutants_tests.py")]
+        server = [sys.executable, str(Path(__file__).parent / "_mutants_tests.py"), *preloaded]
         self._tests = subprocess.Popen(
             server, cwd=folder, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

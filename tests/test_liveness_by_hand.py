@@ -101,9 +101,8 @@ def test_buckets() -> None:
     alone = peak(NARROW, reduced=("up", "down"), bucket_bytes=MATRIX)
     assert (alone.gradients, alone.communication) == (2 * MATRIX, MATRIX)
     assert alone.total <= 3 * MATRIX + ROW
-    in_parts = peak(
-        NARROW, reduced=("up", "down"), scattered=("up", "down"), bucket_bytes=2**20, gradients=dict.fromkeys(("up", "down"), (MATRIX, MATRIX // 4))
-    )
+    quarters = dict.fromkeys(("up", "down"), (MATRIX, MATRIX // 4))
+    in_parts = peak(NARROW, reduced=("up", "down"), scattered=("up", "down"), bucket_bytes=2**20, gradients=quarters)
     assert (in_parts.gradients, in_parts.communication) == (2 * MATRIX + 2 * MATRIX // 4, 2 * MATRIX)
 
 
@@ -195,10 +194,8 @@ def test_a_tied_weight_counts_once() -> None:
 def test_what_cannot_be_cut_rests_whole() -> None:
     """Over 4 ranks: [6, 8] along its second dim, [3] not at all."""
     types = {"w": TensorType((6, 8), torch.float32, True), "b": TensorType((3,), torch.float32, True)}
-    program = Program(
-        name="m", inputs=(), params=tuple(Param(value=v, fqn=v, layouts=(("dp", layout),)) for v, layout in (("w", R), ("b", R))), buffers=(),
-        ops=(), loss="w", types=types,
-    )  # fmt: skip
+    params = tuple(Param(value=v, fqn=v, layouts=(("dp", R),)) for v in types)
+    program = Program(name="m", inputs=(), params=params, buffers=(), ops=(), loss="w", types=types)
     dims = zero_dims(program, 4)
     assert dims == {"w": 1}
     found = param_bytes(program, dims, 4)

@@ -152,7 +152,7 @@ def test_the_optimum_is_that_of_trying_everything(given_: dict) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_where_memory_is_tight_cuts_and_recompute_are_decided_together(seed: int) -> None:
-    """Unlike pieces, and less memory than they would keep: the stage that runs something again may be the slowest, and other cuts better."""
+    """Unlike pieces, and less memory than they would keep: what runs again may make a stage the slowest, and other cuts better."""
     rng = random.Random(seed)
     again = moved = 0
     for _ in range(40):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,6 +24,7 @@ from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from autopar.planner.space import Choice
 from cost_models.cluster import OP_CLASSES, Cluster, Gpu, Link
+from cost_models.collectives import collective_time_s
 from cost_models.compute import kernel_time_s
 from cost_models.recipe import MIB, Recipe
 from cost_models.rests import RESTS
@@ -33,9 +35,11 @@ pytestmark = pytest.mark.pure
 FAST = 1e30
 
 
-def machine(*, flops: float = FAST, memory: float = FAST, link: float = FAST, between: float | None = None, start_s: float = 0.0) -> Cluster:
-    """Nodes of 8 GPUs behind a switch. flops: a second in float32, 8 times as many in TF32; memory, link, between: bytes a second, of a GPU's
-    memory, of a GPU's port, of a node's; start_s: of each collective."""
+def machine(
+    *, flops: float = FAST, memory: float = FAST, link: float = FAST, between: float | None = None, start_s: float = 0.0
+) -> Cluster:
+    """Nodes of 8 GPUs behind a switch. flops: a second in float32, 8 times as many in TF32; memory, link, between: bytes a second, of a
+    GPU's memory, of a GPU's port, of a node's; start_s: of each collective."""
 
     def wire(bandwidth: float) -> Link:
         return Link(
@@ -51,8 +55,8 @@ def machine(*, flops: float = FAST, memory: float = FAST, link: float = FAST, be
         )),
     )  # fmt: skip
     return Cluster(
-        name="round", gpu=gpu, gpus_per_node=8, nodes=None, intra=wire(link), inter=wire(link if between is None else between), links_per_gpu=1,
-        links_per_node=1,
+        name="round", gpu=gpu, gpus_per_node=8, nodes=None, intra=wire(link), inter=wire(link if between is None else between),
+        links_per_gpu=1, links_per_node=1,
     )  # fmt: skip
 
 
@@ -108,7 +112,7 @@ def test_the_bound_of_the_update(pp: int, dp: int, tp: int, shard: int) -> None:
     assert update[0] - update[1] == pytest.approx(3 * (4 + 2 * 12) * NUMBERS / 1e9 / (pp * tp * shard))
 
 
-@pytest.mark.parametrize("machines", [{"flops": 1e9}, {"memory": 1e9}, {"link": 1e6}, {"flops": 1e12, "memory": 1e10, "link": 1e9}], ids=str)
+@pytest.mark.parametrize("machines", [{"flops": 1e9}, {"link": 1e6}, {"flops": 1e12, "memory": 1e10, "link": 1e9}], ids=str)
 def test_bounds_are_below_prices(machines: dict[str, float]) -> None:
     cluster = machine(**machines)
     seen = 0
@@ -186,6 +190,19 @@ def test_which_ranks_are_neighbours() -> None:
     assert across.collective_s("all_reduce", nbytes, "dp") == pytest.approx(2 * across.collective_s("all_gather", nbytes, "dp"))
 
 
+@pytest.mark.parametrize("wired", [False, True])
+def test_what_a_rank_sends_in_each_collective(wired: bool) -> None:
+    """Of 4 ranks in a node, behind a switch or with a wire to each of the others: of what is gathered by the other three each has a part; a
+    sum is scattered and gathered; each sends three quarters of its quarter to the others."""
+    behind, nbytes = machine(link=1e9), 4.8e8
+    wires = dataclasses.replace(behind, intra=dataclasses.replace(behind.intra, switched=False), links_per_gpu=3)
+    cluster, rate = (wires, 3e9) if wired else (behind, 1e9)
+    parts = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "all_reduce": 3 / 2, "all_to_all": 3 / 16, "broadcast": 1.0, "p2p": 1.0}
+    for kind, share in parts.items():
+        found = collective_time_s(kind, nbytes, 4 if kind != "p2p" else 2, cluster, ranks_per_node=4)  # type: ignore[arg-type]
+        assert found == pytest.approx(share * nbytes / rate), kind
+
+
 def test_gradients_wait_for_a_bucket_not_for_each_other() -> None:
     """A second to start, and 25 MiB a second to send to the one other rank: a bucket takes two, a tensor its share of that."""
     pricer = Pricer(machine(link=25.0 * MIB, start_s=1.0), {"pp": 1, "dp": 2, "tp": 1})
@@ -213,8 +230,8 @@ def test_data_parallel_ranks_reduce_once_a_step(m: int) -> None:
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("hidden", [0.6, 3.0])
 def test_zero_3_gathers_twice_and_scatters_once(hidden: float, m: int) -> None:
-    """All parameters are one unit. Over 4 ranks 3 / 4 of them are gathered in forward and again in backward, and as much of the gradients is
-    scattered. hidden: the time of forward as a share of that of one of these."""
+    """All parameters are one unit. Over 4 ranks 3 / 4 of them are gathered in forward and again in backward, and as much of the gradients
+    is scattered. hidden: the time of forward as a share of that of one of these."""
     once = 0.75 * 4 * NUMBERS / 1e6
     forward = hidden * once
     cluster = machine(link=1e6, flops=FORWARD / 4 / m / forward)
@@ -244,11 +261,10 @@ TOKENS, LAYER = 12 * 64, 2 * 2 * 128 * 512  # operations of a layer for one toke
 
 @pytest.mark.parametrize("m", [2, 4])
 def test_what_runs_again_takes_its_time(m: int) -> None:
-    """Two stages of three layers. Run again, each stage has three layers' forward more in every backward pass, which delays the step by that
-    for every micro-batch and once for the other stage."""
-    found = {
-        mode: priced(program_of("deep"), 2, machine(flops=1e9), pp=2, micro_batches=m, blocks=(3, 3), recompute=mode) for mode in ("none", "full")
-    }
+    """Two stages of three layers. Run again, each stage has three layers' forward more in every backward pass, which delays the step by
+    that for every micro-batch and once for the other stage."""
+    pins: dict[str, Any] = {"pp": 2, "micro_batches": m, "blocks": (3, 3)}
+    found = {mode: priced(program_of("deep"), 2, machine(flops=1e9), recompute=mode, **pins) for mode in ("none", "full")}
     again = 3 * LAYER * TOKENS / m / 1e9
     for none, full in zip(found["none"].stages, found["full"].stages, strict=True):
         assert (full.forward_s, full.backward_s) == pytest.approx((none.forward_s, none.backward_s + again))
@@ -259,7 +275,8 @@ def test_what_runs_again_takes_its_time(m: int) -> None:
 def test_stages_wait_for_transfers(m: int, transfers: int) -> None:
     """Of the activations of a micro-batch. Of 4 micro-batches the first goes forward and the last backward with nothing to hide them; and
     of the 3 waits in the steady state two stages hide half, rounded up."""
-    plain, slow = (priced(program_of("deep"), 2, machine(flops=1e9, link=link), pp=2, micro_batches=m, blocks=(3, 3)) for link in (FAST, 1e6))
+    pins: dict[str, Any] = {"pp": 2, "micro_batches": m, "blocks": (3, 3)}
+    plain, slow = (priced(program_of("deep"), 2, machine(flops=1e9, link=link), **pins) for link in (FAST, 1e6))
     assert slow.step_time_s - plain.step_time_s == pytest.approx(transfers * 4 * 128 * TOKENS / m / 1e6)
 
 
