@@ -156,6 +156,7 @@ def compile(  # noqa: A001  (the field's word)
     pins: Pins | Mapping[str, Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     outputs: str = "loss",
+    local_batch: bool = False,
     verify: bool = False,
 ) -> ParallelModule | DeferredModule:
     """A module that trains `model` on `gpus` processes with the training loop unchanged.
@@ -169,6 +170,9 @@ def compile(  # noqa: A001  (the field's word)
     original returns in any case, and gradients go through that; so does a call without labels. What cannot run as it was planned is,
     with 'all' and under torch.no_grad(), computed by the original with whole parameters on every rank.
 
+    local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
+    global batch all the same. Without it every rank is called with the global batch.
+
     Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
     of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
     the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
@@ -176,6 +180,10 @@ def compile(  # noqa: A001  (the field's word)
     if isinstance(model, StandIn):
         raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
     count = world_size() if gpus is None else gpus
+    if local_batch and example_inputs is None:
+        raise ValueError("local_batch=True needs example_inputs: the global batch, of which the plan says who is given which part")
+    if local_batch and verify:
+        raise ValueError("verify=True calls the module with the global batch, local_batch=True with parts of it: verify without it once")
     check_name("outputs", outputs, ("loss", "all"))
     wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case
     dtype = compute_dtype(model, precision)
@@ -201,7 +209,7 @@ def compile(  # noqa: A001  (the field's word)
         )  # fmt: skip
         module = ParallelModule(
             load(compiled.source), tensors_of(captured), original=model, another=another, guards=captured.guards, returns=captured.returns,
-            returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
+            returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype, local_batch=local_batch,
         )  # fmt: skip
         leave_out(model, captured.written)
         keep = module.__dict__

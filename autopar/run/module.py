@@ -43,6 +43,7 @@ __all__ = ["Emitted", "ParallelModule"]
 
 Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
 Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
+CHECKED = 3  # calls, of which all ranks compare what they were given
 FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
 
 
@@ -61,11 +62,12 @@ class ParallelModule(StandIn):
     emitted: the emitted module (MANIFEST, STAGES and perhaps prologue). tensors: global tensors by name, of the parameters,
     buffers and constants in the manifest; rank 0's are given to all ranks, and the other ranks' are not read.
     device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
-    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1). original: the user's model; without
-    it the module has the names of its parameters alone. another: makes the form for other inputs or other modes. guards: of the
-    captured program. returns: what the original's forward returns, in words; '' for the loss alone; returned: all of it, without its
-    tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it was planned and gradients are off,
-    as for a call without labels, the original computes it, with whole parameters on every rank.
+    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1), else in the first few calls.
+    original: the user's model; without it the module has the names of its parameters alone. another: makes the form for other inputs or
+    other modes. guards: of the captured program. returns: what the original's forward returns, in words; '' for the loss alone;
+    returned: all of it, without its tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it
+    was planned and gradients are off, as for a call without labels, the original computes it, with whole parameters on every rank.
+    autocast, dtype: under which torch.autocast the program was captured, and what float32 parameters are cast to where they are used.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -93,6 +95,7 @@ class ParallelModule(StandIn):
     _outputs: str
     _seed: int
     _steps: int
+    _calls: int
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
     source: str | None = None
@@ -145,7 +148,7 @@ class ParallelModule(StandIn):
         keep["_forms"] = {self._key(form.batch.expected, autocast): [form]}
         keep["_by_the_original"] = set()
         keep["_seed"] = mesh.agree(torch.initial_seed(), device)
-        keep["_steps"] = 0
+        keep["_steps"] = keep["_calls"] = 0
         hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training
@@ -155,11 +158,13 @@ class ParallelModule(StandIn):
         no loss: all that it returns, every tensor whole on every rank.
 
         Raises TypeError or ValueError naming the input that is missing, unknown or not as planned, or what of the model has changed
-        in a way that was not planned for; LaunchError in debug mode if ranks were given different batches.
+        in a way that was not planned for; LaunchError if ranks were given different batches (all compare those of the first calls; in
+        debug mode of every call).
         """
         close_steps()
         self._tree.begin_step()
         form = self._form_for(args, kwargs)
+        self.__dict__["_calls"] += 1
         if form is None:
             return self._of_the_original(args, kwargs)
         with without():  # the program has the casts
@@ -170,8 +175,9 @@ class ParallelModule(StandIn):
         self.__dict__["_ran"] = form
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
-        if self.debug:
+        if self.debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
+        form.calls += 1
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), mesh, local=form.batch.local)
         step = Step(
             held=tree.held,
@@ -239,6 +245,16 @@ class ParallelModule(StandIn):
         return state.clip_grad_norm_(
             self._tree.held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
         )
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the data is divided among the ranks: 1 where every rank is given the global batch."""
+        return self.mesh.dp.size if self._first.batch.local else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts this rank is given; ranks of one tensor-parallel group or pipeline are given the same."""
+        return self.mesh.dp.rank if self._first.batch.local else 0
 
     # ------------------------------------------------------------------------------------------------------------ state
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -362,7 +378,7 @@ class ParallelModule(StandIn):
             return first  # which says what is missing or not known
         shapes = first.batch.shapes(args, kwargs)
         key = self._key(shapes, around := ambient())
-        if self.debug:
+        if self.debug or self._calls < CHECKED:
             self.mesh.check_equal(key, "the shapes of the inputs, the training mode, or torch.autocast around the call,")
         forms = self._forms.get(key, [])
         changed = None
@@ -378,7 +394,7 @@ class ParallelModule(StandIn):
                     f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
                 )
-            inputs = as_example(first.manifest.positional, args, kwargs)
+            inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
             try:
                 emitted, tensors, guards, returned = self._another(self, inputs, changed or "")
             except (CaptureError, ValueError) as why:
@@ -394,7 +410,7 @@ class ParallelModule(StandIn):
                 return None
             with torch.inference_mode(False):
                 constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
-            form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards, returned=returned)
+            form = Form(emitted, constants, self.mesh, self.device, local_batch=first.batch.local, guards=guards, returned=returned)
             self._forms.setdefault(key, []).append(form)
             return form
         if around != self._autocast:
