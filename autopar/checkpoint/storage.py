@@ -152,13 +152,12 @@ class CheckpointReader(StorageReader):
         state = {"model": get_model_state_dict(fsdp_model)}
         torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))
 
-    Tensors are under 'model.NAME' and 'optimizer.state.NAME.STATE', in their global shapes. Nothing is unpickled. Raises CheckpointError
+    Tensors are under 'model.NAME' (tied ones under each of their names) and 'optimizer.state.NAME.STATE', in their global shapes. Nothing is unpickled. Raises CheckpointError
     if there is no checkpoint, or if it is not complete or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.folder = Path(path)
-        self._index = read_index(self.folder)
+        self.reset(path)
 
     @property
     def contents(self) -> Contents:
@@ -172,10 +171,12 @@ class CheckpointReader(StorageReader):
         if checkpoint_id is not None:
             self.folder = Path(checkpoint_id)
         self._index = read_index(self.folder)
+        tied = self._index.contents.tied.items()
+        self._tensors = self._index.tensors | {f"model.{alias}": self._index.tensors[f"model.{name}"] for alias, name in tied}
 
     def read_metadata(self, *args: Any) -> Metadata:
         found = {}
-        for key, entry in self._index.tensors.items():
+        for key, entry in self._tensors.items():
             chunks = [ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes)) for c in entry.chunks]
             properties = TensorProperties(dtype=getattr(torch, entry.dtype))
             found[key] = TensorStorageMetadata(properties=properties, size=torch.Size(entry.shape), chunks=chunks)
@@ -198,7 +199,7 @@ class CheckpointReader(StorageReader):
                 raise CheckpointError(f"{self.folder} has {item.storage_index.fqn} in its index: autopar.load reads what is no tensor")
             key = item.storage_index.fqn
             if key not in chunks_of:
-                chunks_of[key] = {c.offsets: c for c in self._index.tensors[key].chunks if all(c.sizes)}
+                chunks_of[key] = {c.offsets: c for c in self._tensors[key].chunks if all(c.sizes)}
             assert item.storage_index.offset is not None
             chunk = chunks_of[key][tuple(item.storage_index.offset)]
             by_file.setdefault(chunk.file, []).append((chunk, item))
@@ -206,7 +207,7 @@ class CheckpointReader(StorageReader):
             path = self.folder / self._index.files[number].name
             with told(f"cannot read {path}", self.folder), path.open("rb", buffering=0) as file:
                 for chunk, item in sorted(items, key=lambda one: one[0].start):
-                    dtype = getattr(torch, self._index.tensors[item.storage_index.fqn].dtype)
+                    dtype = getattr(torch, self._tensors[item.storage_index.fqn].dtype)
                     found_here = _read(file, chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths))
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(found_here)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule
 from autopar.run.groups import group_of
 from autopar.run.lies import Lies
+from autopar.run.module import just_seeded
 from autopar.run.parts import is_part
 from autopar.run.together import talking
 
@@ -84,9 +86,11 @@ class Subject:
         return boxed[0]
 
     def resume(self, stream: Stream | None) -> None:
-        """Go on with a stream of random numbers."""
+        """Go on with a stream of random numbers, until the user seeds the generator again."""
         if stream is not None and isinstance(self.model, ParallelModule | DeferredModule):
             self.model.random_stream = (stream.seed, stream.calls)
+            if just_seeded():
+                torch.rand(())  # else the next call would take it for seeded by now
 
 
 def subject_of(model: nn.Module, *, write: bool) -> Subject:

@@ -37,7 +37,7 @@ from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
 
-__all__ = ["Emitted", "ParallelModule"]
+__all__ = ["AtRest", "Emitted", "ParallelModule", "just_seeded"]
 
 
 Key = tuple[bytes, Shapes]  # the mode of each module, and the shape of each input or its value
@@ -276,14 +276,13 @@ class ParallelModule(StandIn):
 
     @property
     def random_stream(self) -> tuple[int, int]:
-        """Where the module's own random numbers are: their seed, and how many calls have been made since it was set."""
+        """Where the module's own random numbers are: their seed, and how many calls have been made since it was set. Both begin anew
+        where the process's generator has just been seeded."""
         return self._seed, self._steps
 
     @random_stream.setter
     def random_stream(self, stream: tuple[int, int]) -> None:
         self.__dict__["_seed"], self.__dict__["_steps"] = stream
-        if _just_seeded():
-            torch.rand(())  # else the next call would take the generator for one that has been seeded for it
 
     @contextlib.contextmanager
     def full_parameters(self, *, write: bool = True) -> Iterator[None]:
@@ -448,7 +447,7 @@ class ParallelModule(StandIn):
         Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
         if form.manifest.draws:
-            seed = self.mesh.agree_number(torch.initial_seed() if _just_seeded() else None, self.device)
+            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None, self.device)
             if seed is not None:
                 self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
@@ -469,7 +468,8 @@ class AtRest:
     param: nn.Parameter | None
 
 
-def _just_seeded() -> bool:
+def just_seeded() -> bool:
+    """Whether the process's generator has been seeded, and nothing has been drawn since."""
     return torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
 
 
