@@ -50,7 +50,8 @@ def export_model(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]
     """
     reader = open_checkpoint(Path(checkpoint))
     metadata = reader.read_metadata()
-    config, left = None, ()
+    config: str | None = None
+    left: tuple[str, ...] = ()
     if isinstance(reader, CheckpointReader):
         contents = reader.contents
         keys = {name: f"model.{name}" for name in contents.names}

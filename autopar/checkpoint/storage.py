@@ -152,8 +152,8 @@ class CheckpointReader(StorageReader):
         state = {"model": get_model_state_dict(fsdp_model)}
         torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))
 
-    Tensors are under 'model.NAME' (tied ones under each of their names) and 'optimizer.state.NAME.STATE', in their global shapes. Nothing is unpickled. Raises CheckpointError
-    if there is no checkpoint, or if it is not complete or damaged.
+    Tensors are under 'model.NAME' (tied ones under each of their names) and 'optimizer.state.NAME.STATE', in their global shapes. Nothing
+    is unpickled. Raises CheckpointError if there is no checkpoint, or if it is not complete or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
