@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-import autopar.measure  # noqa: F401
+import autopar.measure
+import autopar.measure.workspace  # noqa: F401
 from autopar.ir import Arg, Ref, TensorType
 
 pytestmark = pytest.mark.pure
