@@ -49,7 +49,7 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text!r} is not an action; one is written like 2F0: stage 2, forward (B backward, W weights), micro-batch 0")
+            raise ScheduleError(f"{text!r} is not an action; one is written like 2F0: stage 2, forward (or B, or W), micro-batch 0")
         pass_: Pass = "F" if match[2] == "F" else "B" if match[2] == "B" else "W"
         return cls(int(match[1]), pass_, int(match[3]))
 
@@ -244,9 +244,10 @@ def _when_needed(ranks: Sequence[Sequence[Action]], of: Sequence[int]) -> tuple[
     places = {m: k for stream in streams.values() for k, m in enumerate(stream)}
     found = []
     for rank, actions in enumerate(ranks):
-        own, last = [], ()
+        own: list[Exchange] = []
+        last: tuple[Action, ...] = ()
         for a in actions:
-            message, receives = _message_to(a, of), []
+            message, receives = _message_to(a, of), list[Action]()
             if message is not None:
                 pair = of[message.stage], rank
                 done, until = arrived.get(pair, 0), places[message] + 1

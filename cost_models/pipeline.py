@@ -207,7 +207,8 @@ def step_time_s(
 
     forward_s, backward_s: seconds of one micro-batch by stage; p2p_s: of one transfer between neighbours; ranks: by default as many as
     stages. GPipe is exact; 1F1B is exact when the stages are equal and an upper bound otherwise; a schedule without a closed form is
-    simulated (a very long one as far as LONG says), and is priced at what equal stages would take at least, as 1F1B is. Raises ValueError on an unknown kind or unequal numbers of stages.
+    simulated (a very long one as far as LONG says), and is priced at what equal stages would take at least, as 1F1B is. Raises
+    ValueError on an unknown kind or unequal numbers of stages.
     """
     ranks = len(forward_s) if ranks is None else ranks
     chunks = len(forward_s) // ranks if ranks else 0

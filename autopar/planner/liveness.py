@@ -17,6 +17,7 @@ from autopar.ir import Op, Program, Span, refs
 from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 from autopar.planner.units import Units, Waiting
+from cost_models.actions import OnRank
 
 __all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 
@@ -174,6 +175,33 @@ class Liveness:
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
         return max(moments, key=lambda x: x.total)
+
+    def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
+        """The moment of a step at which most is alive on a rank that holds several stages."""
+        held, units = [self._held(a) for a in stages], [self.units(a) for a in stages]
+        gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
+        waiting = sum(
+            f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
+            for (f, b), a in zip(on_rank.waiting, stages, strict=True)
+        )
+        known: dict[tuple[int, str, bool, bool], Moment] = {}
+        found: list[Moment] = []
+        for now in on_rank.situations:
+            k, some = now.stage, now.reduced[now.stage]
+            key = k, now.pass_, some, now.last
+            if key not in known:
+                if now.pass_ == "F":
+                    own = list(self._forward(stages[k], units[k], stages[k].span, _Store()))
+                else:
+                    sent = Arriving.of(stages[k].sends, self.program)
+                    own = list(self._backward(stages[k], units[k], _Store(held[k]), sent, accumulated=some, final=now.last))
+                known[key] = max(own, key=lambda x: x.total)
+            beside = Moment(
+                saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
+                gradients=sum(g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
+            )  # fmt: skip
+            found.append(_plus(beside, known[key]))
+        return max(found, key=lambda x: x.total)
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier
