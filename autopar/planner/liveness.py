@@ -177,8 +177,9 @@ class Liveness:
         return max(moments, key=lambda x: x.total)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
-        """The moment of a step at which most is alive on a rank that holds several stages."""
-        held, units = [self._held(a) for a in stages], [self.units(a) for a in stages]
+        """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept to
+        its end."""
+        held, units = [self._held(a) for a in stages], self.units(*stages)
         gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
         waiting = sum(
             f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
@@ -191,10 +192,12 @@ class Liveness:
             key = k, now.pass_, some, now.last
             if key not in known:
                 if now.pass_ == "F":
-                    own = list(self._forward(stages[k], units[k], stages[k].span, _Store()))
+                    own = list(self._forward(stages[k], units, stages[k].span, _Store()))
                 else:
                     sent = Arriving.of(stages[k].sends, self.program)
-                    own = list(self._backward(stages[k], units[k], _Store(held[k]), sent, accumulated=some, final=now.last))
+                    own = list(self._backward(stages[k], units, _Store(held[k]), sent, accumulated=some, final=now.last))
+                    arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
+                    own = [_plus(x, Moment(communication=arrived)) for x in own]
                 known[key] = max(own, key=lambda x: x.total)
             beside = Moment(
                 saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
@@ -291,11 +294,13 @@ class Liveness:
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def units(self, a: Activity) -> Units:
-        indices = self._indices(a.span) if a.where_used else range(0)
-        forward = [(k, self._used(a, k, False)) for k in indices]
-        backward = [(k, self._used(a, k, True)) for k in reversed(indices)]
-        return Units(a.where_used, a.units, forward, backward)
+    def units(self, *stages: Activity) -> Units:
+        """Of the stages of a rank, which gathers them one after the other."""
+        sizes = {v: n for a in stages for v, n in a.where_used.items()}
+        places = [(a, k) for a in stages if a.where_used for k in self._indices(a.span)]
+        forward = [(k, self._used(a, k, False)) for a, k in places]
+        backward = [(k, self._used(a, k, True)) for a, k in reversed(places)]
+        return Units(sizes, stages[0].units, forward, backward)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""

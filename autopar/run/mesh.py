@@ -83,7 +83,7 @@ class Mesh:
         self.device = torch.device(device)
         self.world = world
         self.rank = dist.get_rank() if initialised else 0
-        self._talks = world > 1 and dist.get_backend() != "fake"
+        self.talks = world > 1 and dist.get_backend() != "fake"
         self.coordinates = dict(zip(AXES, self._unflatten(self.rank), strict=True))
         self.pp, self.dp, self.tp = (self._axis((name,)) for name in AXES)
         self.dp_tp = self._axis(("dp", "tp"))
@@ -122,13 +122,13 @@ class Mesh:
     def agree(self, value: T, device: torch.device) -> T:
         """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
         boxed = [value]
-        if self._talks:
+        if self.talks:
             dist.broadcast_object_list(boxed, src=0, group=self.everyone.group, device=device)
         return boxed[0]
 
     def agree_number(self, value: int | None, device: torch.device) -> int | None:
         """As `agree`, for a whole number below 2**64 or None, at the price of one small broadcast."""
-        if not self._talks:
+        if not self.talks:
             return value
         number = (value or 0) % 2**64
         boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device=device)
@@ -138,7 +138,7 @@ class Mesh:
 
     def check_equal(self, value: object, what: str) -> None:
         """Collective: raise LaunchError on every rank unless the value, as text, is the same on all of them."""
-        if not self._talks:
+        if not self.talks:
             return
         found = [""] * self.world
         dist.all_gather_object(found, repr(value), group=self.everyone.group)
@@ -149,7 +149,7 @@ class Mesh:
 
     def collected(self, values: list[str]) -> set[str]:
         """Collective: what any rank has."""
-        if not self._talks:
+        if not self.talks:
             return set(values)
         found: list[list[str]] = [[]] * self.world
         dist.all_gather_object(found, values, group=self.everyone.group)

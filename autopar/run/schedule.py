@@ -96,7 +96,7 @@ class Pipeline:
     def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, *, micro_batches: int, schedule: str, device: torch.device) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}; got {schedule!r}")
-        self._stages, self._pp, self._device = stages, mesh.pp, device
+        self._stages, self._pp, self._device, self.talks = stages, mesh.pp, device, mesh.talks
         self._asked = schedule, mesh.pp.size, micro_batches, len(stages)
         self._flow = flow(*self._asked)
         self._ranks = schedule_of(*self._asked)
@@ -163,8 +163,7 @@ class _Run:
         for action, exchange in zip(actions, exchanges[:-1], strict=True):
             self._exchange(exchange)
             self._wait_for(action)
-            results = self._forward(action) if action.pass_ == "F" else self._backward(action)
-            self._hand_on(action, results)
+            self._hand_on(action, self._forward(action) if action.pass_ == "F" else self._backward(action))
         self._exchange(exchanges[-1])
         for work, _ in self._works:
             work.wait()
@@ -188,6 +187,7 @@ class _Run:
         source = action.stage - 1 if action.pass_ == "F" else action.stage + 1
         for work in self._arriving.pop(Action(source, action.pass_, action.micro_batch), ()):
             work.wait()
+            self._works = [(other, sent) for other, sent in self._works if other is not work]  # sent with what has been waited for
 
     def _exchange(self, exchange: Exchange) -> None:
         """Send results, and make room for and begin to receive what comes next."""
@@ -204,7 +204,10 @@ class _Run:
             receives += [(dist.P2POp(dist.irecv, t, self._rank(message.stage), self._pp.group), message) for t in arriving]
         if not sends and not receives:
             return
-        self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
+        if self._pipeline.talks:
+            self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
+        else:  # in a fake process group nothing is on its way
+            self._works = []
         works = dist.batch_isend_irecv([op for op, _ in (*sends, *receives)])
         if len(works) == len(sends) + len(receives):
             self._works.extend((work, results) for work, (_, results) in zip(works, sends, strict=False))
