@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "compile": "compiler", "plan": "compiler", "generate": "generation",
+    "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data",
     "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "Infeasible": "errors", "LaunchError": "errors",
     "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",

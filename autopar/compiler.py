@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
@@ -23,6 +24,7 @@ from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.left_out import leave_out
+from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
@@ -59,13 +61,14 @@ def plan(
 
     example_inputs: the global batch, a tuple of positional or a dict of keyword inputs. loss: a function of the model's
     output, where the model does not return its loss. cluster: a name of the catalogue, a TOML file, or 'auto' (this
-    machine). memory: bytes of one GPU, or text like '80GiB'. precision: 'fp32', 'bf16', 'fp16' name the model's own dtype;
-    nothing is cast. pins: what is decided already. Raises CaptureError, Infeasible, PlanError, ValueError.
+    machine). memory: bytes of one GPU, or text like '80GiB'. precision: 'bf16' or 'fp16': a model with float32 parameters computes and
+    communicates in it, while parameters, sums of gradients and optimizer states stay float32; a model that was built in it stays as it
+    is. 'fp32', 'fp64': nothing is cast. pins: what is decided already. Raises CaptureError, Infeasible, PlanError, ValueError.
     """
     described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
     check_inputs(model, example_inputs)
     with timed("capture"):
-        captured = capture(model, example_inputs, loss=loss)
+        captured = capture(model, example_inputs, loss=loss, dtype=compute_dtype(model, precision))
     return described(captured)
 
 
@@ -125,14 +128,14 @@ def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) ->
 
 def build(
     model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan],
-    outputs: bool | None = None,
+    outputs: bool | None = None, dtype: torch.dtype | None = None,
 ) -> Compiled:  # fmt: skip
-    """Everything up to the source. outputs: as in `capture`. Where there are other ranks it is collective: each captures, and rank 0
+    """Everything up to the source. outputs, dtype: as in `capture`. Where there are other ranks it is collective: each captures, and rank 0
     plans for all."""
     check_inputs(model, inputs)
     with timed("capture"):
         captured = done_by_all(
-            lambda: capture(model, inputs, loss=loss, outputs=outputs), same=lambda c: program_hash(c.program), what="capture"
+            lambda: capture(model, inputs, loss=loss, outputs=outputs, dtype=dtype), same=lambda c: program_hash(c.program), what="capture"
         )
     decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
@@ -153,6 +156,7 @@ def compile(  # noqa: A001  (the field's word)
     pins: Pins | Mapping[str, Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     outputs: str = "loss",
+    local_batch: bool = False,
     verify: bool = False,
 ) -> ParallelModule | DeferredModule:
     """A module that trains `model` on `gpus` processes with the training loop unchanged.
@@ -166,6 +170,9 @@ def compile(  # noqa: A001  (the field's word)
     original returns in any case, and gradients go through that; so does a call without labels. What cannot run as it was planned is,
     with 'all' and under torch.no_grad(), computed by the original with whole parameters on every rank.
 
+    local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
+    global batch all the same. Without it every rank is called with the global batch.
+
     Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
     of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
     the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
@@ -173,8 +180,13 @@ def compile(  # noqa: A001  (the field's word)
     if isinstance(model, StandIn):
         raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
     count = world_size() if gpus is None else gpus
+    if local_batch and example_inputs is None:
+        raise ValueError("local_batch=True needs example_inputs: the global batch, of which the plan says who is given which part")
+    if local_batch and verify:
+        raise ValueError("verify=True calls the module with the global batch, local_batch=True with parts of it: verify without it once")
     check_name("outputs", outputs, ("loss", "all"))
     wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case
+    dtype = compute_dtype(model, precision)
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     wanted = wishes(count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
     if given is not None and as_pins(pins) is not None:
@@ -186,17 +198,18 @@ def compile(  # noqa: A001  (the field's word)
         if world_size() == count:
             join_process_group(default_device())
             whole_again(model)
-        return build(model, inputs, count, loss=loss, decide=wanted if given is None else lambda _: given, outputs=wanted_outputs)
+        decide = wanted if given is None else lambda _: given
+        return build(model, inputs, count, loss=loss, decide=decide, outputs=wanted_outputs, dtype=dtype)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
-        expected = first_loss(model, inputs, loss, compiled.captured.program) if verify else None
+        expected = first_loss(model, inputs, loss, compiled.captured.program, dtype) if verify else None
         captured = compiled.captured
         another = Variants(
-            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster, count), outputs=wanted_outputs
+            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster, count), outputs=wanted_outputs, dtype=dtype,
         )  # fmt: skip
         module = ParallelModule(
             load(compiled.source), tensors_of(captured), original=model, another=another, guards=captured.guards, returns=captured.returns,
-            returned=captured.returned, outputs=outputs,
+            returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype, local_batch=local_batch,
         )  # fmt: skip
         leave_out(model, captured.written)
         keep = module.__dict__

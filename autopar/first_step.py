@@ -20,6 +20,7 @@ from autopar.catalog.rule import draws
 from autopar.errors import VerificationError
 from autopar.ir import Program
 from autopar.run import ParallelModule
+from autopar.run.precision import computing_in, inputs_in
 
 __all__ = ["check_first_loss", "first_loss"]
 
@@ -39,9 +40,11 @@ def _kept(buffers: Mapping[str, Tensor]) -> Iterator[None]:
                 b.copy_(before[name])
 
 
-def first_loss(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, program: Program) -> Tensor:
-    """The original model's loss (the sum of its outputs if it has none), on this process alone. VerificationError if it draws random
-    numbers, as dropout does."""
+def first_loss(
+    model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, program: Program, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The original model's loss (the sum of its outputs if it has none), on this process alone. dtype: as in `capture`. VerificationError
+    if it draws random numbers, as dropout does."""
     random = dict.fromkeys(op.target for op in program.ops if draws(op))
     if random:
         raise VerificationError(
@@ -49,8 +52,8 @@ def first_loss(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | No
             f"differ. Switch dropout off for the check, or use `autopar verify`, which does"
         )
     devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
-    given = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), inputs)
-    with torch.no_grad(), left_as_it_was(model, loss):
+    given = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), inputs_in(dtype, inputs))
+    with torch.no_grad(), left_as_it_was(model, loss), computing_in(dtype, model):
         return objective_of(model(**given) if isinstance(given, dict) else model(*given), loss, None)[0].detach().cpu()
 
 

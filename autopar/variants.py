@@ -42,10 +42,10 @@ class Variants:
 
     def __init__(
         self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
-        cluster: Cluster, *, outputs: bool | None = None,
+        cluster: Cluster, *, outputs: bool | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
-        self._outputs = outputs
+        self._outputs, self._dtype = outputs, dtype
 
     def __call__(
         self, module: ParallelModule, inputs: Any, why: str
@@ -54,8 +54,8 @@ class Variants:
         model, plan = self._model, self._plan
         with torch.inference_mode(False), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs), same=lambda c: program_hash(c.program),
-                what="capture for other inputs",
+                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype),
+                same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
         program = captured.program
         try:

@@ -173,11 +173,6 @@ def overwrite_data(m: Function, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def autocast(m: Function, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return x @ m.weight.t()
-
-
 def branch_on_values(m: Function, x: torch.Tensor) -> torch.Tensor:
     return x * m.weight if x.sum() > 0 else x + m.weight
 
@@ -201,7 +196,6 @@ def no_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
     [
         (overwrite_without_gradient, "no longer belong together"),
         (overwrite_data, "no longer belong together"),
-        (autocast, "autocast"),
         (branch_on_values, "torch.where"),
         (shape_from_values, "fixed capacity"),
         (changes_parameter, "changes a parameter"),

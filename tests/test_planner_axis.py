@@ -9,17 +9,21 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from autopar.catalog import needs_transition
+from autopar.capture import capture
+from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import I, Layout, R, S, Strategy, refs
+from autopar.ir import I, Layout, Program, R, S, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner import axis
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
+from autopar.planner.shard import Assignment, view_of
+from autopar.planner.store import _fits
 from cost_models.cluster import load_cluster
-from tests.planner_programs import program_of
+from tests.planner_programs import Mlp, program_of
 
 pytestmark = pytest.mark.pure
 
@@ -153,3 +157,17 @@ def test_a_fixed_value_never_changes_its_layout() -> None:
     for op in program.ops:
         for r, want in zip(refs(op), solution.assignment.ops[op.name].inputs, strict=True):
             assert r not in problem.fixed or not needs_transition(solution.assignment.leaves[r], want, program.types[r])
+
+
+def test_strategies_of_one_size_fit_another_only_where_it_divides() -> None:
+    """Every operator of 8 samples cut into 4 parts: of 16 samples too, of 6 not."""
+
+    def of(samples: int) -> Program:
+        return capture(Mlp(), {"x": torch.ones(samples, 8), "y": torch.zeros(samples, 8)}).program
+
+    ops: dict[str, Strategy] = {}
+    for op in of(8).ops:
+        stated = strategies_of(view_of(of(8), op, 4))
+        ops[op.name] = next(s for s in stated if s.inputs[0] == S(0) and s.splits_work)
+    assignment = Assignment(axis="tp", n=4, ops=ops, leaves={x.value: I for x in of(8).leaves})
+    assert [_fits(assignment, of(samples)) for samples in (8, 16, 6)] == [True, True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,3 +220,29 @@ def test_the_hash_is_of_what_is_computed() -> None:
     hashes = [program_hash(program_of(name)) for name in names]
     assert len(set(hashes)) == len(names)
     assert hashes == [program_hash(program_of(name)) for name in names]
+
+
+def test_the_hash_is_of_every_constant() -> None:
+    """Each number, flag and dtype that an operator is given, changed alone."""
+    seen: dict[str, str] = {}
+    kinds = set()
+    for name in ("stack", "attention", "normed", "balanced"):
+        program = program_of(name)
+        seen[program_hash(program)] = name
+        for k, op in enumerate(program.ops):
+            for j, constant in enumerate(op.args):
+                match constant:
+                    case bool():
+                        other: object = not constant
+                    case int() | float():
+                        other = constant + 1
+                    case torch.dtype() if not constant.is_floating_point:  # a program in another floating dtype is the same one
+                        other = torch.int16
+                    case _:
+                        continue
+                kinds.add(type(constant))
+                changed = dataclasses.replace(op, args=(*op.args[:j], other, *op.args[j + 1 :]))  # type: ignore[arg-type]
+                found = program_hash(program.replace(ops=(*program.ops[:k], changed, *program.ops[k + 1 :])))
+                assert found not in seen, f"{name}: {op.target} with {other} in the place of {constant} is {seen.get(found)}"
+                seen[found] = f"{name}, {op.target} with {other}"
+    assert {bool, int, float} <= kinds and len(seen) > 20

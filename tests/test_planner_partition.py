@@ -150,6 +150,37 @@ def test_the_optimum_is_that_of_trying_everything(given_: dict) -> None:
     assert worth is not None and worth.outcome.objective <= best * (1 + 2e-4), "what is worth its while is found"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_memory_is_tight_cuts_and_recompute_are_decided_together(seed: int) -> None:
+    """Unlike pieces, and less memory than they would keep: what runs again may make a stage the slowest, and other cuts better."""
+    rng = random.Random(seed)
+    again = moved = 0
+    for _ in range(40):
+        pieces = tuple(
+            Piece(
+                forward_s=(f := rng.randint(1, 9)), backward_s=2 * f,
+                modes=(held(UNIT * rng.randint(3, 8)), held(UNIT * rng.randint(1, 2), name="full", again_s=rng.randint(1, 9))),
+            )
+            for _ in range(5)
+        )  # fmt: skip
+        stages, m = rng.choice((2, 3)), rng.randint(2, 8)
+        flights = tuple(in_flight("1f1b", s, stages, m) for s in range(stages))
+        given_ = {"stages": stages, "micro_batches": m, "in_flight": flights, "recompute": "auto"}
+        free = partition(pieces, limit_bytes=2.0**50, **given_)  # type: ignore[arg-type]
+        assert free is not None
+        least, most = least_bytes(pieces, stages, flights, m, "auto"), _fullest(pieces, free.cuts, free.modes, flights, m)
+        limit = rng.uniform(least, most)
+        best = _brute_s(pieces, stages, m, flights, limit, "auto")
+        if best == math.inf:
+            continue
+        part = partition(pieces, limit_bytes=limit, **given_)  # type: ignore[arg-type]
+        assert part is not None
+        mine = _closed_form_s(pieces, part.cuts, part.modes, m)
+        assert mine == pytest.approx(best) == part.outcome.objective and part.outcome.bound <= best * (1 + 1e-9)
+        again, moved = again + bool(part.recomputed), moved + (part.cuts != free.cuts)
+    assert again > 20 and moved > 5
+
+
 def test_the_account_of_a_stage_by_hand() -> None:
     """Two pieces that keep 10 and 20, need 3 and 5 more in backward, and whose gradients are 2 and 4; 7 rest, 1 comes in, 6 go out."""
     first = Piece(forward_s=1, backward_s=2, rest_bytes=7, gradient_bytes=2, received_bytes=1, modes=(held(10, 3),))
@@ -164,6 +195,10 @@ def test_the_account_of_a_stage_by_hand() -> None:
     assert stage_bytes((early, second), (0, 0), 1, 1) == 7 + 50 + 4 + 1 + 6  # in backward of the first, what the second kept is gone
     small = tuple(dataclasses.replace(p, modes=(NONE,), received_bytes=0, sent_bytes=0) for p in pair)
     assert stage_bytes(small, (0, 0), 1, 1) == 7 + 6 + 4  # at the end, with the gradients that wait in a bucket
+    high = Piece(forward_s=1, backward_s=2, gradient_bytes=2, modes=(held(10, 40),))
+    runs = Run(piece=high, count=3, modes=(0,)), Run(piece=second, count=1, modes=(0,))
+    account = Account(runs=runs, in_flight=1, micro_batches=1)
+    assert account.bytes([(3,), (1,)]) == 2 * 10 + 50 + 6 + 4  # in backward of the last of three equal ones
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

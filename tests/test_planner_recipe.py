@@ -311,3 +311,10 @@ def test_recipes_with_other_prices_share_no_ranks() -> None:
         other = first.other(gpus=1, pins=first.pins, batch_size=None, recipe=recipe, memory_limit_bytes=2**40)
         found[speed] = next(iter(other.candidates())).compute_s
     assert found[1e-9] > found[1.0] == next(iter(first.candidates())).compute_s
+    mesh = Mesh(pp=1, dp=1, tp=1)
+    recipes = (AUTOPAR, Recipe(), Recipe(regathers=True), Recipe(fuses=True), Recipe(attention_speed=0.5))
+    for recipe in (*recipes, *recipes):
+        rank = first.known.rank(mesh, 1, first.batch_size, recipe)
+        assert not isinstance(rank, str)
+        alone = Ledger(rank.program, Pricer(cluster(), mesh.sizes(), None, recipe))
+        assert rank.ledger.costs == alone.costs and rank.ledger.stops_early == alone.stops_early, recipe

@@ -121,6 +121,23 @@ def test_the_users_seed_decides(workers: WorkerPool) -> None:
         assert not torch.equal(one, other)
 
 
+def drawn_after(seeds: tuple[int, ...]) -> list[Tensor]:
+    """In a worker: what is drawn where the model was initialised between the user's seed and compile, as most scripts do."""
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model, ids = Rows("dropout"), torch.arange(SAMPLES)
+        module = autopar.compile(model, gpus=4, example_inputs={"ids": ids}, cluster="cpu", pins={"dp": 2, "tp": 2})
+        module(ids=ids).backward()
+        found.append(module.full_gradients()["first.weight"])
+    return found
+
+
+def test_the_users_seed_decides_where_it_was_used_before_compile(workers: WorkerPool) -> None:
+    for one, other in workers.run(drawn_after, (3, 4)):
+        assert not torch.equal(one, other)
+
+
 def after_a_seed(drawing: tuple[int, ...]) -> tuple[list[float], list[float]]:
     """In a worker: the losses after each of two equal seeds, of another seed, and without any; these ranks draw a number of their own
     between a seed and the call. And what the user draws after all that."""

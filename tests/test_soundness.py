@@ -156,10 +156,13 @@ def products_and_views() -> Iterator[tuple[Any, ...]]:
     yield "aten.split.Tensor", x(4, 24), 8, -1
     yield "aten.split_with_sizes.default", x(4, 32), [16, 8, 8], 1
     yield "aten.slice.Tensor", x(4, 24), 1, 8, 16
+    yield "aten.slice.Tensor", x(4, 24), 1, 6, 18  # half of it, from the middle of a half
     yield "aten.cat.default", [x(4, 8), x(4, 16), x(4, 8)], 1
     for name in ("contiguous", "alias", "_unsafe_view", "concat", "swapaxes"):
         rest: dict[str, tuple[Any, ...]] = {"_unsafe_view": ((4, 8),), "swapaxes": (0, 1)}
         yield f"aten.{name}.default", [x(4, 8), x(4, 8)] if name == "concat" else x(4, 8), *rest.get(name, ())
+    yield "aten.div.Tensor", x(4, 8), positive(4, 8)
+    yield "aten.add.Tensor", x(4, 8), 2.0
     yield "aten.mean.default", x(4, 8)
     yield "aten.amax.default", x(4, 8, 6), [1]
     yield "aten.var.correction", x(4, 8, 6), [-1], {"correction": 0}
@@ -171,6 +174,7 @@ def local_code() -> Iterator[tuple[Any, ...]]:
     yield "aten.embedding.default", x(8, 6), integers(8, 4, 8)
     yield "aten.embedding.default", x(8, 6), integers(8, 4, 8), 3
     yield "aten.cross_entropy_loss.default", x(8, 12), integers(12, 8), None, 2
+    yield "aten.cross_entropy_loss.default", x(8, 12), torch.tensor([-100, -100, -100, 1, 2, 3, 4, 5])  # a mean over those that count
     yield "autopar.L.sync_batch_norm", x(4, 8, 3), x(8), x(8), x(8), positive(8), {"axis": "b", "momentum": 0.1, "eps": 1e-5}
     yield "autopar.L.masked_embedding", integers(8, 4, 8), x(8, 16), {"axis": "b"}
     yield "autopar.L.cross_entropy_sum_vocab", x(8, 12), integers(12, 8), {"axis": "b"}

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.around import as_called
 from autopar.capture.export import objective_of
 from autopar.capture.source import first_line
 from autopar.capture.state import ABSENT, Change, Opaque, State
@@ -86,7 +87,7 @@ def call_twice(
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before = _marks(given)
-                with watch:
+                with watch, as_called():
                     output = model(*given[0], **given[1])
                     result, own = objective_of(output, loss, outputs)
                 wanted = (*parameters, *differentiated(given)) if compare else ()

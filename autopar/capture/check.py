@@ -16,7 +16,7 @@ from autopar.ir import Program
 __all__ = ["check_program", "trainable_tensors"]
 
 # The largest difference allowed, relative to the largest gradient: many roundings of the precision, far below any real difference.
-_TOLERANCE = {
+_TOLERANCE: dict[torch.dtype | None, float] = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.complex128: 1e-9, torch.complex64: 1e-4,
 }  # fmt: skip
 # What running operators one by one may end with, where the model's own run did not.
@@ -32,10 +32,12 @@ def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def check_program(
-    program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], names: tuple[str, ...] = ()
-) -> None:
+    program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], names: tuple[str, ...] = (),
+    *, dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Runs the program as often as the model was called. CaptureError names the parameters, buffers and outputs that differ. names: the
-    output of the program that each tensor is that the model returns beside the loss.
+    output of the program that each tensor is that the model returns beside the loss. dtype: what the model computed in, if not in that of
+    its parameters.
 
     calls: with the gradients of `trainable_tensors`. inputs: by value name, in the order of their leaves. Nothing that is given is changed.
     """
@@ -54,7 +56,7 @@ def check_program(
                 f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
                 f"become Python numbers in the forward (.item(), int(), asserts), and keep them tensors"
             ) from e
-        tolerance = max(_TOLERANCE.get(t.dtype, 0.0) for t in [*leaves.values(), call.loss])
+        tolerance = max(_TOLERANCE.get(d, 0.0) for d in (*(t.dtype for t in leaves.values()), call.loss.dtype, dtype))
         if not _close(call.loss, found, tolerance * max(1.0, abs(call.loss.item()))):
             raise CaptureError(
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "

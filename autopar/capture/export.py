@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
+from autopar.capture.around import as_called
 from autopar.capture.follow import AtTheBorder, Registries, follow
 from autopar.capture.source import in_library
 from autopar.capture.state import State
@@ -26,7 +27,7 @@ from autopar.errors import CaptureError, NoLoss
 from autopar.run.outputs import Returned, taken_apart
 
 __all__ = [
-    "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "without_key_value_cache",
+    "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet", "without_key_value_cache",
 ]  # fmt: skip
 
 PREFIX = "model"  # the name of the user's model inside Step
@@ -68,7 +69,7 @@ class Step(nn.Module):
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
             try:
-                with AtTheBorder(names):
+                with AtTheBorder(names), as_called():
                     output = model(*args, **kwargs)
                     result, own = objective_of(output, loss, outputs)
                 others: tuple[torch.Tensor, ...] = ()
@@ -136,7 +137,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Expo
     _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), _quiet():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except _FAILURES as e:
@@ -204,10 +205,13 @@ def own_gradients() -> Iterator[list[str]]:
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._subclasses.fake_tensor")
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Inside, torch's tracers do not log: their failures are raised as well, and a CaptureError explains them."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

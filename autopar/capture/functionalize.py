@@ -165,11 +165,6 @@ class _Functionalizer:
                 self.seen_version[output] = self.version.get(self._base(parent), 0)
 
     def _check_type(self, op: Op, found: Meta, traced: Meta) -> None:
-        if self.origin.autocast and found.dtype != traced.dtype:
-            raise CaptureError(
-                f"torch.autocast inside the forward changes the precision of {op.target}\n  at {op.source}\n  what to do: remove the "
-                f"autocast region and cast explicitly, or choose the precision of the whole model (precision=)"
-            )
         assert (found.shape, found.dtype) == (traced.shape, traced.dtype), (op, found, traced)
 
     def _check_effects(self, op: Op) -> None:

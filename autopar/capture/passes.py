@@ -14,11 +14,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.around import capturing
+from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
 from autopar.capture.check import check_program, trainable_tensors
+from autopar.capture.compute import with_casts_of
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
@@ -40,8 +43,10 @@ from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.errors import CaptureError, NoLoss
-from autopar.ir import Buffer, Program, Ref
+from autopar.ir import Buffer, Input, Program, Ref
+from autopar.run.autocast import Autocast
 from autopar.run.outputs import Returned
+from autopar.run.precision import computing_in, inputs_in
 
 __all__ = ["Captured", "capture"]
 
@@ -53,7 +58,8 @@ class Captured:
     training: the model's mode when it was captured. guards: what capture froze, to be asked whether it is still so. written:
     attributes in which each forward of the original leaves a tensor; the program does not. defaults: the parameters of the
     forward that the example call left to their defaults, with these: the program has them frozen too. returns: what the model's
-    forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for.
+    forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for. autocast: what
+    of torch.autocast was on around the call; the casts that it makes are in the program.
     """
 
     program: Program
@@ -64,6 +70,7 @@ class Captured:
     defaults: tuple[tuple[str, Any], ...] = ()
     returns: str = ""
     returned: Returned | None = None
+    autocast: tuple[Autocast, ...] = ()
 
 
 def capture(
@@ -73,6 +80,7 @@ def capture(
     loss: Callable[[Any], torch.Tensor] | None = None,
     check: bool = True,
     outputs: bool | None = False,
+    dtype: torch.dtype | None = None,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -80,25 +88,26 @@ def capture(
     theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
     the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
     loss, gradients and buffers (not on meta). outputs: the tensors that the model returns beside the loss are in the program too;
-    None: if it returns no loss, for the user to make one of them. The model is left as it was. Raises CaptureError with the line of
+    None: if it returns no loss, for the user to make one of them. dtype: what float32 parameters and inputs are cast to where they are
+    used (`run.precision`); None: nothing is cast. The model is left as it was. Raises CaptureError with the line of
     the model's source and what to do, NoLoss if there is no loss.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise CaptureError("capture inside torch.autocast\n  what to do: leave the autocast region; choose the precision with precision=")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
-    inputs = args, kwargs
-    infer, guards = Inference(), Guards.take(model, loss)
-    with without_key_value_cache(model):
+    given = args, kwargs
+    inputs, infer, guards = inputs_in(dtype, given), Inference(), Guards.take(model, loss)
+    with without_key_value_cache(model), capturing() as around, computing_in(dtype, model) as at_rest:
         start = State.take(model, loss)
         found, trace = _traced(model, loss, inputs, start, outputs=outputs)
-        trace, mutations = functionalize(trace, infer)
+        trace, mutations = functionalize(with_casts(trace, infer), infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)
         mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
         trace = with_copies_returned(trace, infer)
         trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
+        originals = {p.value: at_rest.get(id(trace.tensors[p.value]), trace.tensors[p.value]) for p in trace.params}
+        trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
         whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
         program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
@@ -108,7 +117,10 @@ def capture(
         written = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
-            check_program(checked, calls, trace.tensors, _inputs_by_value(program, *copied(inputs)), trace.returned)
+            leaves = {p.value: originals[p.value].detach().requires_grad_(p.trainable) for p in program.params}
+            check_program(
+                checked, calls, dict(trace.tensors) | leaves, _inputs_by_value(program.inputs, *copied(given)), trace.returned, dtype=dtype
+            )  # fmt: skip
         elif found.own_gradients:
             raise CaptureError(
                 f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(found.own_gradients))}), which a "
@@ -127,7 +139,7 @@ def capture(
             program = program.replace(own_loss=False)
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
     return Captured(
-        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned
+        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned, around,
     )
 
 
@@ -226,8 +238,8 @@ def _defaults(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tuple((n, p.default) for n, p in signature.parameters.items() if n not in given and p.default is not p.empty)
 
 
-def _inputs_by_value(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _inputs_by_value(inputs: tuple[Input, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """In the order of their leaves."""
-    values = {i.path: i.value for i in program.inputs}
+    values = {i.path: i.value for i in inputs}
     leaves = ((leaf_path(path), leaf) for path, leaf in pytree.tree_leaves_with_path((args, kwargs)))
     return {values[path]: leaf for path, leaf in leaves if path in values}

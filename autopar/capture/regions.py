@@ -19,11 +19,13 @@ from torch import Tensor, library, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
 from autopar.errors import CaptureError
+from autopar.run.autocast import ambient
 from autopar.run.region import Place, Region
 
 __all__ = ["Call", "Regions"]
@@ -120,7 +122,7 @@ class Regions:
         with left_as_it_was(self.model, self.loss):
             try:
                 forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
-                with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
                     torch.manual_seed(0)
                     objective_of(self.model(*args, **kwargs), self.loss, None)
             except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError):
@@ -204,7 +206,7 @@ def _observed(
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
-        modes=tuple(m.training for m in module.modules()),
+        modes=tuple(m.training for m in module.modules()), autocast=ambient(),
     )  # fmt: skip
     structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0), output)
     call = Call(

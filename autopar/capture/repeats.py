@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, seeded
 from autopar.capture.export import as_exported, objective_of, own_gradients
 from autopar.capture.state import Change, State
+from autopar.run.autocast import ambient
 
 __all__ = ["Repeated", "forwards_replaced", "repeated", "type_of"]
 
@@ -64,7 +66,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = self._results(func, args, kwargs or {})
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        modes = (torch.is_grad_enabled(), ambient())
         self.ran.append(_Ran(func, args, kwargs or {}, results, modes))
         return results
 
@@ -133,7 +135,8 @@ def repeated(
         with seeded(0, inputs), torch.enable_grad(), as_exported(), own_gradients() as unseen:
             with forwards_replaced({path: noted(path, m.forward, m) for path, m in model.named_modules() if path}, model), record:
                 args, kwargs = copied(inputs)
-                objective_of(model(*args, **kwargs), loss, outputs)
+                with as_called():
+                    objective_of(model(*args, **kwargs), loss, outputs)
         changes = tuple(start.changes(State.take(model, loss, start)))
     except _FAILURES:
         return Repeated()

@@ -22,6 +22,7 @@ from autopar.capture.source import source_line
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
+from autopar.run.autocast import Autocast
 from autopar.run.region import REGION
 
 __all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
@@ -52,11 +53,11 @@ class Names:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
     """One operator as traced. calls: the calls of modules it stands in, outermost first (the second call of a module is
-    'path@1'). autocast: it was traced inside an autocast region that may have changed its precision."""
+    'path@1'). autocast: what was on where it was traced, which may have changed its precision; () for nothing."""
 
     op: Op
     calls: tuple[str, ...] = ()
-    autocast: bool = False
+    autocast: tuple[Autocast, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +132,7 @@ class _Flattener:
     def run(self) -> Trace:
         params, buffers, copies = self._state()
         env = self._placeholders()
-        results = self._inline(self.exported.graph_module, env, no_grad=False, autocast=False)
+        results = self._inline(self.exported.graph_module, env, no_grad=False, autocast=())
         if symbolic := next((x for x in results if isinstance(x, _Symbolic)), None):
             raise symbolic.error()
         assert all(isinstance(x, Ref) for x in results), results
@@ -203,7 +204,7 @@ class _Flattener:
         return env
 
     # -------------------------------------------------------------------------------------------------- the operators
-    def _inline(self, module: fx.GraphModule, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> tuple[Any, ...]:
+    def _inline(self, module: fx.GraphModule, env: dict[fx.Node, Any], *, no_grad: bool, autocast: tuple[Autocast, ...]) -> tuple[Any, ...]:
         """Adds the operators of a graph whose placeholders have values in env; the values of its outputs."""
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -232,7 +233,7 @@ class _Flattener:
     def _source(self, node: fx.Node) -> str:
         return source_line(node.meta.get("stack_trace") or "")
 
-    def _call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: tuple[Autocast, ...]) -> None:
         target = node.target
         if target is operator.getitem:
             operands: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
@@ -262,15 +263,16 @@ class _Flattener:
                     f"Python functions over traced values by batched operators of torch"
                 )
 
-    def _region(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
+    def _region(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool, autocast: tuple[Autocast, ...]) -> None:
         name = node.target.name()  # type: ignore[union-attr]
         values: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *operands = values
             no_grad = not enabled
         elif name == "wrap_with_autocast":
-            _, _, enabled, _, body, *operands = values
-            autocast = bool(enabled)
+            device, dtype, enabled, _, body, *operands = values
+            here = Autocast.of(device, dtype or torch.get_autocast_dtype(device))
+            autocast = (*(a for a in autocast if a.device != device), *((here,) if enabled else ()))
         else:
             raise CaptureError(
                 f"cannot capture the control flow operator {name}\n  at {self._source(node)}\n  what to do: compute both branches and "
@@ -323,7 +325,9 @@ class _Flattener:
         self.ops.append(Traced(op=op, calls=_module_stack(node)[0]))
         env[node] = [Ref(o) for o in outputs]
 
-    def _operator(self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], *, no_grad: bool, autocast: bool) -> None:
+    def _operator(
+        self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], *, no_grad: bool, autocast: tuple[Autocast, ...]
+    ) -> None:
         source = self._source(node)
         val = node.meta.get("val")
         if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or target is torch.ops.aten.item.default:

@@ -41,7 +41,7 @@ TRANSITIONS: dict[tuple[Kind, Kind], Transition] = {
     (_R, _I): Transition("own"),
 }
 ALL_TO_ALL = Transition("all_to_all", "all_to_all", "all_to_all")
-REGROUP = Transition("regroup", "all_gather", "reduce_scatter")
+REGROUP = Transition("regroup", "all_to_all", "all_to_all")
 
 
 def needs_transition(have: Layout, want: Layout, t: TensorType) -> bool:

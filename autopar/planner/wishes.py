@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from autopar.catalog.rule import rule_of
@@ -82,7 +83,7 @@ def check_inputs(model: nn.Module, inputs: object) -> None:
 
 def with_notes(plan: Plan, program: Program) -> Plan:
     """The plan with notes on what is not as one may think: operators without a rule, and a precision that is not the model's
-    (nothing is cast)."""
+    (nothing is cast then)."""
     notes = []
     unruled = [op for op in program.ops if refs(op) and rule_of(op.target) is None]
     split = _split(plan, program, unruled)
@@ -95,10 +96,19 @@ def with_notes(plan: Plan, program: Program) -> Plan:
             notes.append(f"without a rule, {how}, and priced as read and written bytes: {listed}")
     own = plan.precision
     dtypes = list(dict.fromkeys(str(program.types[p.value].dtype).removeprefix("torch.") for p in program.params))
-    if dtypes and dtypes != [PRECISIONS[plan.precision]]:
+    if dtypes and _only_cast(program, PRECISIONS[plan.precision]):
+        notes.append(f"float32 parameters rest as they are, and are cast to {PRECISIONS[plan.precision]} where they are used")
+    elif dtypes and dtypes != [PRECISIONS[plan.precision]]:
         notes.append(f"the parameters are {', '.join(dtypes)}, and nothing is cast: all figures are for that, not for {plan.precision}")
         own = next((name for name, dtype in PRECISIONS.items() if dtypes == [dtype]), plan.precision)
     return msgspec.structs.replace(plan, precision=own, notes=[*notes, *plan.notes]) if notes else plan
+
+
+def _only_cast(program: Program, dtype: str) -> bool:
+    """Whether float32 parameters are read by casts to a lower dtype alone."""
+    full = {p.value for p in program.params if program.types[p.value].dtype == torch.float32}
+    reads = [op for op in program.ops if not full.isdisjoint(refs(op))]
+    return bool(reads) and all(op.target == "aten.to.dtype" and str(program.types[op.name].dtype) == f"torch.{dtype}" for op in reads)
 
 
 def _split(plan: Plan, program: Program, ops: Sequence[Op]) -> frozenset[str]:

@@ -21,6 +21,7 @@ __all__ = ["DeferredModule", "world_size"]
 
 _OF_A_STARTED_MODULE = (
     "train_step", "clip_grad_norm_", "full_state_dict", "full_gradients", "load_full_state_dict", "full_parameters", "manifest", "mesh",
+    "data_rank", "data_ranks",
 )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ class Form:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}{each}")
         self.manifest, self.constants, self.guards, self.returned = manifest, constants, guards, returned
         self.outputs = Outputs(manifest, mesh, device, local=local_batch)
+        self.calls = 0
         self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
         others: Mapping[str, Any] = constants  # submodules stand where tensors do
         self.regions = tuple(r for r in others.values() if isinstance(r, Region))

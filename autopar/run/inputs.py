@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
 from autopar.ir import Layout
+from autopar.run import comm
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
-from autopar.run.slices import local_slice
+from autopar.run.slices import joined, local_slice
 
 __all__ = ["Batch", "Shapes", "as_example", "micro_batch"]
 
@@ -88,7 +89,7 @@ class Batch:
 
     def check_equal(self, bound: Mapping[str, Tensor]) -> None:
         """Collective: raise LaunchError unless all ranks were given the same data (local: all of one data-parallel rank)."""
-        if self._mesh.world == 1:
+        if not self._mesh.talks:
             return
         sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
         mine = torch.tensor([self._mesh.dp.rank if self.local else 0, *sums], device=self._device)
@@ -101,9 +102,28 @@ class Batch:
                 if a != b:
                     raise LaunchError(
                         f"input {name!r} differs between rank {other} and rank {rank}, which must be given the same data. "
-                        "Give every rank the same global batch (no DistributedSampler, the same seed for shuffling), or pass "
-                        "local_batch=True if each data-parallel rank loads its own part."
+                        + (
+                            "All ranks of one data-parallel rank load the same part: autopar.sampler(dataset, model) says which"
+                            if self.local
+                            else "Give every rank the same global batch (no DistributedSampler, the same seed for shuffling), or compile "
+                            "with local_batch=True, and load each data-parallel rank's own part with autopar.sampler(dataset, model)"
+                        )
                     )
+
+    def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Collective: the arguments with the global batch, of which this data-parallel rank was given its own part."""
+        layouts = {self._by_name(spec.path): Layout.parse(spec.layouts.get("dp", "I")) for spec in self._manifest.inputs}
+
+        def joined_at(path: Sequence[Any], leaf: Any) -> Any:
+            keys: tuple[Any, ...] = tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)
+            layout = layouts.get(self._by_name(keys[1:]))
+            if not self.local or not isinstance(leaf, Tensor) or layout is None or not layout.is_shard:
+                return leaf
+            parts = comm.all_gather(leaf.detach().to(self._device), self._mesh.dp)
+            return joined(parts, layout.dim, layout.groups).to(leaf.device).requires_grad_(leaf.requires_grad)
+
+        found = pytree.tree_map_with_path(joined_at, (tuple(args), dict(kwargs)))
+        return found[0], found[1]
 
     def _by_name(self, path: Path) -> Path:
         """A positional argument's path begins with the name of its parameter, where that is known."""

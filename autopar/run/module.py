@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, NoLoss
 from autopar.run import comm, state
+from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.dtypes import dtype_named
@@ -29,6 +30,7 @@ from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Returned, as_returned
 from autopar.run.parts import local
+from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import StandIn, runs_as_it_is
@@ -39,8 +41,9 @@ from autopar.run.weights import Step, Weights
 __all__ = ["Emitted", "ParallelModule"]
 
 
-Key = tuple[bytes, Shapes]  # the mode of each module, and the shape of each input or its value
+Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
 Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
+CHECKED = 3  # calls, of which all ranks compare what they were given
 FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
 
 
@@ -59,11 +62,12 @@ class ParallelModule(StandIn):
     emitted: the emitted module (MANIFEST, STAGES and perhaps prologue). tensors: global tensors by name, of the parameters,
     buffers and constants in the manifest; rank 0's are given to all ranks, and the other ranks' are not read.
     device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
-    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1). original: the user's model; without
-    it the module has the names of its parameters alone. another: makes the form for other inputs or other modes. guards: of the
-    captured program. returns: what the original's forward returns, in words; '' for the loss alone; returned: all of it, without its
-    tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it was planned and gradients are off,
-    as for a call without labels, the original computes it, with whole parameters on every rank.
+    batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1), else in the first few calls.
+    original: the user's model; without it the module has the names of its parameters alone. another: makes the form for other inputs or
+    other modes. guards: of the captured program. returns: what the original's forward returns, in words; '' for the loss alone;
+    returned: all of it, without its tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it
+    was planned and gradients are off, as for a call without labels, the original computes it, with whole parameters on every rank.
+    autocast, dtype: under which torch.autocast the program was captured, and what float32 parameters are cast to where they are used.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -85,10 +89,13 @@ class ParallelModule(StandIn):
     _forms: dict[Key, list[Form]]
     _by_the_original: set[Key]
     _another: Another | None
+    _autocast: tuple[Autocast, ...]
+    _dtype: torch.dtype | None
     _returns: str
     _outputs: str
     _seed: int
     _steps: int
+    _calls: int
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
     source: str | None = None
@@ -107,6 +114,8 @@ class ParallelModule(StandIn):
         returns: str = "",
         returned: Returned | None = None,
         outputs: str = "loss",
+        autocast: tuple[Autocast, ...] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
@@ -135,10 +144,11 @@ class ParallelModule(StandIn):
         keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
         if original is None:
             self.training = manifest.training
-        keep["_another"], keep["_forms"] = another, {self._key(form.batch.expected): [form]}
+        keep["_another"], keep["_autocast"], keep["_dtype"] = another, autocast, dtype
+        keep["_forms"] = {self._key(form.batch.expected, autocast): [form]}
         keep["_by_the_original"] = set()
         keep["_seed"] = mesh.agree(torch.initial_seed(), device)
-        keep["_steps"] = 0
+        keep["_steps"] = keep["_calls"] = 0
         hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training
@@ -148,19 +158,26 @@ class ParallelModule(StandIn):
         no loss: all that it returns, every tensor whole on every rank.
 
         Raises TypeError or ValueError naming the input that is missing, unknown or not as planned, or what of the model has changed
-        in a way that was not planned for; LaunchError in debug mode if ranks were given different batches.
+        in a way that was not planned for; LaunchError if ranks were given different batches (all compare those of the first calls; in
+        debug mode of every call).
         """
-        mesh, tree = self.mesh, self._tree
         close_steps()
-        tree.begin_step()
+        self._tree.begin_step()
         form = self._form_for(args, kwargs)
+        self.__dict__["_calls"] += 1
         if form is None:
             return self._of_the_original(args, kwargs)
+        with without():  # the program has the casts
+            return self._run(form, args, kwargs)
+
+    def _run(self, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        mesh, tree = self.mesh, self._tree
         self.__dict__["_ran"] = form
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
-        if self.debug:
+        if self.debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
+        form.calls += 1
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), mesh, local=form.batch.local)
         step = Step(
             held=tree.held,
@@ -204,8 +221,9 @@ class ParallelModule(StandIn):
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""
         assert self.original is not None, "what it computes was captured"
-        given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
-        with self._tree.as_whole(write=False, buffers=True), torch.random.fork_rng(devices=self._generators()):
+        given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), inputs_in(self._dtype, (args, kwargs)))
+        whole = self._tree.as_whole(write=False, buffers=True)
+        with whole, computing_in(self._dtype, self.original), torch.random.fork_rng(devices=self._generators()):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1
             return self.original(*given[0], **given[1])
@@ -229,6 +247,16 @@ class ParallelModule(StandIn):
         return state.clip_grad_norm_(
             self._tree.held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
         )
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the data is divided among the ranks: 1 where every rank is given the global batch."""
+        return self.mesh.dp.size if self._first.batch.local else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts this rank is given; ranks of one tensor-parallel group or pipeline are given the same."""
+        return self.mesh.dp.rank if self._first.batch.local else 0
 
     # ------------------------------------------------------------------------------------------------------------ state
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -339,9 +367,9 @@ class ParallelModule(StandIn):
             return getattr(original, name)
 
     # ---------------------------------------------------------------------------------------------------------- private
-    def _key(self, shapes: Shapes) -> Key:
+    def _key(self, shapes: Shapes, autocast: tuple[Autocast, ...]) -> Key:
         modes = bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
-        return modes, shapes
+        return modes, autocast, shapes
 
     def _form_for(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
@@ -351,9 +379,9 @@ class ParallelModule(StandIn):
         if not self._takes(args, kwargs):
             return first  # which says what is missing or not known
         shapes = first.batch.shapes(args, kwargs)
-        key = self._key(shapes)
-        if self.debug:
-            self.mesh.check_equal(key, "the shapes of the inputs, or the training mode,")
+        key = self._key(shapes, around := ambient())
+        if self.debug or self._calls < CHECKED:
+            self.mesh.check_equal(key, "the shapes of the inputs, the training mode, or torch.autocast around the call,")
         forms = self._forms.get(key, [])
         changed = None
         for form in forms:
@@ -368,7 +396,7 @@ class ParallelModule(StandIn):
                     f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
                 )
-            inputs = as_example(first.manifest.positional, args, kwargs)
+            inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
             try:
                 emitted, tensors, guards, returned = self._another(self, inputs, changed or "")
             except (CaptureError, ValueError) as why:
@@ -384,9 +412,12 @@ class ParallelModule(StandIn):
                 return None
             with torch.inference_mode(False):
                 constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
-            form = Form(emitted, constants, self.mesh, self.device, local_batch=False, guards=guards, returned=returned)
+            form = Form(emitted, constants, self.mesh, self.device, local_batch=first.batch.local, guards=guards, returned=returned)
             self._forms.setdefault(key, []).append(form)
             return form
+        if around != self._autocast:
+            was, now = (", ".join(map(str, x)) or "no autocast" for x in (self._autocast, around))
+            raise ValueError(f"{first.manifest.model} was captured inside of {was} and called inside of {now}. Call it as it was captured")
         if changed is not None:
             raise ValueError(f"{first.manifest.model} is not what was compiled: {changed}. Compile it again")
         if self.training != first.manifest.training and first.manifest.mode_dependent:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
 from autopar.run import comm
+from autopar.run.autocast import Autocast, under
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
@@ -36,7 +37,7 @@ class Place:
 @dataclass(eq=False)
 class Region:
     """One call of a submodule. path: where it is in the model. state: the names of its parameters and buffers, in the order in which
-    it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each tensor.
+    it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each tensor. autocast: what was on.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -45,6 +46,7 @@ class Region:
     state: tuple[str, ...]
     arguments: Any
     modes: tuple[bool, ...]
+    autocast: tuple[Autocast, ...] = ()
     reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters that a gradient has come to
 
     device = torch.device("cpu")
@@ -70,7 +72,8 @@ class Region:
         try:
             named = zip(self.state, state, strict=True)
             noted = {name: _Noted.apply(t, self.reached, name) if t.requires_grad else t for name, t in named}
-            returned = functional_call(self.module, noted, args, kwargs)
+            with under(self.autocast):
+                returned = functional_call(self.module, noted, args, kwargs)
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode

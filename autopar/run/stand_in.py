@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["StandIn", "runs_as_it_is"]
@@ -38,6 +39,19 @@ def _leave_parts_alone() -> None:
     trace_rules.add("autopar.run")
 
 
+@functools.cache
+def _watch_wrappers() -> None:
+    """Before rank 0's parameters are compared with those of other ranks and written to all."""
+    register_module_module_registration_hook(_into_a_wrapper)
+
+
+def _into_a_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel) and submodule is not None:
+        for inner in submodule.modules():
+            if isinstance(inner, StandIn):
+                inner._refuse_wrapping()
+
+
 class StandIn(nn.Module):
     """original: the user's model, kept out of the registries; None where there is none."""
 
@@ -47,6 +61,7 @@ class StandIn(nn.Module):
         """compiler: as in `runs_as_it_is`."""
         super().__init__()
         runs_as_it_is(type(self), "forward", compiler=compiler)
+        _watch_wrappers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
@@ -88,10 +103,9 @@ class StandIn(nn.Module):
             "script that"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_ddp_params_and_buffers_to_ignore":  # asked for before rank 0's parameters are written to all ranks
-            self._refuse_wrapping()
-        return super().__getattr__(name)
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        """torch.nn.DataParallel asks for what it shall run on each of several GPUs of one process."""
+        self._refuse("replicated by DataParallel: it runs on one GPU of each process. Use it as it is")
 
     def _refuse_copy(self, what: str) -> NoReturn:
         self._refuse(

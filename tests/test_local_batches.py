@@ -1,0 +1,154 @@
+"""What each rank is called with: the global batch, or its own part of it, loaded by a sampler; anything else is refused at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import autopar
+from autopar.run import WorkerPool
+
+GLOBAL = 8
+PLANS = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "micro_batches": 2}]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        if not self.training:
+            h = 2.0 * h
+        return F.cross_entropy(self.down(h), y, ignore_index=3)  # a rank with more ignored labels counts less
+
+
+def dataset() -> TensorDataset:
+    g = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(3 * GLOBAL + 4, 6, generator=g).double(), torch.randint(4, (3 * GLOBAL + 4,), generator=g))
+
+
+def compiled(pins: dict[str, int], *, local: bool) -> Any:
+    torch.manual_seed(0)
+    given = (torch.zeros(GLOBAL, 6).double(), torch.zeros(GLOBAL, dtype=torch.long))
+    return autopar.compile(Net().double(), gpus=2, cluster="cpu", pins=pins, example_inputs=given, local_batch=local)
+
+
+def trained(pins: dict[str, int], local: bool) -> tuple[list[float], dict[str, Tensor], list[list[int]]]:
+    """Losses of an epoch whose last batch is half as large, the parameters after it, and which samples each batch had."""
+    model = compiled(pins, local=local)
+    data = dataset()
+    numbered = TensorDataset(*data.tensors, torch.arange(len(data)))
+    loader = DataLoader(numbered, batch_size=GLOBAL // model.data_ranks, sampler=autopar.sampler(numbered, model, seed=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, samples = [], []
+    for x, y, index in loader:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        samples.append(index.tolist())
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(x, y).item())
+    return losses, model.full_state_dict(), samples
+
+
+def on_one_process(batches: list[list[int]]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, data, losses = Net().double(), dataset(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for samples in batches:
+        x, y = (t[samples] for t in data.tensors)
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(model.eval()(x, y).item())
+    return losses, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("pins", PLANS, ids=str)
+@pytest.mark.parametrize("local", [False, True], ids=["global", "local"])
+def test_a_loader_with_the_sampler_trains_as_on_one_process(pool: WorkerPool, pins: dict[str, int], local: bool) -> None:
+    (losses, state, first), (_, _, second) = pool.run(trained, pins, local)
+    parts = local and "dp" in pins
+    assert (first == second) is not parts
+    batches = [a + b for a, b in zip(first, second, strict=True)] if parts else first
+    assert sorted(sum(batches, [])) == list(range(3 * GLOBAL + 4)), "every sample once"
+    expected, whole = on_one_process(batches)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert all(torch.allclose(state[n], t, rtol=0, atol=1e-12) for n, t in whole.items())
+
+
+def mistaken(pins: dict[str, int], local: bool, what: str) -> str:
+    model = compiled(pins, local=local)
+    rank = dist.get_rank()
+    x, y = (t[: GLOBAL // model.data_ranks] for t in dataset().tensors)
+    if what == "values":
+        x = x + rank
+    elif what == "shapes":
+        x, y = x[: len(x) - 2 * rank], y[: len(y) - 2 * rank]
+    elif what == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=rank == 1):
+            return said(model, x, y)
+    return said(model, x, y)
+
+
+def said(model: Any, x: Tensor, y: Tensor) -> str:
+    try:
+        return f"the loss {model(x, y).item()}"
+    except autopar.LaunchError as e:
+        return str(e)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("pins", "local", "what", "says"),
+    [
+        ({"dp": 2}, False, "values", "input 'x' differs between rank 0 and rank 1.*same global batch.*local_batch=True.*autopar.sampler"),
+        ({"tp": 2}, False, "values", "input 'x' differs between rank 0 and rank 1"),
+        ({"pp": 2}, True, "values", "input 'x' differs between rank 0 and rank 1.*All ranks of one data-parallel rank load the same"),
+        ({"dp": 2}, False, "shapes", r"the shapes of the inputs.* differ between rank 0 and rank 1"),
+        ({"dp": 2}, True, "shapes", r"the shapes of the inputs.* differ between rank 0 and rank 1"),
+        ({"dp": 2}, False, "autocast", r"torch.autocast around the call.* differ between rank 0 and rank 1"),
+        ({"dp": 2}, True, "values", "^the loss"),
+    ],
+)  # fmt: skip
+def test_batches_that_are_not_what_the_ranks_should_be_given(
+    pool: WorkerPool, pins: dict[str, int], local: bool, what: str, says: str
+) -> None:
+    for text in pool.run(mistaken, pins, local, what):
+        assert re.search(says, text, re.DOTALL), text
+
+
+@pytest.mark.pure
+def test_wrong_wishes() -> None:
+    with pytest.raises(ValueError, match="local_batch=True needs example_inputs: the global batch"):
+        autopar.compile(Net(), gpus=2, cluster="cpu", local_batch=True)
+
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(1)
+
+    with pytest.raises(TypeError, match="Stream has no length.*model.data_ranks-th sample"):
+        autopar.sampler(Stream(), None)  # type: ignore[arg-type]

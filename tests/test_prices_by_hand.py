@@ -1,0 +1,304 @@
+"""What the planner says of time, beside arithmetic on paper: a machine of round numbers, one of whose parts is slow at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.ir import Program
+from autopar.measure import Pricer
+from autopar.planner import Pins
+from autopar.planner.axis import AxisProblem, group_cost
+from autopar.planner.bounds import Least
+from autopar.planner.candidate import Candidate, Mesh
+from autopar.planner.choices import choices
+from autopar.planner.price import Ledger
+from autopar.planner.search import Search
+from autopar.planner.space import Choice
+from cost_models.cluster import OP_CLASSES, Cluster, Gpu, Link
+from cost_models.collectives import collective_time_s
+from cost_models.compute import kernel_time_s
+from cost_models.recipe import MIB, Recipe
+from cost_models.rests import RESTS
+from tests.planner_programs import program_of
+
+pytestmark = pytest.mark.pure
+
+FAST = 1e30
+
+
+def machine(
+    *, flops: float = FAST, memory: float = FAST, link: float = FAST, between: float | None = None, start_s: float = 0.0
+) -> Cluster:
+    """Nodes of 8 GPUs behind a switch. flops: a second in float32, 8 times as many in TF32; memory, link, between: bytes a second, of a
+    GPU's memory, of a GPU's port, of a node's; start_s: of each collective."""
+
+    def wire(bandwidth: float) -> Link:
+        return Link(
+            name="wire", bandwidth_bytes_per_s=bandwidth, achievable_fraction=1.0, low_latency_fraction=0.5, start_simple_s=start_s,
+            start_low_latency_s=start_s, hop_simple_s=0.0, hop_low_latency_s=0.0, peer_s=0.0, in_switch_fraction=0.0, switched=True,
+        )  # fmt: skip
+
+    gpu = Gpu(
+        name="round", memory_bytes=2**50, memory_bandwidth_bytes_per_s=memory, launch_s=0.0, context_bytes=0,
+        rates=(("float32", flops), ("tf32", 8 * flops)), fractions=tuple((c, 1.0) for c in OP_CLASSES),
+        sources=tuple((key, "assumed: round") for key in (
+            "memory_bandwidth_bytes_per_s", "peak_flops_per_s.float32", *(f"achievable_fraction.{c}" for c in OP_CLASSES)
+        )),
+    )  # fmt: skip
+    return Cluster(
+        name="round", gpu=gpu, gpus_per_node=8, nodes=None, intra=wire(link), inter=wire(link if between is None else between),
+        links_per_gpu=1, links_per_node=1,
+    )  # fmt: skip
+
+
+def searched(program: Program, gpus: int, cluster: Cluster, optimizer: str = "none", recipe: Recipe | None = None, **pins: Any) -> Search:
+    return Search(
+        program=program, gpus=gpus, cluster=cluster, memory_limit_bytes=2**50, optimizer=optimizer, precision="fp32", pins=Pins(**pins),
+        recipe=recipe or Recipe(),
+    )  # fmt: skip
+
+
+def priced(program: Program, gpus: int, cluster: Cluster, optimizer: str = "none", recipe: Recipe | None = None, **pins: Any) -> Candidate:
+    """The one candidate that has these pins."""
+    pins = {"dp": 1, "tp": 1, "pp": 1, "micro_batches": 1, "zero": 0, "recompute": "none"} | pins
+    (found,) = searched(program, gpus, cluster, optimizer, recipe, **pins).candidates()
+    return found
+
+
+# "wide": x [48, 768] -> 3072, relu -> 768, and the mean square error
+ROWS, WIDTH, HIDDEN = 48, 768, 3072
+PRODUCT = 2 * ROWS * WIDTH * HIDDEN  # multiplications and additions of either layer
+FORWARD = 2 * PRODUCT
+BACKWARD = 3 * PRODUCT  # two for the second layer, one for the first: x has no gradient
+NUMBERS = 2 * WIDTH * HIDDEN + HIDDEN + WIDTH  # parameters
+FOLLOWS = 4 * (4 * ROWS * WIDTH + 4 * ROWS * HIDDEN)  # bytes of x, y, the output twice; of the hidden values four times
+STAYS = 4 * (NUMBERS + 1)  # bytes of the weights, and of the loss
+FORMS = [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 1), (2, 1, 1, 4), (2, 4, 2, 3), (1, 2, 2, 2)]  # pp, dp, tp, micro-batches
+
+
+def choice(pp: int, dp: int, tp: int, m: int, rest: str = "zero0", shard: int = 1) -> Choice:
+    return Choice(mesh=Mesh(pp=pp, dp=dp, tp=tp), micro_batches=m, schedule="1f1b", rest=RESTS[rest], shard=shard)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the bound
+@pytest.mark.parametrize(("pp", "dp", "tp", "m"), FORMS)
+def test_the_bound_of_a_choice(pp: int, dp: int, tp: int, m: int) -> None:
+    """A GPU has at least its share of the arithmetic; every micro-batch of every data-parallel rank reads the weights; the busiest stage
+    has a pp-th of a micro-batch m times, and waits pp - 1 times."""
+    program, waits = program_of("wide"), (m + pp - 1) / pp
+    arithmetic = Least(program, machine(flops=1e9), "none", Recipe())
+    assert arithmetic.step_s(choice(pp, dp, tp, m), ROWS) == pytest.approx((FORWARD + BACKWARD) / 1e9 / (dp * m * tp) * waits)
+    memory = Least(program, machine(memory=1e9), "none", Recipe())
+    once = 3 * (FOLLOWS / (dp * m) + STAYS) / 1e9 / tp  # backward moves twice what forward moves
+    assert memory.step_s(choice(pp, dp, tp, m), ROWS) == pytest.approx(once * waits)
+    assert memory.step_s(choice(pp, dp, tp, 2 * m), 2 * ROWS) == pytest.approx(once * (2 * m + pp - 1) / pp), "of a batch twice as large"
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp", "shard"), [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 4, 1), (1, 4, 1, 4), (2, 4, 2, 2)])
+def test_the_bound_of_the_update(pp: int, dp: int, tp: int, shard: int) -> None:
+    """AdamW, in three passes: 4 bytes of a gradient; of the parameter and its two states 12 bytes, read and written."""
+    program, cluster = program_of("wide"), machine(memory=1e9)
+    of = choice(pp, dp, tp, 2, "zero1" if shard > 1 else "zero0", shard)
+    update = [Least(program, cluster, optimizer, Recipe()).step_s(of, ROWS) for optimizer in ("adamw", "none")]
+    assert update[0] - update[1] == pytest.approx(3 * (4 + 2 * 12) * NUMBERS / 1e9 / (pp * tp * shard))
+
+
+@pytest.mark.parametrize("machines", [{"flops": 1e9}, {"link": 1e6}, {"flops": 1e12, "memory": 1e10, "link": 1e9}], ids=str)
+def test_bounds_are_below_prices(machines: dict[str, float]) -> None:
+    cluster = machine(**machines)
+    seen = 0
+    for pp, dp, tp, m in FORMS:
+        for zero in (0, 3) if dp > 1 else (0,):
+            search = searched(program_of("wide"), pp * dp * tp, cluster, "adamw", pp=pp, dp=dp, tp=tp, micro_batches=m, zero=zero)
+            for found in search.candidates():
+                one = choice(pp, dp, tp, m, found.rest.name, found.shard)
+                assert search._least.step_s(one, ROWS) <= found.estimator.least_s() * (1 + 1e-9) <= found.step_time_s * (1 + 2e-9)
+                seen += 1
+    assert seen >= 4
+
+
+def test_the_bound_of_priced_pieces() -> None:
+    """Of 12 equal layers in two stages and 4 micro-batches, which cuts nearly reach."""
+    layers = equal_layers()
+    found = priced(layers, 2, machine(flops=1e9), pp=2, micro_batches=4)
+    forward = 2 * 8 * 64 * 64 / 1e9  # of a layer and a micro-batch of 8 rows; backward is twice that, of the first layer once
+    assert found.estimator.least_s() == pytest.approx((3 * 12 - 1) * forward * (4 + 1) / 2)
+    assert found.estimator.least_s() <= found.step_time_s <= 1.1 * found.estimator.least_s()
+
+
+@functools.cache
+def equal_layers() -> Program:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU(), nn.Identity())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.of(x).square().sum()
+
+    return capture(Square(), (torch.ones(32, 64),)).program
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+def test_a_program_that_memory_binds() -> None:
+    ledger = Ledger(program_of("wide"), Pricer(machine(memory=1e9), {"pp": 1, "dp": 1, "tp": 1}, None, Recipe()))
+    forward, backward, sent = ledger.seconds(range(len(ledger.costs)))
+    assert (forward, backward, sent) == pytest.approx(((FOLLOWS + STAYS) / 1e9, 2 * (FOLLOWS + STAYS) / 1e9, 0.0))
+
+
+def test_a_program_that_arithmetic_binds() -> None:
+    ledger = Ledger(program_of("wide"), Pricer(machine(flops=1e9), {"pp": 1, "dp": 1, "tp": 1}, None, Recipe()))
+    assert ledger.seconds(range(len(ledger.costs)))[:2] == pytest.approx((FORWARD / 1e9, BACKWARD / 1e9))
+    gpu = machine(flops=1e9).gpu
+    assert kernel_time_s("matmul", 4e9, 0.0, "float32", gpu) == 4.0, "products in float32 do not use TF32"
+    assert kernel_time_s("conv", 4e9, 0.0, "float32", gpu) == 0.5
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_splitting_an_operator_splits_its_work(n: int) -> None:
+    """In the integer program of an axis: of the first layer, two products of its size (forward, and the weight's gradient)."""
+    program = program_of("wide")
+    pricer = Pricer(machine(flops=1e9), {"pp": 1, "dp": 1, "tp": n})
+    problem = AxisProblem(axis="tp", n=n, choices=choices(program, n, {}), pricer=pricer, params=frozenset())
+    linear = next(g for g in problem.choices.groups.values() if g.op is not None and g.op.target == "aten.linear.default")
+    seconds = {s.splits_work: group_cost(problem, linear, s) for s in linear.strategies if s.local is None}
+    assert seconds == pytest.approx({False: 2 * PRODUCT / 1e9, True: 2 * PRODUCT / 1e9 / n})
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+def test_which_ranks_are_neighbours() -> None:
+    """16 GPUs on two nodes: tp innermost, then dp, then pp."""
+    for mesh, expected in (
+        ({"pp": 1, "dp": 2, "tp": 8}, {"tp": 8, "dp": 1}), ({"pp": 1, "dp": 8, "tp": 2}, {"tp": 2, "dp": 4}),
+        ({"pp": 2, "dp": 4, "tp": 2}, {"tp": 2, "dp": 4, "pp": 1}), ({"pp": 4, "dp": 2, "tp": 2}, {"tp": 2, "dp": 2, "pp": 2}),
+    ):  # fmt: skip
+        pricer = Pricer(machine(link=8e9, between=2e9), mesh)
+        assert {axis: pricer.per_node(axis) for axis in expected} == expected
+    across = Pricer(machine(link=8e9, between=2e9), {"pp": 1, "dp": 2, "tp": 8})
+    nbytes = 10**9  # over tp, in the node: 7 / 8 of them; over dp, beside 7 other groups that share the node's port: half of them
+    assert across.collective_s("all_gather", nbytes, "tp") == pytest.approx(7 / 8 * nbytes / 8e9)
+    assert across.collective_s("all_gather", nbytes, "dp") == pytest.approx(1 / 2 * nbytes / (2e9 / 8))
+    assert across.collective_s("all_reduce", nbytes, "dp") == pytest.approx(2 * across.collective_s("all_gather", nbytes, "dp"))
+
+
+@pytest.mark.parametrize("wired", [False, True])
+def test_what_a_rank_sends_in_each_collective(wired: bool) -> None:
+    """Of 4 ranks in a node, behind a switch or with a wire to each of the others: of what is gathered by the other three each has a part; a
+    sum is scattered and gathered; each sends three quarters of its quarter to the others."""
+    behind, nbytes = machine(link=1e9), 4.8e8
+    wires = dataclasses.replace(behind, intra=dataclasses.replace(behind.intra, switched=False), links_per_gpu=3)
+    cluster, rate = (wires, 3e9) if wired else (behind, 1e9)
+    parts = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "all_reduce": 3 / 2, "all_to_all": 3 / 16, "broadcast": 1.0, "p2p": 1.0}
+    for kind, share in parts.items():
+        found = collective_time_s(kind, nbytes, 4 if kind != "p2p" else 2, cluster, ranks_per_node=4)  # type: ignore[arg-type]
+        assert found == pytest.approx(share * nbytes / rate), kind
+
+
+def test_gradients_wait_for_a_bucket_not_for_each_other() -> None:
+    """A second to start, and 25 MiB a second to send to the one other rank: a bucket takes two, a tensor its share of that."""
+    pricer = Pricer(machine(link=25.0 * MIB, start_s=1.0), {"pp": 1, "dp": 2, "tp": 1})
+    assert pricer.collective_s("all_reduce", 25 * MIB, "dp") == pytest.approx(2.0)
+    for share in (1, 1 / 25, 1 / 2500, 3):
+        assert pricer.bucketed_s("all_reduce", share * 25 * MIB, "dp") == pytest.approx(2.0 * share)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_data_parallel_ranks_reduce_once_a_step(m: int) -> None:
+    """Of one bucket, and of ten, of which nine are hidden by the backward pass of the last micro-batch."""
+    nbytes = 4 * NUMBERS  # 18 MiB and 15 KiB, over 4 ranks: 2 * 3 / 4 of them are sent
+    send_s = 1.5 * nbytes / 1e9
+    backward_s = BACKWARD / 4 / m / 1e9
+    one = priced(program_of("wide"), 4, machine(flops=1e9, link=1e9), dp=4, micro_batches=m)
+    assert one.gradient_sync_s == pytest.approx(send_s) and backward_s > send_s
+    several = priced(program_of("wide"), 4, machine(flops=1e9, link=1e9), recipe=Recipe(bucket_bytes=2 * MIB), dp=4, micro_batches=m)
+    last = 1.5 * (nbytes % (2 * MIB)) / 1e9
+    assert several.gradient_sync_s == pytest.approx(last)
+    slow = priced(program_of("wide"), 4, machine(flops=1e12, link=1e6), recipe=Recipe(bucket_bytes=2 * MIB), dp=4, micro_batches=m)
+    first_ready = BACKWARD / 4 / m / 1e12 / math.ceil(nbytes / (2 * MIB))
+    assert slow.gradient_sync_s == pytest.approx(1.5 * nbytes / 1e6 + first_ready - BACKWARD / 4 / m / 1e12)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("hidden", [0.6, 3.0])
+def test_zero_3_gathers_twice_and_scatters_once(hidden: float, m: int) -> None:
+    """All parameters are one unit. Over 4 ranks 3 / 4 of them are gathered in forward and again in backward, and as much of the gradients
+    is scattered. hidden: the time of forward as a share of that of one of these."""
+    once = 0.75 * 4 * NUMBERS / 1e6
+    forward = hidden * once
+    cluster = machine(link=1e6, flops=FORWARD / 4 / m / forward)
+    found = priced(program_of("wide"), 4, cluster, dp=4, zero=3, micro_batches=m)
+    backward = 1.5 * forward
+    expected = m * (max(forward, once) + max(backward, 2 * once)) + 2 * once  # at both ends of the step nothing runs beside
+    assert found.step_time_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_zero_2_scatters_in_every_pass(m: int) -> None:
+    """Two buckets, the first of which is hidden: the other one is exposed once a micro-batch; and the parameters are gathered once."""
+    nbytes, bucket = 4 * NUMBERS, 10 * MIB
+    found = priced(
+        program_of("wide"), 4, machine(flops=1e9, link=1e9), recipe=Recipe(bucket_bytes=bucket), dp=4, zero=2, micro_batches=m
+    )
+    forward = FORWARD / 4 / m / 1e9
+    gathers = [0.75 * bucket / 1e9, 0.75 * (nbytes - bucket) / 1e9]
+    assert forward / 2 > gathers[1], "the second half is gathered while the first half of forward runs"
+    assert found.gradient_sync_s == pytest.approx(m * 0.75 * bucket / 1e9 + gathers[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+# "deep": 6 layers of 128 -> 512 -> 128 on 12 x 64 tokens
+TOKENS, LAYER = 12 * 64, 2 * 2 * 128 * 512  # operations of a layer for one token
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_what_runs_again_takes_its_time(m: int) -> None:
+    """Two stages of three layers. Run again, each stage has three layers' forward more in every backward pass, which delays the step by
+    that for every micro-batch and once for the other stage."""
+    pins: dict[str, Any] = {"pp": 2, "micro_batches": m, "blocks": (3, 3)}
+    found = {mode: priced(program_of("deep"), 2, machine(flops=1e9), recompute=mode, **pins) for mode in ("none", "full")}
+    again = 3 * LAYER * TOKENS / m / 1e9
+    for none, full in zip(found["none"].stages, found["full"].stages, strict=True):
+        assert (full.forward_s, full.backward_s) == pytest.approx((none.forward_s, none.backward_s + again))
+    assert found["full"].step_time_s - found["none"].step_time_s == pytest.approx((m + 1) * again)
+
+
+@pytest.mark.parametrize(("m", "transfers"), [(1, 2), (2, 2), (4, 4)])
+def test_stages_wait_for_transfers(m: int, transfers: int) -> None:
+    """Of the activations of a micro-batch. Of 4 micro-batches the first goes forward and the last backward with nothing to hide them; and
+    of the 3 waits in the steady state two stages hide half, rounded up."""
+    pins: dict[str, Any] = {"pp": 2, "micro_batches": m, "blocks": (3, 3)}
+    plain, slow = (priced(program_of("deep"), 2, machine(flops=1e9, link=link), **pins) for link in (FAST, 1e6))
+    assert slow.step_time_s - plain.step_time_s == pytest.approx(transfers * 4 * 128 * TOKENS / m / 1e6)
+
+
+@functools.cache
+def top_heavy() -> Program:
+    """Nearly all parameters are on the first stage, nearly all arithmetic on the second."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up, self.down = nn.Embedding(20000, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.down(torch.relu(self.up(self.table(ids)))), y)
+
+    return capture(Model(), (torch.zeros(64, dtype=torch.long), torch.zeros(64, 64))).program
+
+
+def test_the_slowest_stage_decides_reduction_and_update() -> None:
+    cluster = machine(flops=1e9, memory=1e9, link=1e8)
+    found = priced(top_heavy(), 4, cluster, "adamw", pp=2, dp=2)
+    table = 20000 * 64
+    assert found.stages[0].parameters == table and found.stages[1].parameters == 2 * 64 * 256 + 256 + 64
+    assert found.optimizer_s == pytest.approx(3 * (4 + 2 * 12) * table / 1e9)
+    assert found.gradient_sync_s == pytest.approx(4 * table / 1e8), "of two ranks each sends all of it"
