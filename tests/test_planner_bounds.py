@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from soundness_harness import op_db, op_db_cases
+from torch import nn
 
 from autopar.catalog import OpView, localized, strategies_of
 from autopar.errors import Infeasible
@@ -246,6 +247,67 @@ def test_equal_layers_are_folded_and_unfolded() -> None:
                 assert (every.ops[m] if g.op is not None else every.leaves[m]) == (drawn[k] if g.op is not None else drawn[k].outputs[0])
     with pytest.raises(NotAlike):
         unfold(Assignment(axis="tp", n=2, ops=ops, leaves=leaves), few, layers(4))
+
+
+class Residual(nn.Module):
+    """With batch norm, which counts the batches that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x)
+
+
+class Normed(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Residual() for _ in range(layers)))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(x)
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
+@functools.cache
+def normed(count: int) -> Program:
+    from autopar.capture import capture
+
+    return capture(Normed(count), (torch.randn(4, 4, 8, 8), torch.arange(4) % 3)).program
+
+
+def test_layers_that_change_buffers_of_their_own_are_folded() -> None:
+    whole = normed(6)
+    few = fold(whole)
+    assert few.blocks[0].times == (1, 3, 1) and len(few.mutations) == 4 < len(whole.mutations) == 6  # the first has no gradient to give
+    assert {b for b, _ in few.mutations} <= {b.value for b in few.buffers}
+    problem = choices(few, 2, {})
+    ops = {m: g.strategies[0] for g in problem.groups.values() if g.op is not None for m in g.members}
+    leaves = {m: g.strategies[0].outputs[0] for g in problem.groups.values() if g.op is None for m in g.members}
+    every = unfold(Assignment(axis="tp", n=2, ops=ops, leaves=leaves), few, whole)
+    assert {op.name for op in whole.ops} == set(every.ops) and {x.value for x in whole.leaves} == set(every.leaves)
+
+
+def test_a_layer_whose_buffer_does_not_change_is_another_layer() -> None:
+    whole = normed(6)
+    odd = whole.replace(mutations=(*whole.mutations[:2], *whole.mutations[3:]))
+    assert fold(odd) is odd
+    buffers, values = zip(*whole.mutations, strict=True)
+    crossed = whole.replace(mutations=tuple(zip((*buffers[:2], buffers[3], buffers[2], *buffers[4:]), values, strict=True)))
+    assert fold(crossed) is crossed
+
+
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 1}], ids=str)
+def test_a_folded_program_with_batch_norm_has_the_plan_of_the_whole_one(pins: dict[str, Any]) -> None:
+    folded, whole = searched(normed(6), 2, cluster(), **pins), searched(normed(6), 2, cluster(), **pins)
+    whole.known.folds = False
+    plans = [s.best() for s in (folded, whole)]
+    assert len(folded.known.folded.ops) < len(whole.known.folded.ops)
+    assert plans[0].stages == plans[1].stages and plans[0].cuts == plans[1].cuts
+    assert plans[0].step_time_s == plans[1].step_time_s and plans[0].bound_s == pytest.approx(plans[1].bound_s)
+    assert len(lower(normed(6), plans[0]).stages) == plans[0].mesh["pp"]
 
 
 @pytest.mark.parametrize("name", ["skips", "normed", "pair", "mlp"])
