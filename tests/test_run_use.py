@@ -20,7 +20,7 @@ from autopar.errors import LaunchError
 from autopar.run import InputSpec, Manifest, Mesh, ParallelModule, ParamSpec, Stage, WorkerPool
 from autopar.run import buckets as buckets_module
 from autopar.run import weights as weights_module
-from autopar.run.gathered import GatheredWhereUsed
+from autopar.run.gathered import Dropped, GatheredWhereUsed
 from tests.run_model import Model, batch, emitted, tensors
 
 pytestmark = pytest.mark.gloo
@@ -348,6 +348,15 @@ def test_two_uses_of_a_gathered_weight_in_one_unit_add_up() -> None:
     found = step.close()
     assert [{k: t[0].item() for k, t in grads.items()} for grads in reduced] == [{"w": 3.0, "v": 4.0}, {"w": 8.0}]
     assert {k: t.tolist() for k, t in found.items()} == {"w": [11.0] * 3, "v": [4.0] * 3}
+
+
+def test_a_gathered_weight_that_changes_before_backward_is_refused() -> None:
+    part = torch.zeros(2)
+    units = SimpleNamespace(held={"w": SimpleNamespace(local=part)})
+    saved = Dropped("w", part._version, (2,), (1,), 0)
+    part.add_(1)
+    with pytest.raises(RuntimeError, match="w was changed between the forward and the backward pass"):
+        GatheredWhereUsed(units, {})._unpack(saved)  # type: ignore[arg-type]
 
 
 def test_gathering_ahead_is_a_guess(workers: WorkerPool) -> None:
