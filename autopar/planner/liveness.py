@@ -9,7 +9,8 @@ where the last one's backward begins. Everything is counted by storage: a view i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +18,12 @@ from autopar.ir import Op, Program, Span, refs
 from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 from autopar.planner.units import Units, Waiting
+from cost_models.actions import OnRank
 
 __all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes alive beside what rests: saved activations (of all micro-batches in flight), gradients of parameters, temporaries
     (results in use, gradients of activations, workspaces), communication buffers."""
 
@@ -167,13 +168,43 @@ class Liveness:
         last = [(0, all_gradients, True)] if m > 2 else []
         moments: list[Moment] = []
         for others, before, final in (*first, *later, *last):
-            base = replace(before, saved=others * whole)
+            base = before._replace(saved=others * whole)
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, _Store())]
             some = bool(before.gradients)
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
         return max(moments, key=lambda x: x.total)
+
+    def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
+        """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept to
+        its end."""
+        held, units = [self._held(a) for a in stages], self.units(*stages)
+        gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
+        waiting = sum(
+            f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
+            for (f, b), a in zip(on_rank.waiting, stages, strict=True)
+        )
+        known: dict[tuple[int, str, bool, bool], Moment] = {}
+        found: list[Moment] = []
+        for now in on_rank.situations:
+            k, some = now.stage, now.reduced[now.stage]
+            key = k, now.pass_, some, now.last
+            if key not in known:
+                if now.pass_ == "F":
+                    own = list(self._forward(stages[k], units, stages[k].span, _Store()))
+                else:
+                    sent = Arriving.of(stages[k].sends, self.program)
+                    own = list(self._backward(stages[k], units, _Store(held[k]), sent, accumulated=some, final=now.last))
+                    arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
+                    own = [_plus(x, Moment(communication=arrived)) for x in own]
+                known[key] = max(own, key=lambda x: x.total)
+            beside = Moment(
+                saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
+                gradients=sum(g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
+            )  # fmt: skip
+            found.append(_plus(beside, known[key]))
+        return max(found, key=lambda x: x.total)
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier
@@ -216,8 +247,9 @@ class Liveness:
         return self._kept(a.span, a.recomputed, _Store(self.crossing((*a.sends, *a.receives))))
 
     def _kept(self, span: Span, recomputed: Sequence[Span], held: _Store) -> _Store:
+        again = _span_of(recomputed)
         for k in self._indices(span):
-            if not any(k in s for s in recomputed):
+            if k not in again:
                 held.put(self.saved[k])
         for s in recomputed:
             held.put(self._entering(s))
@@ -248,26 +280,30 @@ class Liveness:
             for v in (*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)):
                 last[self._root[v]] = self._let_go[k]
         again = span in a.recomputed
+        within = {} if again else _span_of(a.recomputed)
+        primed = bool(a.recomputed)
         own = self.made(span) if again else frozenset()
         live: dict[str, int] = {}
         for k in self._indices(span):
             op, w = ops[k], self.work[k]
             live |= {self._root[o]: self._bytes[o] for o in op.outputs if o is not None and self._root[o] == o}
-            inside = None if again else next((s for s in a.recomputed if k in s), None)
+            inside = within.get(k)
             if inside is None:
                 held.put(_again(self.saved[k], own))
             elif k == inside.start:
                 held.put(self._entering(inside))
-            using = sum(n for r, n in live.items() if r not in held and f"{r}'" not in held)
+            using = sum(n for r, n in live.items() if r not in held and not (primed and f"{r}'" in held))
             yield Moment(saved=held.total, temporary=using + w.forward, communication=units.forward.get(k, 0))
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def units(self, a: Activity) -> Units:
-        indices = self._indices(a.span) if a.where_used else range(0)
-        forward = [(k, self._used(a, k, False)) for k in indices]
-        backward = [(k, self._used(a, k, True)) for k in reversed(indices)]
-        return Units(a.where_used, a.units, forward, backward)
+    def units(self, *stages: Activity) -> Units:
+        """Of the stages of a rank, which gathers them one after the other."""
+        sizes = {v: n for a in stages for v, n in a.where_used.items()}
+        places = [(a, k) for a in stages if a.where_used for k in self._indices(a.span)]
+        forward = [(k, self._used(a, k, False)) for a, k in places]
+        backward = [(k, self._used(a, k, True)) for a, k in reversed(places)]
+        return Units(sizes, stages[0].units, forward, backward)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
@@ -283,8 +319,9 @@ class Liveness:
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
         inner = {span: self.made(span) for span in a.recomputed}
+        within = _span_of(a.recomputed)
         for k in reversed(self._indices(a.span)):
-            inside = next((s for s in a.recomputed if k in s), None)
+            inside = within.get(k)
             holder.update(dict.fromkeys(_again(self.saved[k], inner[inside] if inside is not None else ()), k))
         for span in a.recomputed:
             for r in self._entering(span):
@@ -304,7 +341,8 @@ class Liveness:
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
             here = [o for o in op.outputs if o is not None and o in tokens]
-            whole = next((s for s in a.recomputed if s.stop - 1 == k), None)
+            whole = within.get(k)
+            whole = whole if whole is not None and whole.stop - 1 == k else None
             alive = {t: sizes[t] for t in tokens.values()}
             if whole is not None:  # before its last operator's backward all of it runs again
                 again = _Store(held)
@@ -389,6 +427,11 @@ def gathered_from(program: Program) -> dict[str, str]:
     params = {p.value for p in program.params}
     gathers = [op for op in program.ops if op.target == GATHER and refs(op)[0] not in params]
     return {op.name: refs(op)[0] for op in gathers}
+
+
+def _span_of(spans: Sequence[Span]) -> dict[int, Span]:
+    """Operator -> the span that it stands in."""
+    return {k: span for span in spans for k in range(span.start, span.stop)}
 
 
 def _line_ends(ops: Sequence[Op]) -> list[int]:

@@ -29,11 +29,12 @@ class Lies:
         self.home = mesh.device  # where the whole was
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
-        self._owner = min(spec.stages, default=0)
-        self.holds = mesh.pp.rank in (spec.stages or (0,))
+        self._owner = mesh.pp_ranks((min(spec.stages, default=0),))[0]
+        holders = mesh.pp_ranks(spec.stages or (0,))
+        self.holds = mesh.pp.rank in holders
         cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
         cut_over = {level for name in cut_over for level in MADE_OF.get(name, (name,))} | ({"shard"} if self._zero is not None else set())
-        self.split = bool(cut_over) or len(spec.stages or (0,)) < mesh.pp.size  # some rank holds less than the whole
+        self.split = bool(cut_over) or len(holders) < mesh.pp.size  # some rank holds less than the whole
         copies = [mesh.axis(name).rank for name in ("tp", "replica", "shard") if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
 

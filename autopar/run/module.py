@@ -127,13 +127,13 @@ class ParallelModule(StandIn):
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
-        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard)
+        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
-        tied = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
+        tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}
         keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
         tree.take(state.distribute(specs, tensors, mesh, device))
@@ -194,8 +194,9 @@ class ParallelModule(StandIn):
             inputs=differentiated, reached_in=form.begin(),
         )  # fmt: skip
         differentiates = torch.is_grad_enabled() and bool(rest.leaves)
-        form.stage.train(self.training)
-        form.stage.weights = Weights(step)
+        for stage in form.stages.values():
+            stage.train(self.training)
+            stage.weights = Weights(step)
         made: Made = []
         run: OpenRun | None = None
         with self._random_numbers(form):
@@ -204,9 +205,10 @@ class ParallelModule(StandIn):
                 run = form.run_open(parts, step)
             else:
                 loss = form.run(parts, step, made)
-        del form.stage.weights  # so that gathered copies live no longer than the step
+        for stage in form.stages.values():
+            del stage.weights  # so that gathered copies live no longer than the step
         if run is None:
-            comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
+            comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)
         if not differentiates:
             step.finish()
         if form.returned is None:
