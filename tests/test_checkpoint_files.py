@@ -638,6 +638,26 @@ def test_pickles_in_a_checkpoint_are_not_run(foreign: Path, tmp_path: Path) -> N
     assert not mark.exists()
 
 
+@pytest.mark.filterwarnings("ignore:.* is not read")
+def test_noise_in_a_checkpoint_of_dcp_is_refused(foreign: Path) -> None:
+    draw = random.Random(1)
+    said = 0
+    for name in (".metadata", "__0_0.distcp"):
+        good = (foreign / name).read_bytes()
+        for _ in range(60):
+            noisy = bytearray(good[: draw.randrange(len(good))] if draw.random() < 0.2 else good)
+            for _ in range(draw.choice([1, 5, 20])):
+                noisy[draw.randrange(len(noisy))] = draw.randrange(256)
+            (foreign / name).write_bytes(noisy)
+            model = plain()
+            try:
+                autopar.load(foreign, model, adamw(model))
+            except CheckpointError:
+                said += 1
+        (foreign / name).write_bytes(good)
+    assert said > 60
+
+
 def test_values_of_dcp_that_are_code_are_not_run(tmp_path: Path, alone: None) -> None:
     mark = tmp_path / "executed"
     model = nn.Linear(2, 2)
