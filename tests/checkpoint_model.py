@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.render import load
+from autopar.variants import tensors_of
 
 B, T, D, V, HEADS, LAYERS = 8, 4, 16, 32, 4, 4
 
@@ -29,9 +31,9 @@ class Block(nn.Module):
         super().__init__()
         self.ln = nn.LayerNorm(D)
         self.qkv = nn.Linear(D, 3 * D)
-        self.out = nn.Linear(D, D)
+        self.out = nn.Linear(D, D, bias=False)
         self.fc = nn.Linear(D, 4 * D)
-        self.proj = nn.Linear(4 * D, D)
+        self.proj = nn.Linear(4 * D, D, bias=False)
 
     def forward(self, h: Tensor) -> Tensor:
         b, t, d = h.shape
@@ -79,9 +81,23 @@ def plain(seed: int = 0, **options: Any) -> Model:
     return Model(**options).double()
 
 
-def compiled(plan: str, model: nn.Module | None = None) -> Any:
-    gpus, pins = PLANS[plan]
-    return autopar.compile(model if model is not None else plain(), gpus=gpus, example_inputs=batch(0), cluster="cpu", pins=pins)
+Emitted = tuple[str, dict[str, Tensor]]  # the source of a plan's module, and the constants of its graph
+
+
+def emitted(gpus: int, pins: dict[str, Any], **options: Any) -> Emitted:
+    """Compiled once, for workers that then need not capture the model each."""
+    made: Any = autopar.compile(plain(**options), gpus=gpus, example_inputs=batch(0), cluster="cpu", pins=pins)
+    if gpus == 1:
+        return made.source, dict(made._tree.constants)
+    given = tensors_of(made.compiled.captured)
+    return made.source, {name: tensor for name, tensor in given.items() if name.startswith("constant_")}
+
+
+def built(made: Emitted, model: nn.Module) -> Any:
+    """The parallel module of an emitted source, of this model. Collective."""
+    source, constants = made
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **constants}
+    return autopar.ParallelModule(load(source), tensors, original=model)
 
 
 def adamw(model: nn.Module, *, other_way_round: bool = False) -> torch.optim.Optimizer:

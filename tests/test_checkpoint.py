@@ -26,29 +26,45 @@ from autopar.checkpoint import CheckpointReader, safetensors_file
 from autopar.checkpoint.safetensors_file import read_header
 from autopar.errors import CheckpointError, LaunchError
 from autopar.run import ParallelModule, WorkerPool
-from tests.checkpoint_model import PLANS, adamw, batch, compiled, difference, plain, trained, whole_state
+from tests.checkpoint_model import PLANS, Emitted, adamw, batch, built, difference, emitted, plain, trained, whole_state
 from tests.run_model import Model as Small
-from tests.run_model import emitted, tensors
+from tests.run_model import emitted as small
+from tests.run_model import tensors
 
 pytestmark = pytest.mark.gloo
 
 SAVED, MORE = range(2), range(2, 3)
 
 
-_models: dict[str, Any] = {}  # of a worker, compiled once for each plan
+_made: dict[str, Emitted] = {}
+_models: dict[str, Any] = {}  # of a worker, one for each plan
+
+
+@pytest.fixture(scope="module")
+def four(workers: WorkerPool) -> WorkerPool:
+    """Four workers that have the modules of all plans, which are compiled once."""
+    made = {plan: emitted(gpus, pins) for plan, (gpus, pins) in PLANS.items()}
+    made["dropout"] = emitted(4, {"dp": 4}, layers=1, dropout=0.5)
+    made |= {f"two layers, {plan}": emitted(*PLANS[plan], layers=2) for plan in ("dp2tp2", "pp2dp2zero3")}
+    _made.update(made)
+    workers.run(_take, made)
+    return workers
+
+
+def _take(made: dict[str, Emitted]) -> None:
+    _made.update(made)
 
 
 def _compiled(plan: str) -> Any:
     if plan not in _models:
-        _models[plan] = compiled(plan)
+        _models[plan] = built(_made[plan], plain(layers=2 if plan.startswith("two") else 4))
     return _models[plan]
 
 
 def _saved(plan: str, folder: str) -> list[float]:
     """Train two steps, save, train on."""
     model = _compiled(plan)
-    with torch.no_grad():
-        model.load_full_state_dict(whole_state(plain()))
+    model.load_full_state_dict(whole_state(plain()))
     optimizer = adamw(model)
     scheduler = MultiStepLR(optimizer, [1, 3])
     losses = trained(model, optimizer, SAVED, scheduler)
@@ -80,15 +96,15 @@ def _uninterrupted() -> tuple[list[float], dict[str, torch.Tensor]]:
     return trained(model, optimizer, range(3), scheduler), whole_state(model)
 
 
-def test_all_pairs_of_six_plans(workers: WorkerPool, tmp_path: Path) -> None:
+def test_all_pairs_of_six_plans(four: WorkerPool, tmp_path: Path) -> None:
     expected, state = _uninterrupted()
     for plan, (gpus, _) in PLANS.items():
-        ranks = [_saved(plan, str(tmp_path))] if gpus == 1 else workers.run(_saved, plan, str(tmp_path), timeout_s=300)
+        ranks = [_saved(plan, str(tmp_path))] if gpus == 1 else four.run(_saved, plan, str(tmp_path), timeout_s=300)
         for losses in ranks:
             assert losses == pytest.approx(expected, rel=1e-12), plan
     for plan, (gpus, _) in PLANS.items():
         args = (plan, str(tmp_path), list(PLANS))
-        for rank, found in enumerate([_loaded(*args)] if gpus == 1 else workers.run(_loaded, *args, timeout_s=300)):
+        for rank, found in enumerate([_loaded(*args)] if gpus == 1 else four.run(_loaded, *args, timeout_s=300)):
             for source, one in found.items():
                 assert one["losses"] == pytest.approx(expected[2:], rel=1e-12), f"{source} -> {plan}, rank {rank}"
                 assert difference(one["state"], state) < 1e-12, f"{source} -> {plan}, rank {rank}"
@@ -101,8 +117,8 @@ def _held_of(folder: str) -> None:
     autopar.save(folder, model, adamw(model), async_save=True).result()
 
 
-def test_each_part_is_written_once_and_by_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
-    workers.run(_held_of, str(tmp_path / "a"), timeout_s=300)
+def test_each_part_is_written_once_and_by_all_ranks(four: WorkerPool, tmp_path: Path) -> None:
+    four.run(_held_of, str(tmp_path / "a"), timeout_s=300)
     files = sorted((tmp_path / "a").glob("data-*.safetensors"))
     headers = [read_header(file)[0] for file in files]
     names = [name for header in headers for name in header]
@@ -116,11 +132,11 @@ def test_each_part_is_written_once_and_by_all_ranks(workers: WorkerPool, tmp_pat
 
 # ------------------------------------------------------------------------------------------------------------------ optimizers
 def _two(params: list[Any]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam([p for p in params if p.dim() < 2], lr=1e-2), torch.optim.SGD([p for p in params if p.dim() > 1], lr=0.1)]
+    small, large = [p for p in params if p.dim() < 2], [p for p in params if p.dim() > 1]
+    return [torch.optim.Adam(small, lr=1e-2, eps=1e-5), torch.optim.SGD(large, lr=0.1, momentum=0.9)]
 
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], Any]] = {
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-5, amsgrad=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2),
@@ -144,28 +160,27 @@ def _stepped(model: Any, optimizer: Any, steps: range) -> list[float]:
 def _each_optimizer(plan: str | None, folder: str, *, load: bool) -> dict[str, list[float]]:
     found = {}
     for name, make in OPTIMIZERS.items():
-        model = plain() if plan is None else _compiled(plan)
+        model = plain(layers=2) if plan is None else _compiled(f"two layers, {plan}")
         if plan is not None:
-            with torch.no_grad():
-                model.load_full_state_dict(whole_state(plain()))
+            model.load_full_state_dict(whole_state(plain(layers=2)))
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         if load:
             autopar.load(f"{folder}/{name}", model, optimizer)
         else:
-            _stepped(model, optimizer, range(2))
+            _stepped(model, optimizer, range(1))
             autopar.save(f"{folder}/{name}", model, optimizer)
-        found[name] = _stepped(model, optimizer, range(2, 4))
+        found[name] = _stepped(model, optimizer, range(1, 3))
     return found
 
 
-def test_states_of_every_kind_move_between_plans(workers: WorkerPool, tmp_path: Path) -> None:
+def test_states_of_every_kind_move_between_plans(four: WorkerPool, tmp_path: Path) -> None:
     """Compared with the run that was saved: Adafactor makes the rounding of gradients that are zero as large as any."""
     expected = {"1": _each_optimizer(None, str(tmp_path / "1"), load=False)}
     save, load = functools.partial(_each_optimizer, load=False), functools.partial(_each_optimizer, load=True)
-    expected["dp2tp2"] = workers.run(save, "dp2tp2", str(tmp_path / "dp2tp2"), timeout_s=300)[0]
+    expected["dp2tp2"] = four.run(save, "dp2tp2", str(tmp_path / "dp2tp2"), timeout_s=300)[0]
     found = {
-        ("1", "pp2dp2zero3"): workers.run(load, "pp2dp2zero3", str(tmp_path / "1"), timeout_s=300),
-        ("dp2tp2", "pp2dp2zero3"): workers.run(load, "pp2dp2zero3", str(tmp_path / "dp2tp2"), timeout_s=300),
+        ("1", "pp2dp2zero3"): four.run(load, "pp2dp2zero3", str(tmp_path / "1"), timeout_s=300),
+        ("dp2tp2", "pp2dp2zero3"): four.run(load, "pp2dp2zero3", str(tmp_path / "dp2tp2"), timeout_s=300),
         ("dp2tp2", "1"): [_each_optimizer(None, str(tmp_path / "dp2tp2"), load=True)],
     }
     for (source, plan), ranks in found.items():
@@ -176,22 +191,22 @@ def test_states_of_every_kind_move_between_plans(workers: WorkerPool, tmp_path: 
 
 
 # -------------------------------------------------------------------------------------------------------------- random numbers
-def _dropped(folder: str, *, deferred: bool) -> tuple[list[float], list[float], list[float]]:
+def _dropped(folder: str, *, deferred: bool) -> tuple[list[float], ...]:
     """The losses after a save; those after its load with the generator as it came; those with another seed set after the load."""
     torch.manual_seed(11)
-    given = None if deferred else batch(0)
 
-    def made() -> Any:
-        return autopar.compile(plain(layers=1, dropout=0.5), gpus=4, example_inputs=given, cluster="cpu", pins={"dp": 4})
+    def made(*, deferred: bool = deferred) -> Any:
+        model = plain(layers=1, dropout=0.5)
+        return autopar.compile(model, gpus=4, cluster="cpu", pins={"dp": 4}) if deferred else built(_made["dropout"], model)
 
-    model = made()
+    model = made(deferred=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(7)
     trained(model, optimizer, range(2))
     autopar.save(folder, model, optimizer)
     expected = trained(model, optimizer, range(2, 4))
     found = []
-    for seed in (None, 3):
+    for seed in (None,) if deferred else (None, 3):
         again = made()
         second = torch.optim.SGD(again.parameters(), lr=0.1)
         torch.manual_seed(7)
@@ -199,14 +214,13 @@ def _dropped(folder: str, *, deferred: bool) -> tuple[list[float], list[float], 
         if seed is not None:
             torch.manual_seed(seed)
         found.append(trained(again, second, range(2, 4)))
-    return expected, found[0], found[1]
+    return expected, *found
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_dropout_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path, deferred: bool) -> None:
-    for expected, found, reseeded in workers.run(functools.partial(_dropped, deferred=deferred), str(tmp_path / "a"), timeout_s=300):
-        assert found == expected
-        assert reseeded != expected
+def test_dropout_goes_on_where_it_was(four: WorkerPool, tmp_path: Path, deferred: bool) -> None:
+    for found in four.run(functools.partial(_dropped, deferred=deferred), str(tmp_path / "a"), timeout_s=300):
+        assert [one == found[0] for one in found] == ([True, True] if deferred else [True, True, False])
 
 
 def _before_the_first_call(folder: str) -> bool:
@@ -220,8 +234,8 @@ def _before_the_first_call(folder: str) -> bool:
     return extra == {"rank": 0} and difference(whole_state(again), whole_state(plain(seed=0))) == 0
 
 
-def test_before_the_first_call_the_model_is_whole(workers: WorkerPool, tmp_path: Path) -> None:
-    assert all(workers.run(_before_the_first_call, str(tmp_path / "a"), timeout_s=300))
+def test_before_the_first_call_the_model_is_whole(four: WorkerPool, tmp_path: Path) -> None:
+    assert all(four.run(_before_the_first_call, str(tmp_path / "a"), timeout_s=300))
     assert len(list((tmp_path / "a").iterdir())) == 2
 
 
@@ -236,7 +250,7 @@ def _by_engine(engine: str, folder: str) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        wrapped = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = adamw(model)
     rank = dist.get_rank()
     for step in range(2):
@@ -260,11 +274,11 @@ def _after(plan: str | None, folder: str) -> tuple[list[float], dict[str, torch.
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_what_ddp_and_fsdp2_have_saved_is_loaded_under_any_plan(workers: WorkerPool, tmp_path: Path, engine: str) -> None:
-    workers.run(_by_engine, engine, str(tmp_path / "a"), timeout_s=300)
+def test_what_ddp_and_fsdp2_have_saved_is_loaded_under_any_plan(four: WorkerPool, tmp_path: Path, engine: str) -> None:
+    four.run(_by_engine, engine, str(tmp_path / "a"), timeout_s=300)
     expected, state = _after(None, str(tmp_path / "a"))
     for plan in ("dp2tp2", "pp2dp2zero3"):
-        for losses, found in workers.run(_after, plan, str(tmp_path / "a"), timeout_s=300):
+        for losses, found in four.run(_after, plan, str(tmp_path / "a"), timeout_s=300):
             assert losses == pytest.approx(expected, rel=1e-12)
             assert difference(found, state) < 1e-12
 
@@ -282,9 +296,9 @@ def _into_fsdp2(folder: str) -> float:
     return difference(whole, whole_state(plain(seed=6)))
 
 
-def test_fsdp2_loads_ours(workers: WorkerPool, tmp_path: Path) -> None:
+def test_fsdp2_loads_ours(four: WorkerPool, tmp_path: Path) -> None:
     autopar.save(tmp_path / "a", plain(seed=6))
-    assert workers.run(_into_fsdp2, str(tmp_path / "a"), timeout_s=300) == [0.0] * 4
+    assert four.run(_into_fsdp2, str(tmp_path / "a"), timeout_s=300) == [0.0] * 4
 
 
 # ------------------------------------------------------------------------------------------------------------------- failures
@@ -292,8 +306,7 @@ def _fails(folder: str) -> list[str]:
     """What each of several wrong saves and loads says on this rank; and what is left at the end."""
     model = _compiled("dp2tp2")
     rank = model.mesh.rank
-    with torch.no_grad():
-        model.load_full_state_dict(whole_state(plain(seed=3)))
+    model.load_full_state_dict(whole_state(plain(seed=3)))
     autopar.save(folder, model, note="the first")
     said = []
 
@@ -325,8 +338,8 @@ def _fails(folder: str) -> list[str]:
     return said
 
 
-def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
-    for rank, said in enumerate(workers.run(_fails, str(tmp_path / "a"), timeout_s=300)):
+def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint(four: WorkerPool, tmp_path: Path) -> None:
+    for rank, said in enumerate(four.run(_fails, str(tmp_path / "a"), timeout_s=300)):
         assert "the save failed on rank 2: cannot write" in said[0] and "No space left on device" in said[0]
         assert "the save failed on rank 2: cannot write" in said[1]
         assert "extra.note is of type object, which a checkpoint does not keep" in said[2]
@@ -337,7 +350,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint(work
 
 def _dies(folder: str, moment: str) -> None:
     """Rank 1 is killed while a second checkpoint is saved."""
-    model = ParallelModule(emitted(dp=2), tensors(Small().double()))
+    model = ParallelModule(small(dp=2), tensors(Small().double()))
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(2)
@@ -348,7 +361,7 @@ def _dies(folder: str, moment: str) -> None:
 
 
 def _saves(folder: str) -> None:
-    model = ParallelModule(emitted(dp=2), tensors(Small().double()))
+    model = ParallelModule(small(dp=2), tensors(Small().double()))
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(1)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 
 from autopar.checkpoint.boxes import not_a_tiling
 from autopar.checkpoint.index import Contents, Group
-from autopar.checkpoint.planners import read_values
+from autopar.checkpoint.planners import DAMAGED, read_values
 from autopar.checkpoint.values import encode
 from autopar.errors import CheckpointError
 
@@ -46,8 +46,6 @@ _CLASSES = {
     "pathlib._local": ("PosixPath",),
     "collections": ("OrderedDict",),
 }  # fmt: skip
-_BROKEN = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError, OverflowError, MemoryError,
-           RecursionError, RuntimeError)  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
@@ -94,11 +92,11 @@ def _read(folder: Path) -> Metadata:
             raw = _Unpickler(file).load()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except _BROKEN as error:
+    except DAMAGED as error:
         raise CheckpointError(f"{path} is not an index of torch.distributed.checkpoint, or is damaged: {error}") from error
     try:
         return _checked(folder, raw)
-    except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
+    except DAMAGED as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -244,8 +242,9 @@ _UNREADABLE = object()
 def _value(folder: Path, key: str, file: Any) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except _BROKEN as error:
-        warnings.warn(f"{folder}: {key} is not read: it holds what only running it would give ({type(error).__name__})", stacklevel=2)
+    except DAMAGED as error:
+        why = "it holds what only running it would give" if isinstance(error, pickle.UnpicklingError) else "it is damaged"
+        warnings.warn(f"{folder}: {key} is not read: {why} ({type(error).__name__})", stacklevel=2)
         return _UNREADABLE
 
 

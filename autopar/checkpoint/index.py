@@ -122,17 +122,20 @@ def commit(
                 f"sees it: a checkpoint needs a folder that all ranks share"
             )
     part = folder / f"{INDEX}.{save_id}.part"
-    with _removed_on_error(part), part.open("wb") as stream:
-        stream.write(msgspec.json.encode(index))
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync_folder(folder)  # the names of the data files are on the disk before the index says so
-    os.replace(part, folder / INDEX)
-    _sync_folder(folder)
+    with _removed_on_error(part):
+        with part.open("wb") as stream:
+            stream.write(msgspec.json.encode(index))
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_folder(folder)  # the names of the data files are on the disk before the index says so
+        os.replace(part, folder / INDEX)
+    # from here on it is the checkpoint, and what fails now is no failure of the save
     kept = {file.name for file in files}
-    for path in folder.iterdir():
-        if (_DATA.fullmatch(path.name) and path.name not in kept) or _DEAD.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        _sync_folder(folder)
+        for path in folder.iterdir():
+            if (_DATA.fullmatch(path.name) and path.name not in kept) or _DEAD.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -44,10 +44,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     another shape or of a dtype with more digits. Before that nothing has been written; where the data itself turns out to be damaged the
     model is half loaded, and the message says so. Nothing in a checkpoint is run, whoever wrote it.
     """
-    finish()
+    before = finish()
     subject = subject_of(model, write=False)
     optimizers = as_optimizers(optimizer)
-    fitted = prepared_by_all(subject, lambda: _fitted(Path(path), subject, optimizers), "loading")
+
+    def fit() -> _Fitted:
+        if before is not None:
+            raise before
+        return _fitted(Path(path), subject, optimizers)
+
+    fitted = prepared_by_all(subject, fit, "loading")
     if subject.agreed(fitted.id) != fitted.id:
         raise CheckpointError(f"{path} was replaced while ranks were reading it, or is not the same folder on all: load it again")
     try:

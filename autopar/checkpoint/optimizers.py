@@ -138,7 +138,13 @@ def _put(
         if name in states:
             state[index] = {k: decode(v, tensor) for k, v in states[name].items()}
     exact = {index: dict(found) for index, found in state.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": packed})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": packed})
+    except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} does not take the states that were saved ({type(error).__name__}: {error}): load an optimizer of "
+            f"the kind that was saved, or load without one"
+        ) from error
     for index, (param, _) in enumerate(of_param):  # torch casts states to the parameter's dtype; what was saved in another was meant so
         for key, value in exact.get(index, {}).items():
             now = optimizer.state[param].get(key)

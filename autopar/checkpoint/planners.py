@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import pickle
+import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +41,7 @@ from autopar.checkpoint.index import Contents
 from autopar.checkpoint.storage import Writer
 from autopar.errors import CheckpointError
 
-__all__ = ["Held", "Target", "read", "read_values", "write"]
+__all__ = ["DAMAGED", "Held", "Target", "read", "read_values", "write"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,10 @@ class Target:
 
 
 # What reading a damaged file or a hostile pickle ends with, which is then said in our words. Anything else is a defect and keeps its type.
-_DAMAGED = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, AssertionError, OverflowError, MemoryError)
+DAMAGED = (
+    OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, AssertionError, ArithmeticError, MemoryError,
+    ImportError, pickle.PickleError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing
@@ -166,7 +172,7 @@ def _said(what: str) -> Iterator[None]:
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"the {what} failed on rank {rank}: {error}") from None
         for rank, (error, _) in sorted(failed.failures.items()):
-            if isinstance(error, _DAMAGED):
+            if isinstance(error, DAMAGED):
                 raise CheckpointError(f"the {what} failed on rank {rank}: {type(error).__name__}: {error}") from failed
         raise
 
@@ -236,7 +242,7 @@ def _read_alone(reader: StorageReader, metadata: Metadata, planner: LoadPlanner)
         reader.read_data(planner.finish_plan(plan), planner).wait()
     except CheckpointError:
         raise
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise CheckpointError(f"the checkpoint cannot be read: {type(error).__name__}: {error}") from error
 
 

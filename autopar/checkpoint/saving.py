@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
 
+T = TypeVar("T")
 _under_way: list[Saving] = []  # the last asynchronous save
 
 
@@ -47,16 +48,21 @@ def save(
 
     The checkpoint that was there stays whole until the new one is complete: a process may be killed at any time. async_save: what is saved
     is copied to the memory of the host, and written by a thread while training goes on; result() of what is
-    returned waits until it is complete, and raises its error. The next save or load does so too.
+    returned waits until it is complete, and raises its error. The next save or load does so too, if nobody has.
 
     Raises CheckpointError on every rank if it cannot be written on one of them (no room, a folder that is not shared, a value of a kind
     that is not kept); the checkpoint that was there is then as it was.
     """
-    finish()
+    before = finish()
     folder = Path(path)
     subject = subject_of(model, write=True)
-    prepared = prepared_by_all(subject, lambda: _prepared(folder, subject, as_optimizers(optimizer), extra, staged=async_save), "saving")
-    held, contents, save_id = prepared
+
+    def prepare() -> tuple[dict[str, Held], Contents, str]:
+        if before is not None:
+            raise before
+        return _prepared(folder, subject, as_optimizers(optimizer), extra, staged=async_save)
+
+    held, contents, save_id = prepared_by_all(subject, prepare, "saving")
     writer = Writer(folder, subject.agreed(save_id), subject.rank)
     if not async_save:
         write(writer, held, contents, subject.group)
@@ -90,29 +96,26 @@ class Saving:
         finally:
             self._said = True
 
-    def end(self, *, last: bool = False) -> None:
-        """Wait, and raise an error that has not been raised (last: print it, since nobody could catch it)."""
+    def unsaid(self) -> BaseException | None:
+        """Wait; the error that it ended with, if nobody has been told."""
         error = self._future.exception()
-        if error is None or self._said:
-            return
+        if self._said:
+            return None
         self._said = True
-        if not last:
-            raise error
-        print(f"autopar: saving to {self._folder} has failed: {error}", file=sys.stderr, flush=True)
+        return error
 
 
-def finish() -> None:
-    """Wait for an asynchronous save; raises its error if that has not been raised."""
-    while _under_way:
-        _under_way.pop().end()
+def finish() -> BaseException | None:
+    """Wait for an asynchronous save. Returns an error of it that nobody has been told, for all ranks to raise: some may have been."""
+    return _under_way.pop().unsaid() if _under_way else None
 
 
 def _wait() -> None:
-    while _under_way:
-        _under_way.pop().end(last=True)
+    if (error := finish()) is not None:
+        print(f"autopar: a save that was going on has failed: {error}", file=sys.stderr, flush=True)
 
 
-def prepared_by_all(subject: Subject, make: Any, what: str) -> Any:
+def prepared_by_all(subject: Subject, make: Callable[[], T], what: str) -> T:
     """make() on this rank; where the subject is on several, an error on one of them is a CheckpointError on all."""
     if subject.group is None:
         return make()
