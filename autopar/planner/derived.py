@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.capture.batch import may_be_confused
 from autopar.ir import Layout, Op, Program, S, Strategy
@@ -12,8 +13,7 @@ from autopar.ir import Layout, Op, Program, S, Strategy
 __all__ = ["Edge", "Source", "derived_only", "not_over", "rows_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Result `output` of a group."""
 
     group: str
@@ -54,9 +54,10 @@ def derived_only(
     for _ in range(2):  # the second round follows a repeated block's output into its own input
         for name in ops:
             good = []
+            reads = [(e.operand, reached[e.source]) for e in incoming[name]]
             for s in found[name]:
-                shards = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
-                derived = any(s.inputs[e.operand] in reached[e.source] for e in shards)
+                shards = [(x, known) for k, known in reads if (x := s.inputs[k]).is_shard]
+                derived = any(x in known for x, known in shards)
                 made = not shards and all(x == S(0) and Source(name, k) in rows for k, x in enumerate(s.outputs))
                 if derived or made or (not shards and not any(x.is_shard for x in s.outputs)):
                     good.append(s)
