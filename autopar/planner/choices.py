@@ -259,6 +259,8 @@ def _supported(
     """Drop strategies with grouped shards (groups > 1) that cannot pay: a grouped shard is worth its place only in a chain of
     operators that makes it without a transition, consumes it without one, and somewhere turns it into a shard of other
     groups (a fused q|k|v that is split into its parts). Anywhere else it is the plain shard under another name."""
+    if all(x.groups == 1 for strategies in found.values() for s in strategies for x in (*s.inputs, *s.outputs)):
+        return found
     made = _made(found, incoming, ops, types)
     used = _used(found, outgoing, ops)
     kept: dict[str, tuple[Strategy, ...]] = {}

@@ -101,12 +101,14 @@ def _with_the_batch(
     batch = {source for source, cuts in reached.items() if S(0) in cuts}
     for _ in range(2):  # the second round follows a repeated block's input to the output before it
         for name in reversed(list(ops)):
+            reads = [(e.operand, e.source, reached.get(e.source, ())) for e in incoming[name]]
             for s in found[name]:
-                cut = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
-                joined = any(s.inputs[e.operand] in reached.get(e.source, ()) for e in cut)
-                made = any(x == S(0) and Source(name, k) in batch for k, x in enumerate(s.outputs))
-                if joined or made:
-                    batch |= {e.source for e in cut if s.inputs[e.operand] == S(0)}
+                cut = [(x, source, known) for k, source, known in reads if (x := s.inputs[k]).is_shard]
+                if not cut:
+                    continue
+                joined = any(x in known for x, _, known in cut)
+                if joined or any(x == S(0) and Source(name, k) in batch for k, x in enumerate(s.outputs)):
+                    batch |= {source for x, source, _ in cut if x == S(0)}
     return batch
 
 
@@ -115,8 +117,10 @@ def not_over(
 ) -> tuple[Strategy, ...]:
     """Those that do not split the batch."""
 
-    def over(s: Strategy) -> bool:
-        inputs = any(s.inputs[e.operand] in batch.get(e.source, ()) for e in incoming)
-        return inputs or any(x in batch.get(Source(name, k), ()) for k, x in enumerate(s.outputs))
-
-    return tuple(s for s in strategies if not over(s))
+    reads = [(e.operand, batch[e.source]) for e in incoming if batch.get(e.source)]
+    makes = {k: batch[made] for k in range(len(strategies[0].outputs) if strategies else 0) if batch.get(made := Source(name, k))}
+    if not reads and not makes:
+        return strategies
+    return tuple(
+        s for s in strategies if not (any(s.inputs[k] in x for k, x in reads) or any(s.outputs[k] in x for k, x in makes.items()))
+    )
