@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import networkx
-
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.measure.count import Counts, count, op_class
@@ -314,6 +312,8 @@ def _converted(
     found: Mapping[str, tuple[Strategy, ...]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op]
 ) -> dict[str, tuple[Strategy, ...]]:
     """Keep grouped shards that are connected, through the strategies they share, with one that changes their groups."""
+    import networkx  # takes a quarter of a second, and is seldom needed
+
     connected: networkx.Graph[Place] = networkx.Graph()
     changing: set[Place] = set()
     grouped_of: dict[tuple[str, Strategy], list[Place]] = {}
