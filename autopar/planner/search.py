@@ -42,7 +42,7 @@ from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import Over, Place, Refused, least_bytes, partition
+from autopar.planner.partition import Over, Place, Refused, TooLarge, least_bytes, partition
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
@@ -281,9 +281,10 @@ class Search:
                 refused=refused,
                 step_s=estimator.step_s, least_ends_s=estimator.least_ends_s,
             )  # fmt: skip
-        except Infeasible:
+        except Infeasible as e:
             if refused is None:
-                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
+                least = e.least_bytes if isinstance(e, TooLarge) else None
+                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0), least)
             return None
         if part is None:
             return NO_BETTER
@@ -370,14 +371,15 @@ class Search:
                 return f"of {stages}, stage {s} would have nothing to train"
         return cuts
 
-    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float) -> None:
+    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
         """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
-        whole."""
+        whole. least: the bytes of its fullest stage, if they are known."""
         mesh, flights, pieces = choice.mesh, estimator.in_flight, estimator.pieces
         recompute = self.pins.recompute or "auto"
         state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / mesh.pp
         kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flights)
-        least = least_bytes(pieces, mesh.pp, flights, choice.micro_batches, recompute)
+        if least is None:
+            least = least_bytes(pieces, mesh.pp, flights, choice.micro_batches, recompute)
         short = max(1.0, least - room if least > room else over)
         line = (
             f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting} needs "
