@@ -1,17 +1,19 @@
-"""What is counted on the meta device is what is counted on fake tensors of the CPU."""
+"""What is counted on the meta device, and allocated there, is what it is on fake tensors of the CPU."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
 import torch
 
-import autopar.measure  # noqa: F401
+import autopar.measure
+import autopar.measure.workspace  # noqa: F401
 from autopar.ir import Arg, Ref, TensorType
 
 pytestmark = pytest.mark.pure
-counting = sys.modules["autopar.measure.count"]
+counting, spaces = sys.modules["autopar.measure.count"], sys.modules["autopar.measure.workspace"]
 
 A, B = Ref("x0"), Ref("x1")
 UNARY = (
@@ -50,7 +52,7 @@ FORMS: dict[str, tuple[tuple[Arg, ...], tuple[tuple[int, ...], ...], str]] = {
 
 
 def test_every_operator_has_a_form() -> None:
-    assert {f"aten.{name}" for name in FORMS} == counting._SAME_ON_META
+    assert {f"aten.{name}" for name in FORMS} == counting.SAME_ON_META
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -65,5 +67,24 @@ def test_counts_on_meta_are_those_on_fake_tensors(name: str, dtype: torch.dtype,
             given = (f"aten.{name}", args, (), no_grad, ins, outs)
             on_meta = counting._count.__wrapped__(*given)
             with monkeypatch.context() as m:
-                m.setattr(counting, "_SAME_ON_META", frozenset())
+                m.setattr(counting, "SAME_ON_META", frozenset())
                 assert on_meta == counting._count.__wrapped__(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_workspaces_on_meta_are_those_on_fake_tensors(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, shapes, kinds = FORMS[name]
+    of = {"f": dtype, "i": torch.int64, "b": torch.bool}
+    turned = [(*shape[:-2], shape[-1], shape[-2]) if len(shape) > 1 else shape for shape in shapes]
+    for trained, layouts in itertools.product((True, False), (shapes, turned)):
+        ins = tuple(TensorType(shape, of[k], trained and k == "f") for shape, k in zip(shapes, kinds, strict=True))
+        strides = []
+        for shape, lies in zip(shapes, layouts, strict=True):  # as they are, and with the last two dims the other way round in memory
+            tensor = torch.empty(lies, device="meta")
+            strides.append(tensor.stride() if lies == shape else tensor.transpose(-1, -2).stride())
+        given = (f"aten.{name}", args, (), False, False, 1, ins, tuple(strides), (TensorType((4, 6), dtype, trained),))
+        on_meta = spaces._workspace.__wrapped__(*given)
+        with monkeypatch.context() as m:
+            m.setattr(spaces, "SAME_ON_META", frozenset())
+            assert on_meta == spaces._workspace.__wrapped__(*given)

@@ -17,7 +17,9 @@ import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy
 import torch
+from numpy.typing import NDArray
 
 from autopar.ir import Arg, Block, Op, Ref, Span, TensorType, refs
 
@@ -149,7 +151,8 @@ def _search_periods(
 ) -> None:
     """Blocks of spans that follow one another inside a gap: those of the shortest period, then those before and after them. alike: of
     each operator, equal where operators are equal but for wiring."""
-    inside = alike[gap.start : gap.stop]
+    number: dict[str, int] = {}
+    inside = numpy.array([number.setdefault(x, len(number)) for x in alike[gap.start : gap.stop]])
     runs = [(period, *run) for period in range(2, min(len(gap) // 2, _MAX_PERIOD) + 1) for run in _runs(inside, period)]
     for (weights, least), (period, start, length) in itertools.product(_PERIODS, runs):
         candidates = range(gap.start + start, gap.start + start + length % period + 1)
@@ -165,14 +168,13 @@ def _search_periods(
             return
 
 
-def _runs(alike: Sequence[str], period: int) -> Iterator[tuple[int, int]]:
+def _runs(alike: NDArray[numpy.int64], period: int) -> Iterator[tuple[int, int]]:
     """(start, length) of the runs, of a period or longer, of operators that are alike those a period later."""
-    start = 0
-    for index in range(len(alike) - period + 1):
-        if index == len(alike) - period or alike[index] != alike[index + period]:
-            if index - start >= period:
-                yield start, index - start
-            start = index + 1
+    same = numpy.concatenate(([False], alike[:-period] == alike[period:], [False]))
+    edges = numpy.flatnonzero(same[1:] != same[:-1])
+    for start, stop in edges.reshape(-1, 2).tolist():
+        if stop - start >= period:
+            yield start, stop - start
 
 
 def _instances(

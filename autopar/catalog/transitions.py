@@ -46,7 +46,7 @@ REGROUP = Transition("regroup", "all_to_all", "all_to_all")
 
 def needs_transition(have: Layout, want: Layout, t: TensorType) -> bool:
     """R and I differ in their gradients alone: they are one layout for a value that has none."""
-    if have == want:
+    if have is want or have == want:
         return False
     return t.grad or {have.kind, want.kind} != {_R, _I}
 

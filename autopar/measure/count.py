@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.capture.interpret import run_op
 from autopar.ir import Op, TensorType, nameless
 
-__all__ = ["Counts", "OP_CLASSES", "as_on_gpu", "count", "op_class"]
+__all__ = ["OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
 OP_CLASSES: dict[str, str] = {
     name: cls
@@ -31,7 +31,8 @@ OP_CLASSES: dict[str, str] = {
         "conv": "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
         "view": "view reshape flatten unflatten transpose permute unsqueeze squeeze expand select slice narrow split chunk "
         "split_with_sizes unbind t numpy_T detach alias movedim swapaxes broadcast_to expand_as view_as reshape_as unfold "
-        "diagonal copy_to narrow split keep_one own broadcast_tensors",
+        "diagonal copy_to narrow split keep_one own broadcast_tensors unsafe_split unsafe_split_with_sizes unsafe_chunk swapdims moveaxis "
+        "mT mH",
         "reduction": "sum mean amax amin softmax log_softmax layer_norm rms_norm group_norm batch_norm instance_norm logsumexp "
         "var std cumsum sort topk cross_entropy_loss nll_loss linalg_vector_norm max min sync_batch_norm",
         "gather": "embedding index gather scatter scatter_add index_select index_put masked_embedding",
@@ -92,7 +93,7 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         read, written = (0, 0) if cls == "view" else (read, written)
         kept = (0,) if target.startswith("autopar.L.") and differentiable else ()
         return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=read, bytes_written=written, saved_inputs=kept)
-    on_meta = target in _SAME_ON_META
+    on_meta = target in SAME_ON_META
     with contextlib.nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True):
         device = "meta" if on_meta else "cpu"
         tensors = [torch.empty(t.shape, dtype=t.dtype, requires_grad=t.grad and not no_grad, device=device) for t in ins]
@@ -143,7 +144,7 @@ _PLAIN = (
     "tril.default maximum.default minimum.default dropout.default cross_entropy_loss.default index.Tensor gather.default pad.default "
     "contiguous.default conv2d.default group_norm.default max_pool2d.default"
 )
-_SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
+SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
 
 # Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
 _TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Arg, Op, Ref, TensorType, nameless
-from autopar.measure.count import as_on_gpu
+from autopar.measure.count import SAME_ON_META, as_on_gpu
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import local_ops
 from autopar.run.mesh import Axis
@@ -66,9 +67,11 @@ def _workspace(
     if target.startswith("autopar.C."):
         return _of_transition(target.rpartition(".")[2], dict(kwargs), ins[0], strides[0], outs[0])
     op = Op(target=target, args=args, kwargs=kwargs, outputs=tuple(f"y{k}" for k in range(returns)), no_grad=no_grad, multi=multi)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    on_meta = target in SAME_ON_META  # where the operator allocates the same on every device: see `count`
+    with contextlib.nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True):
+        device = "meta" if on_meta else "cpu"
         tensors = [
-            torch.empty_strided(t.shape, stride, dtype=t.dtype, requires_grad=t.grad and not no_grad)
+            torch.empty_strided(t.shape, stride, dtype=t.dtype, requires_grad=t.grad and not no_grad, device=device)
             for t, stride in zip(ins, strides, strict=True)
         ]
         tracker, saved = MemoryTracker(), list[Tensor]()

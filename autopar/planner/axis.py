@@ -177,6 +177,8 @@ class _Model:
         self.linear = Linear(name=f"axis {problem.axis}")
         self.x: dict[str, list[Var]] = {}
         self.ahead: list[tuple[Var, float]] = []  # the device's time less the host's
+        self.changes: dict[tuple[object, ...], float | None] = {}
+        self.hosts: dict[tuple[object, ...], float] = {}
         self.add_groups()
         self.add_values()
         self.add_host()
@@ -217,10 +219,8 @@ class _Model:
         if source == self.given.choices.loss:
             readers.append({Layout(Kind.INVARIANT): [1.0]})
         times = max((e.count for e in edges), default=1)
-        costs: dict[tuple[Layout, Layout], float | None] = {}
-        for have in makers:
-            for want in dict.fromkeys(w for r in readers for w in r):
-                costs[have, want] = self._change(source, have, want, t, times)
+        wanted = dict.fromkeys(w for r in readers for w in r)
+        costs = {(have, want): self._change(source, have, want, t, times) for have in makers for want in wanted}
         shared: dict[tuple[Layout, Layout], int] = {}
         if len(readers) > 1:
             for k, (pair, cost) in enumerate(costs.items()):
@@ -232,7 +232,11 @@ class _Model:
     def _flow(self, name: str, cost: float, pair: tuple[Layout, Layout], t: TensorType, times: int) -> int:
         """A variable that pays for a change of layout."""
         flow = self.linear.column(name, cost * 1e6)
-        self.ahead.append((flow, (cost - change_host(self.given, *pair, t, times)) * 1e6))
+        if self.given.launched:
+            key = (*pair, t, times)
+            if key not in self.hosts:
+                self.hosts[key] = change_host(self.given, *pair, t, times)
+            self.ahead.append((flow, (cost - self.hosts[key]) * 1e6))
         return flow
 
     def add_host(self) -> None:
@@ -242,6 +246,12 @@ class _Model:
         self._row("launched", [(late, 1.0), *self.ahead])
 
     def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
+        key = (have, want, t, times, source.group in self.given.fixed, source.group in self.given.params)
+        if key not in self.changes:
+            self.changes[key] = self._changed(source, have, want, t, times)
+        return self.changes[key]
+
+    def _changed(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
         if source.group in self.given.fixed and needs_transition(have, want, t):
             return None
         if _forbidden(self.given, source, have, want, t):

@@ -100,11 +100,14 @@ def choices(
     for e in edges:
         for s in strategies.get(e.consumer, ()):
             wanted[e.source.group][s.inputs[e.operand]] = None
+    alike: dict[str, list[str]] = defaultdict(list)
+    for v in leaves:
+        alike[leaf_of[v]].append(v)
     for v in (v for v in leaves if leaf_of[v] == v):
         t = program.types[v]
         options = leaf_layouts.get(v) or (I, R, *(x for x in wanted[v] if x.is_shard))
         fitting = tuple(Strategy(inputs=(), outputs=(x,)) for x in dict.fromkeys(options) if x.divides(t.shape, n))
-        same = tuple(x for x in leaves if leaf_of[x] == v)
+        same = tuple(alike[v])
         many = sum(readers.get(x, 1) for x in same)
         groups[v] = Group(key=v, members=same, op=None, strategies=fitting, ins=(), outs=(t,), times=many)
     types = {s: program.types[v] for v, s in source.items()}

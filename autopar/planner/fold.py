@@ -37,14 +37,16 @@ def fold(program: Program) -> Program:
     last = len(program.ops)
     for value in (program.loss, *program.outputs):
         readers.setdefault(value, []).append(last)
-    written = dict(program.mutations)
+    writes: dict[str, list[str]] = {}  # value -> the buffers that become it
+    for buffer, value in program.mutations:
+        writes.setdefault(value, []).append(buffer)
     leaves = {x.value for x in program.leaves}
     rename: dict[str, str] = {}
     gone: set[int] = set()
     times: dict[int, list[int]] = {}
     for b, block in enumerate(program.blocks):
         times[b] = [1] * len(block.spans)
-        for run in _runs(program, block, made, readers, leaves, set(written.values())):
+        for run in _runs(program, block, made, readers, leaves, writes):
             for k in run[2:-1]:
                 gone |= set(range(block.spans[k].start, block.spans[k].stop))
                 times[b][k] = 0
@@ -81,12 +83,13 @@ def fold(program: Program) -> Program:
 
 
 def _runs(
-    program: Program, block: Block, made: Mapping[str, int], readers: Mapping[str, list[int]], leaves: set[str], written: set[str]
-) -> Iterator[list[int]]:
+    program: Program, block: Block, made: Mapping[str, int], readers: Mapping[str, list[int]], leaves: set[str],
+    writes: Mapping[str, list[str]],
+) -> Iterator[list[int]]:  # fmt: skip
     """Indices of instances that may be folded, in order: at least four."""
     run: list[int] = []
     for k, span in enumerate(block.spans):
-        if run and block.spans[run[-1]].stop == span.start and _follows(program, block, run, k, made, readers, leaves, written):
+        if run and block.spans[run[-1]].stop == span.start and _follows(program, block, run, k, made, readers, leaves, writes):
             run.append(k)
             continue
         if len(run) >= LEAST:
@@ -98,22 +101,25 @@ def _runs(
 
 def _follows(
     program: Program, block: Block, run: list[int], k: int, made: Mapping[str, int], readers: Mapping[str, list[int]], leaves: set[str],
-    written: set[str],
+    writes: Mapping[str, list[str]],
 ) -> bool:  # fmt: skip
-    """Whether instance k reads the one before it, and nothing else that differs, as the second of the run reads the first; and whether
-    nobody but its follower reads that one before it, if it is not the first."""
+    """Whether instance k reads the one before it, and nothing else that differs, as the second of the run reads the first, and changes no
+    buffers but its own, as that one does; and whether nobody but its follower reads that one before it, if it is not the first."""
     span, before = block.spans[k], block.spans[run[-1]]
     if len(run) > 1:
         inside = range(before.start, span.stop)
         for op in program.ops[before.start : before.stop]:
-            if any(r not in inside for o in op.outputs if o is not None for r in readers.get(o, ())) or written & set(op.outputs):
+            if any(r not in inside for o in op.outputs if o is not None for r in readers.get(o, ())):
                 return False
     second = block.spans[run[1]] if len(run) > 1 else span
     own = range(span.start, span.stop)
+    alike: dict[str, str] = {}  # leaf that it reads -> the one that the second instance reads in its place
     for offset in range(len(span)):
         mine, model = program.ops[span.start + offset], program.ops[second.start + offset]
         for r, s in zip(refs(mine), refs(model), strict=True):
             if r in leaves:
+                if alike.setdefault(r, s) != s:
+                    return False
                 if r == s:
                     continue  # all read it, or there is nothing to compare with yet
                 if s not in leaves or program.types[r] != program.types[s] or any(x not in own for x in readers[r]):
@@ -122,6 +128,11 @@ def _follows(
                     return False
                 continue
             if r != s and (s in leaves or made[r] - span.start != made[s] - second.start or made[r] < before.start):
+                return False
+    for offset in range(len(span)):
+        for o, m in zip(program.ops[span.start + offset].outputs, program.ops[second.start + offset].outputs, strict=True):
+            changed, like = writes.get(o or "", []), writes.get(m or "", [])
+            if [alike.get(b) for b in changed] != like or any(x not in own for b in changed for x in readers[b]):
                 return False
     return True
 

@@ -9,7 +9,8 @@ where the last one's backward begins. Everything is counted by storage: a view i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +23,7 @@ from cost_models.actions import OnRank
 __all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes alive beside what rests: saved activations (of all micro-batches in flight), gradients of parameters, temporaries
     (results in use, gradients of activations, workspaces), communication buffers."""
 
@@ -168,7 +168,7 @@ class Liveness:
         last = [(0, all_gradients, True)] if m > 2 else []
         moments: list[Moment] = []
         for others, before, final in (*first, *later, *last):
-            base = replace(before, saved=others * whole)
+            base = before._replace(saved=others * whole)
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, _Store())]
             some = bool(before.gradients)
@@ -247,8 +247,9 @@ class Liveness:
         return self._kept(a.span, a.recomputed, _Store(self.crossing((*a.sends, *a.receives))))
 
     def _kept(self, span: Span, recomputed: Sequence[Span], held: _Store) -> _Store:
+        again = _span_of(recomputed)
         for k in self._indices(span):
-            if not any(k in s for s in recomputed):
+            if k not in again:
                 held.put(self.saved[k])
         for s in recomputed:
             held.put(self._entering(s))
@@ -279,17 +280,19 @@ class Liveness:
             for v in (*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)):
                 last[self._root[v]] = self._let_go[k]
         again = span in a.recomputed
+        within = {} if again else _span_of(a.recomputed)
+        primed = bool(a.recomputed)
         own = self.made(span) if again else frozenset()
         live: dict[str, int] = {}
         for k in self._indices(span):
             op, w = ops[k], self.work[k]
             live |= {self._root[o]: self._bytes[o] for o in op.outputs if o is not None and self._root[o] == o}
-            inside = None if again else next((s for s in a.recomputed if k in s), None)
+            inside = within.get(k)
             if inside is None:
                 held.put(_again(self.saved[k], own))
             elif k == inside.start:
                 held.put(self._entering(inside))
-            using = sum(n for r, n in live.items() if r not in held and f"{r}'" not in held)
+            using = sum(n for r, n in live.items() if r not in held and not (primed and f"{r}'" in held))
             yield Moment(saved=held.total, temporary=using + w.forward, communication=units.forward.get(k, 0))
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
@@ -316,8 +319,9 @@ class Liveness:
         ops, types = self.program.ops, self.program.types
         holder: dict[str, int] = {}
         inner = {span: self.made(span) for span in a.recomputed}
+        within = _span_of(a.recomputed)
         for k in reversed(self._indices(a.span)):
-            inside = next((s for s in a.recomputed if k in s), None)
+            inside = within.get(k)
             holder.update(dict.fromkeys(_again(self.saved[k], inner[inside] if inside is not None else ()), k))
         for span in a.recomputed:
             for r in self._entering(span):
@@ -337,7 +341,8 @@ class Liveness:
         for k in reversed(self._indices(a.span)):
             op, w = ops[k], self.work[k]
             here = [o for o in op.outputs if o is not None and o in tokens]
-            whole = next((s for s in a.recomputed if s.stop - 1 == k), None)
+            whole = within.get(k)
+            whole = whole if whole is not None and whole.stop - 1 == k else None
             alive = {t: sizes[t] for t in tokens.values()}
             if whole is not None:  # before its last operator's backward all of it runs again
                 again = _Store(held)
@@ -422,6 +427,11 @@ def gathered_from(program: Program) -> dict[str, str]:
     params = {p.value for p in program.params}
     gathers = [op for op in program.ops if op.target == GATHER and refs(op)[0] not in params]
     return {op.name: refs(op)[0] for op in gathers}
+
+
+def _span_of(spans: Sequence[Span]) -> dict[int, Span]:
+    """Operator -> the span that it stands in."""
+    return {k: span for span in spans for k in range(span.start, span.stop)}
 
 
 def _line_ends(ops: Sequence[Op]) -> list[int]:

@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy
+from numpy.typing import NDArray
+
 from autopar.ir import Span, refs
 from autopar.planner.liveness import Liveness
 from autopar.planner.price import Ledger
@@ -22,6 +25,7 @@ __all__ = ["RECOMPUTES", "Mode", "again_s", "spans_at_prices"]
 
 RECOMPUTES = ("none", "selective", "full")  # the kinds of modes, as pins name them
 POINTS = 3  # of a block's Pareto set between nothing and all of it running again
+Table = NDArray[numpy.float64]
 SIMPLER_S = 1e-9  # of each operator and each span that runs again: of equal ones the fewer and shorter
 
 
@@ -55,7 +59,14 @@ def again_s(ledger: Ledger, liveness: Liveness, span: Span) -> float:
 
 
 def spans_at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int = POINTS) -> list[tuple[Span, ...]]:
-    """Spans of a block that run again, of the points of its Pareto set between nothing and all of it; the fewest bytes last."""
+    """Spans of a block that run again, of the points of its Pareto set between nothing and all of it; the fewest bytes last. Worked out
+    once for a ledger."""
+    if (block, points) not in ledger.spans_again:
+        ledger.spans_again[block, points] = _at_prices(ledger, liveness, block, points)
+    return ledger.spans_again[block, points]
+
+
+def _at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int) -> list[tuple[Span, ...]]:
     table = _Table(ledger, liveness, block)
     none, full = table.point(()), table.point((block,))
     found = {(): none, (block,): full}
@@ -97,48 +108,57 @@ class _Table:
         ]
         self.spans = self._priced(outside, last)
 
-    def _priced(self, outside: Collection[str], last: dict[str, int]) -> list[list[tuple[float, int]]]:
+    def _priced(self, outside: Collection[str], last: dict[str, int]) -> tuple[Table, Table]:
         """For each first operator and each last one, counted from the block's first: seconds and bytes."""
         program, live, block = self.ledger.program, self.liveness, self.block
+        n = len(block)
         forward = [self.ledger.seconds((k,))[0] for k in range(block.start, block.stop)]
         reads = [live.crossing(refs(program.ops[k])) for k in range(block.start, block.stop)]
         makes = [live.made(Span(k, k + 1)) for k in range(block.start, block.stop)]
+        keeps = [live.keeps(k) for k in range(block.start, block.stop)]
+        operands = [live.keeps_operands_alone(k) for k in range(block.start, block.stop)]
         early = self.ledger.stops_early
-        found = []
-        for i in range(len(block)):
+        seconds, nbytes = numpy.full((n, n), numpy.inf), numpy.zeros((n, n))
+        for i in range(n):
             made: set[str] = set()
-            entering: dict[str, int] = {}
-            seconds = ran = 0.0  # of all that ran so far; of what must run for what is kept so far
-            row = []
-            for j in range(i, len(block)):
-                k = block.start + j
-                entering |= {x: n for x, n in reads[j].items() if x not in made and x not in outside}
+            entered: set[str] = set()
+            due = [0] * n  # bytes that count from the operator that keeps them last
+            all_s = ran_s = 0.0  # of all that ran so far; of what must run for what is kept so far
+            held = 0
+            for j in range(i, n):
+                for x, size in reads[j].items():
+                    if x in made or x in outside or x in entered:
+                        continue
+                    entered.add(x)
+                    at = last.get(x, block.start + j) - block.start
+                    if at >= i:
+                        due[max(at, j)] += size
                 made |= makes[j]
-                if live.keeps(k):
-                    ran = seconds + (0.0 if live.keeps_operands_alone(k) else forward[j])
-                seconds += forward[j]
-                nbytes = sum(n for x, n in entering.items() if last.get(x, k) <= k and (x not in last or last[x] >= block.start + i))
-                row.append((ran if early else seconds, nbytes))
-            found.append(row)
-        return found
+                if keeps[j]:
+                    ran_s = all_s + (0.0 if operands[j] else forward[j])
+                all_s += forward[j]
+                held += due[j]
+                seconds[i, j], nbytes[i, j] = ran_s if early else all_s, held
+        return seconds, nbytes
 
     def best(self, price: float) -> tuple[Span, ...]:
         """The spans that cost least at a price of memory. All of the block in one is not asked for."""
         n = len(self.block)
-        least: list[tuple[float, int]] = [(0.0, -1)]  # up to an operator: cost, and where the last span began (-1: it is kept)
+        seconds, nbytes = self.spans
+        simpler = SIMPLER_S * (numpy.arange(n, 0, -1) + 1)  # of spans that begin at each operator and end behind the last of so many
+        least = numpy.zeros(n + 1)
+        began = [-1] * (n + 1)  # up to an operator: where the last span began (-1: it is kept)
         for stop in range(1, n + 1):
-            option = (least[stop - 1][0] + price * self.kept[stop - 1], -1)
-            for start in range(stop):
-                if (start, stop) == (0, n):
-                    continue
-                seconds, nbytes = self.spans[start][stop - 1 - start]
-                cost = least[start][0] + seconds + price * nbytes + SIMPLER_S * (stop - start + 1)
-                if cost < option[0]:
-                    option = (cost, start)
-            least.append(option)
+            costs = least[:stop] + seconds[:stop, stop - 1] + price * nbytes[:stop, stop - 1] + simpler[n - stop :]
+            if stop == n:
+                costs[0] = numpy.inf
+            start = int(costs.argmin())
+            least[stop] = least[stop - 1] + price * self.kept[stop - 1]
+            if costs[start] < least[stop]:
+                least[stop], began[stop] = costs[start], start
         found, stop = [], n
         while stop:
-            start = least[stop][1]
+            start = began[stop]
             if start >= 0:
                 found.append(Span(self.block.start + start, self.block.start + stop))
             stop = start if start >= 0 else stop - 1

@@ -13,10 +13,14 @@ until nothing better can come. A run of 100 equal layers is as easy as one of 10
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy
+from numpy.typing import NDArray
 
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
@@ -34,6 +38,8 @@ StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and mo
 Place = tuple[int, ...]  # of a stage: its first piece, the first one behind it, its number; of several: of each, and the rank
 Over = Mapping[Place, float]  # bytes
 Refused = Mapping[Place, Collection[tuple[int, ...]]]  # modes of its pieces
+Again = tuple[float, tuple[tuple[int, ...], ...]]  # seconds; of each run how many pieces are in which of the allowed modes
+Seconds = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,32 +170,30 @@ class _Stages:
     slack_s: float = 0.0
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
-    _known: dict[tuple[object, ...], tuple[float, tuple[tuple[int, ...], ...]] | None] = field(default_factory=dict)
-    _placed: dict[tuple[int, int, int], tuple[float, tuple[tuple[int, ...], ...]] | None] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
+    _at_once: dict[int, int] = field(default_factory=dict)  # runs -> the most micro-batches in flight with which nothing runs again
+    _tables: dict[int, Seconds] = field(default_factory=dict)  # by micro-batches in flight: of runs, seconds (not known yet: nan)
 
     def __post_init__(self) -> None:
         kinds: dict[Piece, int] = {}
         self.kind = [kinds.setdefault(p, len(kinds)) for p in self.pieces]
         self.of_kind = list(kinds)
         self.may = [allowed(p.modes, self.recompute) for p in self.of_kind]
-        self.lean = [_leanest([p.modes[m] for m in may]) for p, may in zip(self.of_kind, self.may, strict=True)]
+        self.lean = [p.in_mode(_leanest([p.modes[m] for m in may])) for p, may in zip(self.of_kind, self.may, strict=True)]
+        least_s = [min(p.modes[m].again_s for m in may) for p, may in zip(self.of_kind, self.may, strict=True)]
+        self.fastest = [
+            max(k for k, m in enumerate(may) if p.modes[m].again_s == s) for p, may, s in zip(self.of_kind, self.may, least_s, strict=True)
+        ]
         for p, kind in zip(self.pieces, self.kind, strict=True):
-            least_s = min(p.modes[m].again_s for m in self.may[kind])
-            self.busy.append(self.busy[-1] + p.forward_s + p.backward_s + least_s)
+            self.busy.append(self.busy[-1] + p.forward_s + p.backward_s + least_s[kind])
             self.trained.append(self.trained[-1] + p.trains)
-        self.run_end = list(range(1, len(self.pieces) + 1))
-        for k in range(len(self.pieces) - 2, -1, -1):
-            if self.kind[k] == self.kind[k + 1]:
-                self.run_end[k] = self.run_end[k + 1]
-
-    def runs(self, i: int, j: int) -> tuple[tuple[int, int], ...]:
-        """(kind, how many) of the pieces [i, j) in their order."""
-        found = []
-        while i < j:
-            stop = min(j, self.run_end[i])
-            found.append((self.kind[i], stop - i))
-            i = stop
-        return tuple(found)
+        self.of_span, self.runs = _runs_of_spans(tuple(self.kind))
+        ends, trained = numpy.array(self.busy), numpy.array(self.trained)
+        self.between = ends[None, :] - ends[:, None]  # from the first piece of a stage to the one behind it: seconds
+        self.open = (self.of_span >= 0) & ((self.stages == 1) | (trained[None, :] > trained[:, None]))
+        self.named: dict[int, list[tuple[int, int]]] = {}  # the stages of which something is known that their pieces do not say
+        for i, j, s in dict.fromkeys((*self.over, *self.refused)):
+            self.named.setdefault(s, []).append((i, j))
 
     def account(self, runs: Sequence[tuple[int, int]], s: int) -> Account:
         return Account(
@@ -197,56 +201,81 @@ class _Stages:
             micro_batches=self.micro_batches,
         )  # fmt: skip
 
-    def again(self, i: int, j: int, s: int) -> tuple[float, tuple[tuple[int, ...], ...]] | None:
+    def again(self, i: int, j: int, s: int) -> Again | None:
         """The least that stage s must run again if it is [i, j), beyond what its pieces must in any case: seconds, and for each run of
         equal pieces how many are in which of the allowed modes. None if it cannot fit."""
         place = (i, j, s)
-        if place not in self._placed:
-            runs, over = self.runs(i, j), self.over.get(place, 0.0)
-            account = self.account(runs, s)
-            refused = frozenset(_counts(account, modes) for modes in self.refused.get(place, ()))
-            key = (self.in_flight[s], over, refused, runs)
-            if key not in self._known:
-                found = stage_modes(account, self.limit_bytes - over, refused=refused)
-                self._known[key] = None if found is None else (found.again_s, found.counts)
-                self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
-            self._placed[place] = self._known[key]
-        return self._placed[place]
+        return self._again(int(self.of_span[i, j]), s, self.over.get(place, 0.0), self.refused.get(place, ()))
+
+    def _again(self, which: int, s: int, over: float = 0.0, refused: Collection[tuple[int, ...]] = ()) -> Again | None:
+        """Of a stage of these runs. Where nothing runs again with more micro-batches in flight, nothing does with fewer: no term of an
+        account falls with their number."""
+        flights, runs = self.in_flight[s], self.runs[which]
+        if not over and not refused and flights <= self._at_once.get(which, -1):
+            return 0.0, tuple(tuple(n if k == self.fastest[kind] else 0 for k in range(len(self.may[kind]))) for kind, n in runs)
+        account = self.account(runs, s)
+        counted = frozenset(_counts(account, modes) for modes in refused)
+        key = (flights, over, counted, which)
+        if key not in self._known:
+            found = stage_modes(account, self.limit_bytes - over, refused=counted)
+            self._known[key] = None if found is None else (found.again_s, found.counts)
+            self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
+            if found is not None and not over and not counted:
+                plain = all(of[self.fastest[kind]] == n for (kind, n), of in zip(runs, found.counts, strict=True))
+                self._at_once |= {which: flights} if plain else {}
+        return self._known[key]
+
+    def _seconds(self, s: int, rows: slice, columns: slice, wanted: NDArray[numpy.bool_]) -> Seconds:
+        """What stages [i, j) must run again, of those that are wanted; infinite where they cannot fit."""
+        table = self._tables.setdefault(self.in_flight[s], numpy.full(len(self.runs), numpy.nan))
+        which = self.of_span[rows, columns]
+        asked = numpy.unique(which[wanted])
+        for k in asked[numpy.isnan(table[asked])].tolist():
+            again = self._again(k, s)
+            table[k] = math.inf if again is None else again[0]
+        found = numpy.where(wanted, table[which], math.inf)
+        for i, j in self.named.get(s, ()):
+            if rows.start <= i < rows.stop and columns.start <= j < columns.stop and wanted[i - rows.start, j - columns.start]:
+                known = self.again(i, j, s)
+                found[i - rows.start, j - columns.start] = math.inf if known is None else known[0]
+        return found
 
     def path(self, limit_s: float) -> _Path | None:
-        """The cuts that run the least again, of these those with the fastest slowest stage, no stage above limit_s."""
+        """The cuts that run the least again, of these those with the fastest slowest stage, no stage above limit_s. All stages [i, j) with
+        the same number are looked at together."""
         count, stages = len(self.pieces), self.stages
         limit_s = limit_s * (1 + 1e-13)
-        reach: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]  # placed -> (again, slowest, where the last stage began)
+        again_s, slowest_s = numpy.full(count + 1, math.inf), numpy.full(count + 1, math.inf)
+        again_s[0] = slowest_s[0] = 0.0  # of what is placed so far
+        began = []  # of each stage: its first piece, by the first piece behind it
         for s in range(stages):
-            ends: dict[int, tuple[float, float, int]] = {}
-            before = reach[-1]
-            last = s == stages - 1
-            for j in [count] if last else range(s + 1, count - stages + s + 2) if self.pinned is None else [self.pinned[s]]:
-                best: tuple[float, float, int] | None = None
-                for i in range(j - 1, s - 1, -1):
-                    busy_s = self.busy[j] - self.busy[i]
-                    if busy_s > limit_s:
-                        break
-                    if i not in before or (stages > 1 and self.trained[j] == self.trained[i]):
-                        continue
-                    again = self.again(i, j, s)
-                    if again is None or busy_s + again[0] > limit_s:
-                        continue
-                    option = (before[i][0] + again[0], max(before[i][1], busy_s + again[0]), i)
-                    if best is None or option < best:
-                        best = option
-                if best is not None:
-                    ends[j] = best
-            reach.append(ends)
-        if count not in reach[-1]:
+            first, behind = (count, count + 1) if s == stages - 1 else (s + 1, count - stages + s + 2)
+            if s < stages - 1 and self.pinned is not None:
+                first, behind = self.pinned[s], self.pinned[s] + 1
+            there = numpy.flatnonzero(again_s < math.inf)
+            if not len(there):
+                return None
+            rows, columns = slice(int(there[0]), int(there[-1]) + 1), slice(first, behind)
+            busy_s = self.between[rows, columns]
+            wanted = self.open[rows, columns] & (busy_s <= limit_s) & (again_s[rows, None] < math.inf)
+            more_s = self._seconds(s, rows, columns, wanted)
+            busy_s = busy_s + more_s
+            fits = wanted & (busy_s <= limit_s)
+            total_s = numpy.where(fits, again_s[rows, None] + more_s, math.inf)
+            least_s = total_s.min(0)
+            best = fits & (total_s == least_s)
+            most_s = numpy.where(best, numpy.maximum(slowest_s[rows, None], busy_s), math.inf)
+            fastest_s = most_s.min(0)
+            began.append((first, rows.start + (best & (most_s == fastest_s)).argmax(0)))
+            again_s, slowest_s = numpy.full(count + 1, math.inf), numpy.full(count + 1, math.inf)
+            again_s[columns], slowest_s[columns] = least_s, fastest_s
+        if not again_s[count] < math.inf:
             return None
-        again_s, slowest_s, _ = reach[-1][count]
         cuts, end = [], count
-        for s in range(stages, 1, -1):
-            end = reach[s][end][2]
+        for first, starts in reversed(began[1:]):
+            end = int(starts[end - first])
             cuts.append(end)
-        return _Path(again_s, slowest_s, tuple(reversed(cuts)))
+        return _Path(float(again_s[count]), float(slowest_s[count]), tuple(reversed(cuts)))
 
     def nearby(
         self, cuts: tuple[int, ...], micro_batches: int, evenly_s: float, step_s: StepTime, least_ends_s: float, nodes: int = NODES
@@ -284,35 +313,57 @@ class _Stages:
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             again = self.again(i, j, s)
             assert again is not None, "a stage of a path fits"
-            for run, counts in zip(self.account(self.runs(i, j), s).runs, again[1], strict=True):
+            for run, counts in zip(self.account(self.runs[self.of_span[i, j]], s).runs, again[1], strict=True):
                 found += [m for m, n in zip(run.modes, counts, strict=True) for _ in range(n)]
         return tuple(found)
 
     def least_bytes(self) -> float:
         leanest: dict[int, float] = {0: 0.0}  # pieces placed -> the fullest of the stages so far
-        known: dict[tuple[object, ...], float] = {}
+        of_span, count = self.of_span.tolist(), len(self.pieces)
+        known: dict[int, dict[int, float]] = {}  # micro-batches in flight -> runs -> bytes
         for s in range(self.stages):
             ends: dict[int, float] = {}
-            for j in range(s + 1, len(self.pieces) + 1) if s < self.stages - 1 else [len(self.pieces)]:
+            here = known.setdefault(self.in_flight[s], {})
+            for j in range(s + 1, count + 1) if s < self.stages - 1 else [count]:
                 best = math.inf
                 for i in range(j - 1, s - 1, -1):
-                    runs = self.runs(i, j)
-                    key = (self.in_flight[s], runs)
-                    if key not in known:
-                        known[key] = self._lean(runs, s)
-                    if known[key] >= best:
+                    which = of_span[i][j]
+                    if which not in here:
+                        here[which] = self._lean(self.runs[which], s)
+                    if here[which] >= best:
                         break
                     if i in leanest:
-                        best = min(best, max(leanest[i], known[key]))
+                        best = min(best, max(leanest[i], here[which]))
                 if best < math.inf:
                     ends[j] = best
             leanest = ends
-        return leanest.get(len(self.pieces), math.inf)
+        return leanest.get(count, math.inf)
 
     def _lean(self, runs: Sequence[tuple[int, int]], s: int) -> float:
         """Below what a stage of these pieces takes in any modes."""
-        lean = tuple(Run(piece=self.of_kind[k].in_mode(self.lean[k]), count=n, modes=(0,)) for k, n in runs)
+        lean = tuple(Run(piece=self.lean[k], count=n, modes=(0,)) for k, n in runs)
         return Account(runs=lean, in_flight=self.in_flight[s], micro_batches=self.micro_batches).bytes([(n,) for _, n in runs])
+
+
+@functools.lru_cache(maxsize=64)
+def _runs_of_spans(kinds: tuple[int, ...]) -> tuple[NDArray[numpy.int64], list[tuple[tuple[int, int], ...]]]:
+    """For all pieces [i, j) of these kinds the number of their runs, (kind, how many) in their order; and the runs by number. -1 where
+    there are none."""
+    count = len(kinds)
+    end = list(range(1, count + 1))
+    for k in range(count - 2, -1, -1):
+        end[k] = end[k + 1] if kinds[k] == kinds[k + 1] else end[k]
+    number: dict[tuple[tuple[int, int], ...], int] = {}
+    found = numpy.full((count + 1, count + 1), -1)
+    for i in range(count):
+        runs: list[tuple[int, int]] = []
+        k = i
+        while k < count:
+            for j in range(k + 1, end[k] + 1):
+                found[i, j] = number.setdefault((*runs, (kinds[k], j - k)), len(number))
+            runs.append((kinds[k], end[k] - k))
+            k = end[k]
+    return found, list(number)
 
 
 def _leanest(modes: Sequence[Mode]) -> Mode:

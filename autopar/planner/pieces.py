@@ -20,6 +20,8 @@ from autopar.planner.units import Units
 
 __all__ = ["AtRest", "PieceMaker"]
 
+Held = tuple[list[float], list[float], list[tuple[Mode, ...]]]  # of each segment: bytes received, bytes sent, modes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
@@ -55,32 +57,49 @@ class PieceMaker:
         return self.ledger.liveness
 
     def pieces(self) -> tuple[Piece, ...]:
+        last = {v: k for k, own in enumerate(self.reads) for v in own}
+        gradients = self.activity.gradients
+        owned = [{v: gradients[v] for v in own if last[v] == k and v in gradients} for k, own in enumerate(self.reads)]
+        received, sent, modes = self._held(owned)
+        found: list[Piece] = []
+        for k, ((forward_s, backward_s), rest, own) in enumerate(zip(self.seconds, self.at_rest, owned, strict=True)):
+            made = {v: rests if v in self.activity.at_once else made for v, (made, rests) in own.items()}
+            found.append(
+                Piece(
+                    forward_s=forward_s, backward_s=backward_s, rest_bytes=rest.rest, passing_bytes=rest.passing, update_bytes=rest.update,
+                    gradient_bytes=0.0 if self.activity.accumulates else float(sum(made.values())),
+                    reduced_bytes=float(sum(self._copied(v) for v in own if v in self.reduced)),
+                    received_bytes=received[k], sent_bytes=sent[k], trains=self.trains[k], modes=modes[k],
+                )
+            )  # fmt: skip
+        return tuple(found[k] for k in self.segments.order)
+
+    def _held(self, owned: Sequence[Mapping[str, tuple[int, int]]]) -> Held:
+        """Bytes that each segment receives and sends, and its modes; once for a program, its segments and what it does with gradients. What
+        a parameter rests as counts where its gradient is in parts alone."""
+        a = self.activity
+        made = tuple(tuple((v, x[0], x[1] * (v in a.at_once)) for v, x in own.items()) for own in owned)
+        used = (frozenset(a.where_used.items()), frozenset(a.units.items())) if a.where_used else ()
+        key = (self.segments.segments, self.recompute, made, used, a.bucket_bytes, a.accumulates)
+        if key not in self.ledger.in_modes:
+            self.ledger.in_modes[key] = self._found(owned)
+        held: Held = self.ledger.in_modes[key]  # type: ignore[assignment]
+        return held
+
+    def _found(self, owned: Sequence[Mapping[str, tuple[int, int]]]) -> Held:
         every = self.segments.segments
         kept = [self.liveness.kept(x.span) for x in every]
         first: dict[str, int] = {}
         for k, storages in enumerate(kept):
             for x in storages:
                 first.setdefault(x, k)
-        received = self._received(kept, first)
         units = self.liveness.units(self.activity)
-        last = {v: k for k, own in enumerate(self.reads) for v in own}
-        found: list[Piece] = []
+        modes: list[tuple[Mode, ...]] = []
         arriving = Arriving.of((self.ledger.program.loss,), self.ledger.program)
         for k in reversed(range(len(every))):
-            segment, (forward_s, backward_s), rest = every[k], self.seconds[k], self.at_rest[k]
-            own = {v: self.activity.gradients[v] for v in self.reads[k] if last[v] == k and v in self.activity.gradients}
-            made = {v: rests if v in self.activity.at_once else made for v, (made, rests) in own.items()}
             before = {x for x in kept[k] if first[x] < k}
-            found.append(
-                Piece(
-                    forward_s=forward_s, backward_s=backward_s, rest_bytes=rest.rest, passing_bytes=rest.passing, update_bytes=rest.update,
-                    gradient_bytes=0.0 if self.activity.accumulates else float(sum(made.values())),
-                    reduced_bytes=float(sum(self._copied(v) for v in own if v in self.reduced)),
-                    received_bytes=received[k], sent_bytes=self._sent(k, first), trains=self.trains[k],
-                    modes=self._modes(segment, own, before, units, arriving),
-                )
-            )  # fmt: skip
-        return tuple(found[-1 - k] for k in self.segments.order)
+            modes.append(self._modes(every[k], owned[k], before, units, arriving))
+        return self._received(kept, first), [self._sent(k, first) for k in range(len(every))], modes[::-1]
 
     def _copied(self, value: str) -> int:
         """Bytes beside a gradient while a bucket at the end of a step is sent: the copy, and the part that is made of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir import Op, Program, R, Span, refs
@@ -34,6 +34,8 @@ class Ledger:
         self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
         self.joined: frozenset[int] = frozenset()
+        self.spans_again: dict[tuple[Span, int], list[tuple[Span, ...]]] = {}  # of a block: see `modes.spans_at_prices`
+        self.in_modes: dict[Hashable, object] = {}  # what pieces keep: see `pieces.PieceMaker`
         if pricer.recipe.fuses:
             saved = {name for kept in self.saved_by for name, _ in kept}
             counts, self.joined = fused(program, [c.counts for c in self.costs], self.root, saved)
@@ -44,7 +46,7 @@ class Ledger:
         """The same program at other prices."""
         other = copy.copy(self)
         known: dict[int, OpCost] = {}
-        other.costs = []
+        other.costs, other.spans_again, other.in_modes = [], {}, {}
         for op, first in zip(self.program.ops, self._alike, strict=True):
             if first not in known:
                 known[first] = pricer.op(op, self.program, self.costs[first].counts, joined=first in self.joined)

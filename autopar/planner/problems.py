@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from autopar.ir import I, Layout, Program, R, S
 from autopar.measure import Pricer
 from autopar.planner.axis import AxisProblem
-from autopar.planner.choices import choices
+from autopar.planner.choices import Choices, choices
 from autopar.planner.moments import batched_inputs
 from cost_models.memory import OPTIMIZERS
 
-__all__ = ["data_leaves", "data_problem", "given_on", "tensor_problem"]
+__all__ = ["data_leaves", "data_problem", "given_on", "tensor_choices", "tensor_problem"]
 
 
 def given_on(program: Program, axis: str) -> dict[str, Layout]:
@@ -40,13 +40,21 @@ def data_problem(program: Program, n: int, pricer: Pricer, leaves: Mapping[str, 
     )
 
 
-def tensor_problem(body: Program, n: int, pricer: Pricer, optimizer: str, leaves: Mapping[str, tuple[Layout, ...]]) -> AxisProblem:
-    """The tensor axis of n ranks of one micro-batch: the fastest. leaves: of those that are named, what they may lie as."""
+def tensor_choices(body: Program, n: int, leaves: Mapping[str, tuple[Layout, ...]]) -> Choices:
+    """What is to choose on the tensor axis, whatever it costs."""
+    return choices(body, n, leaves, batched=batched_inputs(body))
+
+
+def tensor_problem(
+    body: Program, n: int, pricer: Pricer, optimizer: str, leaves: Mapping[str, tuple[Layout, ...]], known: Choices | None = None
+) -> AxisProblem:
+    """The tensor axis of n ranks of one micro-batch: the fastest. leaves: of those that are named, what they may lie as. known: its
+    choices, if they were found before."""
     passes = 3 + 2 * OPTIMIZERS[optimizer]
     return AxisProblem(
         axis="tp",
         n=n,
-        choices=choices(body, n, leaves, batched=batched_inputs(body)),
+        choices=known or tensor_choices(body, n, leaves),
         pricer=pricer,
         state_price_s_per_byte=passes / pricer.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
         params=frozenset(p.value for p in body.params),

@@ -18,12 +18,12 @@ from autopar.ir import Layout, Program, Strategy
 from autopar.measure import Live, Pricer
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.candidate import Mesh, Rank
-from autopar.planner.choices import is_heavy, with_layouts, with_matrices_cut, with_work_split
+from autopar.planner.choices import Choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.fold import fold, unfold
 from autopar.planner.lower import on_data_axis, on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, by_samples, split_into_moments
 from autopar.planner.price import Ledger
-from autopar.planner.problems import data_leaves, data_problem, given_on, tensor_problem
+from autopar.planner.problems import data_leaves, data_problem, given_on, tensor_choices, tensor_problem
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solver import Outcome
 from autopar.planner.space import Form
@@ -60,6 +60,7 @@ class Store:
     _moments: dict[Split, Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _tensor: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
+    _tensor_choices: dict[tuple[int, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the body's identity, and the ranks
 
     @property
     def folded(self) -> Program:
@@ -256,7 +257,10 @@ class Store:
 
     def _tensor_problem(self, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
         leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(body, "tp").items()}
-        problem = self.timed("strategies", lambda: tensor_problem(body, mesh.tp, self.pricer(mesh), self.optimizer, leaves))
+        key = (id(body), mesh.tp)
+        if key not in self._tensor_choices:  # the body is kept, so that no other one has its identity
+            self._tensor_choices[key] = body, self.timed("strategies", lambda: tensor_choices(body, mesh.tp, leaves))
+        problem = tensor_problem(body, mesh.tp, self.pricer(mesh), self.optimizer, leaves, self._tensor_choices[key][1])
         states = 2 + OPTIMIZERS[self.optimizer]  # of each byte of a parameter: itself, its gradient, the optimizer's
         problem = dataclasses.replace(
             problem, memory_price_s_per_byte=form.byte_s, state_price_s_per_byte=problem.state_price_s_per_byte + states * form.byte_s

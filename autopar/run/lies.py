@@ -9,7 +9,7 @@ from autopar.ir import Layout
 from autopar.run import comm
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import MADE_OF, Mesh
-from autopar.run.slices import cut, joined, local_slice
+from autopar.run.slices import Span, cut, cut_spans, joined, local_slice
 
 __all__ = ["Lies", "layouts_of"]
 
@@ -45,6 +45,19 @@ class Lies:
             return f"{self.name} nothing"
         cut_over = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, layout in self._layouts.items() if layout.is_shard]
         return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.shard.rank}"] if self._zero is not None else [])])
+
+    def spans(self) -> tuple[tuple[Span, ...], ...] | None:
+        """For each dim of the whole, the ranges that this rank's part is made of, in its order; None where it holds nothing."""
+        if not self.holds:
+            return None
+        found: list[tuple[Span, ...]] = [((0, size),) for size in self.shape]
+        for name, layout in self._layouts.items():
+            if layout.is_shard:
+                axis = self.mesh.axis(name)
+                found[layout.dim] = cut_spans(found[layout.dim], axis.size, layout.groups, axis.rank)
+        if self._zero is not None:
+            found[self._zero] = cut_spans(found[self._zero], self.mesh.shard.size, 1, self.mesh.shard.rank)
+        return tuple(found)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole, a view where it can be one."""
