@@ -35,7 +35,7 @@ ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
 NODES = 2000  # places of cuts that are looked at around the best ones
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
-Place = tuple[int, ...]  # of a stage: its first piece, the first piece behind it, its number; of a rank with several: these of each, its own
+Place = tuple[int, ...]  # of a stage: its first piece, the first one behind it, its number; of several: of each, and the rank
 Over = Mapping[Place, float]  # bytes
 Refused = Mapping[Place, Collection[tuple[int, ...]]]  # modes of its pieces
 Again = tuple[float, tuple[tuple[int, ...], ...]]  # seconds; of each run how many pieces are in which of the allowed modes
