@@ -9,9 +9,9 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data",
+    "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data", "load": "checkpoint", "save": "checkpoint",
     "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
-    "AutoparError": "errors", "CaptureError": "errors", "Infeasible": "errors", "LaunchError": "errors",
+    "AutoparError": "errors", "CaptureError": "errors", "CheckpointError": "errors", "Infeasible": "errors", "LaunchError": "errors",
     "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",
     "VerificationError": "errors",
 }  # fmt: skip

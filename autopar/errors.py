@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "AutoparError", "CaptureError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError", "UnsupportedOp", "VerificationError",
+    "AutoparError", "CaptureError", "CheckpointError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError", "UnsupportedOp",
+    "VerificationError",
 ]  # fmt: skip
 
 
@@ -46,6 +47,10 @@ class RenderError(AutoparError):
     """A plan that cannot be written as source; a defect of autopar rather than of its user."""
 
     exit_code = 1
+
+
+class CheckpointError(AutoparError, ValueError):
+    """A checkpoint that cannot be written or read, or that is of another model or optimizer."""
 
 
 class LaunchError(AutoparError):

@@ -195,18 +195,21 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
         for m in [m for m in range(1, batch // dp + 1) if batch // dp % m == 0] if batch % dp == 0 else []:
             mesh = Mesh(pp=pp, dp=dp, tp=tp)
             for name, rank in _ranks(store, mesh, m):
-                for rest, shard in search.space.rests(mesh):
-                    estimator = search._estimator(rank, Choice(mesh=mesh, micro_batches=m, schedule="1f1b", rest=rest, shard=shard))
+                points = itertools.product(search.space.schedules(mesh, m), search.space.rests(mesh))
+                for (schedule, chunks), (rest, shard) in points:
+                    choice = Choice(mesh=mesh, micro_batches=m, schedule=schedule, rest=rest, shard=shard, chunks=chunks)
+                    estimator = search._estimator(rank, choice)
                     if isinstance(estimator, str):
                         continue
                     if m * sum(p.forward_s + p.backward_s for p in estimator.pieces) / pp >= best_s:
-                        continue  # the busiest stage alone takes as long
+                        continue  # the busiest rank alone takes as long
                     for step_s, part in _parts(estimator):
                         if step_s >= best_s:
                             break
                         if max(s.memory.total_bytes for s in estimator.candidate(part).stages) <= limit_bytes:
                             best_s = step_s
-                            what = f"{mesh.sizes()} m={m} rest={rest.name} shard={shard} cuts={part.cuts} modes={part.modes} {name}"
+                            at = f"{mesh.sizes()} m={m}{choice.scheduled} rest={rest.name} shard={shard}"
+                            what = f"{at} cuts={part.cuts} modes={part.modes} {name}"
                             break
     return Answer(step_s=best_s if what else None, what=what)
 
@@ -250,7 +253,7 @@ def _assignment(problem: AxisProblem, chosen: dict[str, Strategy]) -> Assignment
 
 def _parts(estimator: Estimator) -> list[tuple[float, Partition]]:
     """Every cut and every mode of each piece, the fastest first."""
-    pieces, stages = estimator.pieces, len(estimator.in_flight)
+    pieces, stages = estimator.pieces, estimator.flow.stages
     ways = math.comb(len(pieces) - 1, stages - 1) * math.prod(len(p.modes) for p in pieces)
     if ways > PLANS:
         raise TooMany(f"{ways} plans of one rank's program")

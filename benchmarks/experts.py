@@ -100,8 +100,9 @@ def outside(run: Run, space: Space) -> list[str]:
         found.append(f"{pins.micro_batches} micro-batches")
     if pins.zero not in [rest.zero for rest, _ in space.rests(meshes[0])]:
         found.append(f"zero={pins.zero}")
-    if pins.schedule not in space.schedules():
-        found.append(f"schedule {pins.schedule}")
+    scheduled = pins.schedule, pins.virtual_stages or 1
+    if scheduled not in space.schedules(meshes[0], pins.micro_batches or 1):
+        found.append("schedule {}, {} stages on each rank".format(*scheduled))
     return found
 
 

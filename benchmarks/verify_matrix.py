@@ -32,6 +32,7 @@ PLANS = (
     PlanSpec(name="dp2tp2", gpus=4, pins={"dp": 2, "tp": 2}),
     PlanSpec(name="tp2pp2", gpus=4, pins={"tp": 2, "pp": 2}),
     PlanSpec(name="dp2pp2m4", gpus=4, pins={"dp": 2, "pp": 2, "micro_batches": 4}),
+    PlanSpec(name="interleaved", gpus=4, pins={"dp": 2, "pp": 2, "virtual_stages": 2, "micro_batches": 4}),
     PlanSpec(name="zero1", gpus=4, pins={"dp": 4, "zero": 1}),
     PlanSpec(name="zero2", gpus=4, pins={"dp": 4, "zero": 2}),
     PlanSpec(name="zero3", gpus=4, pins={"dp": 4, "zero": 3}),

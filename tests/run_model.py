@@ -138,6 +138,7 @@ def emitted(
     tp: int = 1,
     micro_batches: int = 1,
     schedule: str = "1f1b",
+    virtual_stages: int = 1,
     zero: int = 0,
     shard: int | None = None,
     recomputed: bool = False,
@@ -146,13 +147,14 @@ def emitted(
     units: bool = True,
 ) -> Any:
     """The emitted module for a mesh. units: ZeRO-3 gathers the parameters of a layer together, else each alone."""
-    of_layer = LAYERS // pp
+    count = pp * virtual_stages
+    of_layer = LAYERS // count
     normed = "R" if sequence else "I"
 
     def param(name: str, shape: tuple[int, ...], tp_layout: str = "I", **more: Any) -> ParamSpec:
         part = name.split(".")
         layer = int(part[1]) if part[0] == "layers" else -1 if part[0] in ("wte", "frozen") else LAYERS
-        stage = min(max(layer, 0) // of_layer, pp - 1)
+        stage = min(max(layer, 0) // of_layer, count - 1)
         more.setdefault("stages", (stage,))
         return ParamSpec(
             name=name,
@@ -165,7 +167,7 @@ def emitted(
             **more,
         )
 
-    tied = param("wte.weight", (V, D), "S(0)", aliases=("head.weight",), stages=(0, pp - 1) if pp > 1 else (0,))
+    tied = param("wte.weight", (V, D), "S(0)", aliases=("head.weight",), stages=(0, count - 1) if count > 1 else (0,))
     params = [tied, param("frozen", (D,), trainable=False), param("unused", (3,))]
     for i in range(LAYERS):
         at = f"layers.{i}"
@@ -180,19 +182,20 @@ def emitted(
             mesh={"pp": pp, "dp": dp, "tp": tp},
             micro_batches=micro_batches,
             schedule=schedule,
+            virtual_stages=virtual_stages,
             rest=f"zero{zero}",
             shard=shard,
             params=tuple(params),
             buffers=(
-                BufferSpec(name="seen", shape=(), dtype="int64", stages=(pp - 1,)),
-                BufferSpec(name="scale", shape=(D,), dtype="float64", persistent=False, stages=(pp - 1,)),
+                BufferSpec(name="seen", shape=(), dtype="int64", stages=(count - 1,)),
+                BufferSpec(name="scale", shape=(D,), dtype="float64", persistent=False, stages=(count - 1,)),
             ),
             inputs=tuple(
                 InputSpec(name=n, path=(n,), shape=(batch_size, T), dtype="int64", layouts=over) for n in ("input_ids", "labels")
             ),
             positional=("input_ids", "labels"),
         ),
-        STAGES=stages(pp, batch_size // dp // micro_batches, recomputed=recomputed, sequence=sequence),
+        STAGES=stages(count, batch_size // dp // micro_batches, recomputed=recomputed, sequence=sequence),
         prologue=prologue,
     )
 

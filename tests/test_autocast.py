@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.errors import CaptureError
 from autopar.ir import refs
 from autopar.run import WorkerPool
 from autopar.run.parts import local
@@ -254,6 +255,36 @@ def test_parameters_rest_in_float32_and_compute_lower(pool: WorkerPool, make: ty
         assert ours == pytest.approx(losses, rel=1e-2)
         assert error(our_gradients, exact_gradients) <= 1.5 * error(gradients, exact_gradients)
         assert error(our_state, exact_state) <= 1.5 * error(state, exact_state)
+
+
+@pytest.mark.pure
+def test_batch_norms_stay_in_float32() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(self.norm(x), y)
+
+    program = capture(Normed(), next(batches(torch.float32)), dtype=torch.bfloat16).program
+    norm = next(op for op in program.ops if "batch_norm" in op.target)
+    read = [program.types[name].dtype for name in refs(norm)]
+    assert read == [torch.bfloat16, *[torch.float32] * 4], "the input alone is lower"
+
+
+@pytest.mark.pure
+def test_a_model_that_cannot_compute_lower_is_told_of_autocast() -> None:
+    class Strict(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x @ self.table, y)
+
+    with pytest.raises(CaptureError, match="if it is that which fails, call the model inside of torch.autocast"):
+        capture(Strict(), next(batches(torch.float32)), dtype=torch.bfloat16)
 
 
 def sums_in_float32(pins: dict[str, int]) -> Tensor:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import in_flight, schedule, simulate, step_time_s
-from cost_models.pipeline import SCHEDULES, Action, ScheduleError, parse, render, validate
+from cost_models.actions import Action, ScheduleError, parse, render, validate
+from cost_models.pipeline import LONG, SCHEDULES, Schedule, exchanged, flow
 
 pytestmark = pytest.mark.pure
 
@@ -85,9 +86,11 @@ def test_micro_batches_in_flight() -> None:
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("0F0 0B0\n1F0", "rank 1 misses 1B0"),
+        ("0F0 0B0\n1F0", "stage 1 misses 1B0"),
         ("0F0 0B0 0F0", "0F0 runs twice"),
-        ("1F0 1B0\n0F0 0B0", "1F0 is on rank 0"),
+        ("0F0 1F0\n1B0 0B0", "1B0 is on rank 1, its stage is on rank 0"),
+        ("0F0 0B0\n2F0 2B0", "no rank runs stage 1"),
+        ("0F0 0B0 0W0 0F1 0B1", "stage 0 misses 0W1"),
         ("0B0 0F0", "deadlocks: 0B0"),
         ("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "deadlocks: 0B0, 1F1"),
         ("0F0 0X0", "'0X0' is not an action"),
@@ -110,11 +113,113 @@ def test_wrong_arguments() -> None:
 def test_a_toy_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro-batch at a time: no overlap at all; everything else follows from the data."""
 
-    def one_by_one(stage: int, stages: int, micro_batches: int) -> list[Action]:
-        return [Action(stage, pass_, i) for i in range(micro_batches) for pass_ in ("F", "B")]
+    def one_by_one(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Action]:
+        return [Action(rank, pass_, i) for i in range(micro_batches) for pass_ in ("F", "B")]
 
-    monkeypatch.setitem(SCHEDULES, "one_by_one", one_by_one)
+    monkeypatch.setitem(SCHEDULES, "one_by_one", Schedule(name="one_by_one", actions=one_by_one))
     ranks = schedule("one_by_one", 3, 4)
     assert parse(render(ranks)) == ranks
     assert in_flight("one_by_one", 0, 3, 4) == 1
     assert step_time_s("one_by_one", [1, 1, 1], [2, 2, 2], 4) == simulate(ranks, [1] * 3, [2] * 3).makespan_s == 4 * 9
+
+
+# ------------------------------------------------------------------------------------- several stages on a rank
+SHAPES = [(p, v, m) for p in range(2, 9) for v in range(1, 5) for m in (*range(1, 2 * p + 2), 4 * p, 4 * p + 1)]
+
+
+def _blocking(ranks: list[list[tuple[set[str], set[str]]]]) -> bool:
+    """Whether all ranks come to their end if each waits, before each action, until its sends and receives are met by the others'."""
+    at = [0] * len(ranks)
+    offered: list[set[str]] = [set() for _ in ranks]
+    for _ in range(sum(map(len, ranks)) + 1):
+        for rank, own in enumerate(ranks):
+            while at[rank] < len(own):
+                here = own[at[rank]][0] | own[at[rank]][1]
+                offered[rank] |= here
+                if any(sum(message in other for other in offered) != 2 for message in here):
+                    break
+                at[rank] += 1
+    return all(n == len(own) for n, own in zip(at, ranks, strict=True))
+
+
+@pytest.mark.parametrize("ranks,chunks", sorted({(p, v) for p, v, _ in SHAPES}))
+def test_interleaved_stages_never_deadlock(ranks: int, chunks: int) -> None:
+    """Multiples of the ranks and not; also where a send waits for its receive, and messages of a pair come in one order at both ends."""
+    for m in (m for p, v, m in SHAPES if (p, v) == (ranks, chunks)):
+        actions = schedule("interleaved", ranks, m, chunks)
+        validate(actions)
+        assert {(a.stage % ranks, len({b.stage for b in own})) for own, a in zip(actions, (own[0] for own in actions), strict=True)} == {
+            (rank, chunks) for rank in range(ranks)
+        }
+        for passes in ("FB", "F"):
+            found = exchanged("interleaved", ranks, m, chunks, passes)
+            posted = [[({str(x) for x in e.sends}, {str(x) for x in e.receives}) for e in own] for own in found]
+            assert _blocking(posted), (ranks, chunks, m, passes)
+            for a in range(ranks):
+                for b in {(a + 1) % ranks, (a - 1) % ranks} - {a}:
+                    to_b = {x for e in found[b] for x in e.receives if x.stage % ranks == a}
+                    assert [x for e in found[a] for x in e.sends if x in to_b] == [x for e in found[b] for x in e.receives if x in to_b]
+            needed = {str(n) for own in actions for x in own if x.pass_ in passes for n in x.needs(ranks * chunks) if n.stage != x.stage}
+            assert {message for own in posted for sends, _ in own for message in sends} == (needed if ranks > 1 else set())
+
+
+@pytest.mark.parametrize("ranks,chunks,rounds", [(2, 2, 1), (2, 4, 3), (4, 2, 2), (4, 3, 4), (8, 2, 3), (5, 3, 2)])
+def test_interleaving_divides_the_bubble(ranks: int, chunks: int, rounds: int) -> None:
+    """Narayanan et al. 2021, section 2.2: the bubble is (p - 1)(f + b) / v for micro-batches that p divides."""
+    m, each = rounds * ranks, [1.0 / chunks] * (ranks * chunks)
+    line = simulate(schedule("interleaved", ranks, m, chunks), each, [2 * x for x in each])
+    assert line.makespan_s == pytest.approx(3 * m + 3 * (ranks - 1) / chunks)
+    assert line.makespan_s == pytest.approx(step_time_s("interleaved", each, [2 * x for x in each], m, ranks=ranks))
+    assert line.makespan_s < step_time_s("1f1b", [1.0] * ranks, [2.0] * ranks, m)
+
+
+@given(stage_counts.filter(lambda p: p > 1), st.integers(2, 4), micro_batch_counts, st.data())
+def test_what_is_priced_of_unequal_stages_is_simulated_or_more(ranks: int, chunks: int, m: int, data: st.DataObject) -> None:
+    count = ranks * chunks
+    forward, backward = (data.draw(st.lists(seconds, min_size=count, max_size=count)) for _ in range(2))
+    p2p = data.draw(seconds)
+    line = simulate(schedule("interleaved", ranks, m, chunks), forward, backward, p2p)
+    priced = step_time_s("interleaved", forward, backward, m, p2p, ranks)
+    work = sum(forward) + sum(backward)
+    least = SCHEDULES["interleaved"].least_s(work, ranks, chunks, m)
+    assert priced == pytest.approx(max(line.makespan_s, least)) and least <= priced * (1 + 1e-9)
+    busy = [m * sum(forward[s] + backward[s] for s in range(r, count, ranks)) for r in range(ranks)]
+    assert line.makespan_s >= max(busy) * (1 - 1e-9)
+    assert line.peak_in_flight == flow("interleaved", ranks, m, chunks).in_flight
+
+
+def test_a_long_step_goes_on_at_its_last_rate() -> None:
+    forward, m = [1.0, 1.5, 0.7, 1.1], 5200
+    assert 2 * m * 4 > LONG
+    line = simulate(schedule("interleaved", 2, m, 2), forward, forward, 0.1)
+    assert step_time_s("interleaved", forward, forward, m, 0.1, 2) == pytest.approx(line.makespan_s)
+
+
+@pytest.mark.parametrize("ranks,chunks", [(2, 2), (3, 2), (4, 2), (2, 4), (4, 3)])
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_a_rank_holds_is_said_by_a_few_rounds(ranks: int, chunks: int, more: int) -> None:
+    few, many = (flow("interleaved", ranks, n * ranks + more, chunks) for n in (5, 12))
+    assert [few.on_rank(r) for r in range(ranks)] == [many.on_rank(r) for r in range(ranks)]
+    for r in range(ranks):
+        held = many.on_rank(r)
+        counted = [0] * chunks
+        most = 0
+        for a in schedule("interleaved", ranks, 12 * ranks + more, chunks)[r]:
+            k = held.stages.index(a.stage)
+            counted[k] -= a.pass_ == "B"
+            assert any(
+                (x.stage, x.pass_) == (k, a.pass_) and all(h >= c for h, c in zip(x.held, counted, strict=True)) for x in held.situations
+            )
+            counted[k] += a.pass_ == "F"
+            most = max(most, sum(counted))
+        assert max(sum(x.held) + (x.pass_ in "FB") for x in held.situations) == most
+
+
+def test_weights_apart_are_data_too() -> None:
+    """A zero-bubble order by hand (Qi et al. 2023): what B leaves for W fills the bubble of 1F1B."""
+    ranks = parse("0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1")
+    validate(ranks)
+    line = simulate(ranks, [1, 1], [1, 1], weights_s=[1, 1])
+    whole = simulate(schedule("1f1b", 2, 2), [1, 1], [2, 2])
+    assert line.makespan_s == 7 and whole.makespan_s == 9
+    assert line.peak_in_flight == (2, 2), "activations stay until the gradients of weights are made"

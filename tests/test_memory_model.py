@@ -34,6 +34,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"dp": 2, "zero": 3, "micro_batches": 1},
     "pp2 dp2": {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4},
     "dp2 recompute": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "full"},
+    "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "micro_batches": 4},
     "dp2 selective": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "selective"},
 }
 
@@ -49,6 +50,9 @@ GATHERED: dict[str, dict[str, Any]] = {
     "dp4 zero2 in groups": {"dp": 4, "zero": 2, "shard": 2, "micro_batches": 2},
     "dp4 zero3 in groups": {"dp": 4, "zero": 3, "shard": 2, "micro_batches": 2},
     "pp2 dp2 zero3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4},
+    "pp2 dp2 interleaved zero1": {"pp": 2, "virtual_stages": 2, "dp": 2, "zero": 1, "micro_batches": 4},
+    "pp2 dp2 interleaved zero2": {"pp": 2, "virtual_stages": 2, "dp": 2, "zero": 2, "micro_batches": 4},
+    "pp2 interleaved of one": {"pp": 2, "virtual_stages": 2, "micro_batches": 1},
 }
 
 
@@ -79,8 +83,9 @@ def _compare(captured: Captured, inputs: dict[str, torch.Tensor], pins: dict[str
     decided = plan_of(captured, gpus, cluster="dgx-h100", pins={"recompute": "none", **pins})
     emitted = load(emit(captured, decided))
     given = {k: (tuple(v.shape), v.dtype) for k, v in inputs.items()}
-    for stage, planned in enumerate(decided.stages):
-        fake_group(gpus, rank=stage * gpus // len(decided.stages))
+    for stage in range(decided.mesh["pp"]):  # the first of each rank
+        planned = decided.stages[stage]
+        fake_group(gpus, rank=decided.rank_of[stage] * gpus // decided.mesh["pp"])
         found = step_memory(emitted, given, optimizer=functools.partial(torch.optim.AdamW, foreach=True))
         dist.destroy_process_group()
         memory = planned.memory

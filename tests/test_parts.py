@@ -410,3 +410,21 @@ def test_one_process_has_plain_parameters() -> None:
     model = autopar.compile(one(), gpus=1, example_inputs=batch(), cluster="cpu")
     assert isinstance(model, ParallelModule)
     assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def deep_copies() -> list[str]:
+    """What of a deep copy is not the tensor that was copied. The model has many tensors, so that memory is used again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)), nn.Linear(6, 1)).double()
+    parallel = autopar.compile(model, gpus=2, example_inputs=(torch.randn(4, 6).double(),), cluster="cpu", pins={"dp": 2}, loss=torch.sum)
+    expected = {name: tensor.clone() for name, tensor in parallel.full_state_dict().items()}
+    wrong = []
+    for source in (parallel.state_dict(), dict(parallel.named_parameters())):
+        for name, tensor in copy.deepcopy(source).items():
+            if type(tensor) not in (Tensor, nn.Parameter) or not torch.equal(tensor, expected[name]):
+                wrong.append(name)
+    return wrong
+
+
+def test_deep_copies_of_what_is_whole(pair: WorkerPool) -> None:
+    assert pair.run(deep_copies) == [[], []]

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from soundness_harness import op_db, op_db_cases
 from torch import nn
 
+from autopar.catalog import OpView, localized, strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import Program, refs
+from autopar.ir import Op, Program, Strategy, call_text, refs
 from autopar.measure import Pricer, count
 from autopar.planner import Pins, lower, make_plan
 from autopar.planner.bounds import least_op_s
@@ -102,6 +106,59 @@ def test_parts_of_an_operator_never_cost_less_than_its_bound(name: str, machine:
                 assert n * (part.backward_s - launch_s) >= backward_s * (1 - 1e-9), (op, str(s))
             seen += 1
     assert seen > 10
+
+
+@pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
+def test_no_operator_of_op_db_costs_less_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, on every GPU of the catalogue: whole, and n times the parts of each strategy. Every eighth operator of the database
+    (all of them hold), and some."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # or pytest has every traced node described
+    machines = [cluster(gpu, "cpu" if load_gpu(gpu).host else "dgx-a100") for gpu in list_gpus()]
+    n, priced, operators, below = 2, 0, set(), list[str]()
+    every = op_db(divisible=True)
+    for info in (*every[::8], *(info for info in every if info.name in ("nn.functional.conv2d", "nn.functional.linear", "unsafe_chunk"))):
+        for case in itertools.islice(op_db_cases(info, limit=1), 1):
+            view, op = case.view(n), case.op
+            if "float64" in repr(op):
+                continue
+            types = {
+                v: dataclasses.replace(t, dtype=torch.float32 if t.dtype == torch.float64 else t.dtype)
+                for v, t in zip((*refs(op), *(o for o in op.outputs if o)), (*view.ins, *view.outs), strict=True)
+            }
+            program = Program(name="one", inputs=(), params=(), buffers=(), ops=(op,), loss=op.name, types=types)
+            alone = dataclasses.replace(view, ins=tuple(types[r] for r in refs(op)), outs=tuple(types[o] for o in op.outputs if o))
+            parts = [(1, op, program), *((n, *part) for s in strategies_of(alone) if s.splits_work for part in _part(program, alone, s))]
+            for where in machines:
+                pricer, least = Pricer(where, {"pp": 1, "dp": 1, "tp": n}), least_op_s(op, program, where, AUTOPAR)
+                forward_s = max(least.flops_s, least.moved_s + least.whole_s)
+                backward_s = max(least.backward_flops_s, least.backward_moved_s + least.backward_whole_s)
+                launch_s = where.gpu.launch_s if where.gpu.host else 0.0
+                for times, local, of in parts:
+                    cost, what = pricer.op(local, of), f"{where.gpu.name}: {times} x {call_text(local)} of {call_text(op)}"
+                    forward, backward = (max(0.0, times * (x - launch_s)) for x in (cost.forward_s, cost.backward_s))
+                    if forward < forward_s * (1 - 1e-9) or (cost.backward_s and backward < backward_s * (1 - 1e-9)):
+                        below.append(f"{what}: {forward}, {backward} s, and the bound is {forward_s}, {backward_s} s")
+                    if not where.gpu.host and sum(cost.host_s) < least.launches_s * (1 - 1e-9):
+                        below.append(f"{what}: launched in {cost.host_s} s, and the bound is {least.launches_s} s")
+                    priced += 1
+            operators.add(op.target)
+    assert not below, "\n".join(below[:10])
+    assert len(operators) > 40 and priced > 100 * len(machines)
+
+
+def _part(program: Program, view: OpView, s: Strategy) -> Iterator[tuple[Op, Program]]:
+    """What one of the ranks runs under a strategy, where that is the operator itself."""
+    if s.local is None:
+        try:
+            (op,) = localized(view, s, "tp")
+        except ValueError:  # arguments that no part has
+            return
+        values = (*refs(view.op), *(o for o in view.op.outputs if o))
+        cut = {
+            v: dataclasses.replace(program.types[v], shape=x.local_shape(program.types[v].shape, view.n))
+            for v, x in zip(values, (*s.inputs, *s.outputs), strict=True)
+        }
+        yield op, program.replace(types={**program.types, **cut}, ops=(op,))
 
 
 def test_the_bound_of_a_plan_is_below_every_plan_of_the_space() -> None:

@@ -20,6 +20,7 @@ from autopar.ir import Program, R, S, Strategy
 from autopar.planner import Pins, Plan, lower, make_plan
 from cost_models import cluster as catalogue
 from cost_models import pipeline
+from cost_models.actions import Action, validate
 from cost_models.cluster import load_cluster
 from tests.planner_programs import captured_of, program_of
 
@@ -100,22 +101,22 @@ def test_a_gpu_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert plan.step_time_s == make_plan(program_of("pair"), 2, load_cluster("dgx-a100")).step_time_s
 
 
-def _eager(stage: int, stages: int, micro_batches: int) -> list[pipeline.Action]:
+def _eager(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Action]:
     """Twice as many forwards ahead as 1F1B."""
-    ahead = min(2 * (stages - stage), micro_batches)
-    actions = [pipeline.Action(stage, "F", i) for i in range(ahead)]
+    ahead = min(2 * (ranks - rank), micro_batches)
+    actions = [Action(rank, "F", i) for i in range(ahead)]
     for i in range(micro_batches):
-        actions.append(pipeline.Action(stage, "B", i))
-        actions += [pipeline.Action(stage, "F", ahead + i)] if ahead + i < micro_batches else []
+        actions.append(Action(rank, "B", i))
+        actions += [Action(rank, "F", ahead + i)] if ahead + i < micro_batches else []
     return actions
 
 
 def test_a_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="'gpipe', '1f1b'"):
         Pins(schedule="eager")
-    monkeypatch.setitem(pipeline.SCHEDULES, "eager", _eager)
+    monkeypatch.setitem(pipeline.SCHEDULES, "eager", pipeline.Schedule(name="eager", actions=_eager))
     for stages, m in itertools.product((1, 2, 3), (1, 2, 4, 8)):
-        pipeline.validate(pipeline.schedule("eager", stages, m))
+        validate(pipeline.schedule("eager", stages, m))
     captured, _ = captured_of("stack")
     plans = {
         name: make_plan(captured.program, 2, load_cluster("dgx-a100"), pins=Pins(pp=2, micro_batches=8, schedule=name))

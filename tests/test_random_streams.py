@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.catalog import OpView, localized, strategies_of
 from autopar.compiler import plan_of
 from autopar.draws import Recorder, drawn_names, draws_given
 from autopar.errors import UnsupportedOp
+from autopar.ir import Op, Ref, S, TensorType
 from autopar.planner.moments import derived_from_inputs, split_into_moments
-from autopar.run import WorkerPool
+from autopar.run import WorkerPool, local_ops
+from autopar.run.mesh import Axis
 from autopar.verify import reference, verify_plan
 
 pytestmark = pytest.mark.gloo
@@ -224,3 +227,32 @@ def test_a_draw_is_made_once_where_it_is_the_same_for_all() -> None:
     assert not any("rand_like" in v for v in derived_from_inputs(program))
     inside = split_into_moments(capture(Rows("drawn from a result"), {"ids": torch.arange(SAMPLES)}).program, 2)
     assert sum("bernoulli" in op.target for op in inside.body.ops) == 2 and not inside.prologue
+
+
+@pytest.mark.parametrize("target", ["aten.dropout.default", "aten.rand_like.default", "aten.scaled_dot_product_attention.default"])
+def test_shards_over_two_axes_draw_by_both(target: str) -> None:
+    """Cut over dp, then over tp: each of the 2 x 2 shards has numbers of its own, and the same again after the same seed."""
+    x = torch.ones(4, 4, 8, 8)
+    attention = "attention" in target
+    arguments: dict[str, tuple[Any, ...]] = {"aten.dropout.default": (0.5, True), "aten.scaled_dot_product_attention.default": (None, 0.5)}
+    names = ("x", "x", "x") if attention else ("x",)
+    op = Op(target=target, args=(*map(Ref, names), *arguments.get(target, ())), outputs=("y",))
+    shape = list(x.shape)
+    for axis, dim in (("dp", 0), ("tp", 1)):
+        t = TensorType(tuple(shape), torch.float32, True)
+        view = OpView(op, (t,) * len(names), (t,), 2)
+        cut = next(s for s in strategies_of(view) if s.outputs == (S(dim),) and set(s.inputs) == {S(dim)})
+        (op,) = localized(view, cut, axis)
+        shape[dim] //= 2
+    assert op.kwarg("axis") == ("dp", "tp")
+
+    def drawn(dp: int, tp: int) -> Tensor:
+        torch.manual_seed(3)
+        axes = {name: Axis(name=name, size=2, rank=rank, ranks=(0, 1)) for name, rank in (("dp", dp), ("tp", tp))}
+        options = {k: tuple(axes[a] for a in v) if k == "axis" else v for k, v in op.kwargs}  # type: ignore[union-attr]
+        given = [torch.ones(shape) if isinstance(a, Ref) else a for a in op.args]
+        return getattr(local_ops, op.target.rpartition(".")[2])(*given, **options)
+
+    shards = [drawn(dp, tp) for dp in (0, 1) for tp in (0, 1)]
+    assert all(not torch.equal(a, b) for k, a in enumerate(shards) for b in shards[k + 1 :])
+    assert torch.equal(drawn(1, 0), shards[2])

@@ -28,4 +28,4 @@ def test_the_example_runs(tmp_path: Path) -> None:
 @pytest.mark.pure
 def test_the_commands_are_those_of_the_command_line() -> None:
     named = set(re.findall(r"`autopar ([a-z]+)", README.read_text(encoding="utf-8")))
-    assert named == {command.callback.__name__ for command in cli.app.registered_commands}
+    assert named == {command.name or command.callback.__name__ for command in cli.app.registered_commands}

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.run import Mesh, ParallelModule
-from cost_models.pipeline import SCHEDULES
+from cost_models.actions import render
+from cost_models.pipeline import SCHEDULES, schedule
 from tests.run_model import Model, batch, emitted, tensors
 
 pytestmark = pytest.mark.fake
@@ -38,6 +39,7 @@ FORMS: list[dict[str, Any]] = [
     {"dp": 4, "zero": 3, "recomputed": True},
     {"pp": 2, "dp": 2, "micro_batches": 4},
     {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4, "schedule": "gpipe"},
+    {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2},
 ]
 
 
@@ -84,21 +86,20 @@ def test_no_grad_runs_forward_alone(fake_group: Callable[..., None]) -> None:
 
 
 def test_schedules_print_as_they_run() -> None:
-    order = {name: [" ".join(map(str, schedule(s, 3, 4))) for s in range(3)] for name, schedule in SCHEDULES.items()}
+    order = {name: render(schedule(name, 3, 4)).splitlines() for name in SCHEDULES}
     assert order["gpipe"][1] == "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"
     assert order["1f1b"] == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     ]
-    for schedule in SCHEDULES.values():
+    for name in ("gpipe", "1f1b"):
         for stages in range(1, 6):
             for n in range(1, 9):
-                for stage in range(stages):
-                    actions = schedule(stage, stages, n)
+                for stage, actions in enumerate(schedule(name, stages, n)):
                     assert sorted(map(str, actions)) == sorted(f"{stage}{k}{i}" for k in "FB" for i in range(n))
                     live = peak = 0
                     for action in actions:
                         live += 1 if action.pass_ == "F" else -1
                         peak = max(peak, live)
-                    assert peak == (n if schedule is SCHEDULES["gpipe"] else min(n, stages - stage))
+                    assert peak == (n if name == "gpipe" else min(n, stages - stage))

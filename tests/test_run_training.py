@@ -35,6 +35,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "dp4_zero1_groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
     "dp4_zero2_groups": {"dp": 4, "zero": 2, "shard": 2, "micro_batches": 2},
     "dp4_zero3_groups": {"dp": 4, "zero": 3, "shard": 2, "micro_batches": 2},
+    "pp2_dp2_interleaved": {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2},
+    "pp2_dp2_interleaved_one": {"pp": 2, "dp": 2, "micro_batches": 1, "schedule": "interleaved", "virtual_stages": 2, "recomputed": True},
+    "pp2_dp2_interleaved_zero1": {"pp": 2, "dp": 2, "micro_batches": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": 1},
+    "pp2_dp2_interleaved_zero2": {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2, "zero": 2},
+    "pp2_dp2_interleaved_zero3": {"pp": 2, "dp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2, "zero": 3},
     "pp4_1f1b": {"pp": 4, "micro_batches": 8},
     "pp4_few_micro_batches": {"pp": 4, "micro_batches": 2},
 }

@@ -5,17 +5,35 @@ It is captured as if its parameters were of the lower dtype; then they are what 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from autopar.capture.trace import Trace, Traced
+from autopar.errors import CaptureError, NoLoss
 from autopar.ir import Op, Ref, map_refs, refs
 
-__all__ = ["with_casts_of"]
+__all__ = ["explained", "with_casts_of"]
 
 CAST = "aten.to.dtype"
+
+
+@contextlib.contextmanager
+def explained(dtype: torch.dtype | None) -> Iterator[None]:
+    """A CaptureError from inside says what else there is, where everything is cast."""
+    try:
+        yield
+    except CaptureError as e:
+        if dtype is None or isinstance(e, NoLoss):
+            raise
+        name = str(dtype).removeprefix("torch.")
+        raise CaptureError(
+            f"{e}\n  with its float32 parameters and inputs in {name}; if it is that which fails, call the model inside of "
+            f"torch.autocast(dtype=torch.{name}) and leave precision='fp32': that casts operator by operator"
+        ) from e
 
 
 def with_casts_of(

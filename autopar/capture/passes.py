@@ -21,7 +21,7 @@ from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
 from autopar.capture.check import check_program, trainable_tensors
-from autopar.capture.compute import with_casts_of
+from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
@@ -97,7 +97,7 @@ def capture(
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     given = args, kwargs
     inputs, infer, guards = inputs_in(dtype, given), Inference(), Guards.take(model, loss)
-    with without_key_value_cache(model), capturing() as around, computing_in(dtype, model) as at_rest:
+    with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         start = State.take(model, loss)
         found, trace = _traced(model, loss, inputs, start, outputs=outputs)
         trace, mutations = functionalize(with_casts(trace, infer), infer)

@@ -31,7 +31,8 @@ OP_CLASSES: dict[str, str] = {
         "conv": "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
         "view": "view reshape flatten unflatten transpose permute unsqueeze squeeze expand select slice narrow split chunk "
         "split_with_sizes unbind t numpy_T detach alias movedim swapaxes broadcast_to expand_as view_as reshape_as unfold "
-        "diagonal copy_to narrow split keep_one own broadcast_tensors",
+        "diagonal copy_to narrow split keep_one own broadcast_tensors unsafe_split unsafe_split_with_sizes unsafe_chunk swapdims moveaxis "
+        "mT mH",
         "reduction": "sum mean amax amin softmax log_softmax layer_norm rms_norm group_norm batch_norm instance_norm logsumexp "
         "var std cumsum sort topk cross_entropy_loss nll_loss linalg_vector_norm max min sync_batch_norm",
         "gather": "embedding index gather scatter scatter_add index_select index_put masked_embedding",

@@ -71,7 +71,8 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         samples_unit="tokens" if tokens else "samples",
         mesh=c.mesh.sizes(),
         micro_batches=rank.micro_batches,
-        schedule=c.schedule,
+        schedule=c.flow.schedule,
+        virtual_stages=c.flow.chunks,
         rest=c.rest.name,
         shard=c.shard,
         cuts=positions,
@@ -184,7 +185,7 @@ def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
 def _one_line(d: Draft) -> str:
     mesh = d.choice.mesh
     return (
-        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {d.choice.resting} micro-batches={d.choice.micro_batches}: "
+        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {d.choice.resting} micro-batches={d.choice.micro_batches}{d.choice.scheduled}: "
         f"{d.times.step_s * 1e3:.2f} ms{f', {len(d.part.recomputed)} pieces recomputed' if d.part.recomputed else ''}"
     )
 

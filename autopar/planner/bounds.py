@@ -3,7 +3,8 @@
 Every operator with a parameter before it runs somewhere, and runs no faster than its own arithmetic at the rate that its class is
 priced with, or its own bytes at the best rate of any class that memory binds, divided by the GPUs that could share it. Splitting an
 operator never lowers the sum of these over its parts; transitions, recompute and gathers only add. With m micro-batches and p stages
-the busiest stage has at least a p-th of a micro-batch's work m times, and the pipeline fills and drains: work x (m + p - 1) / p.
+the busiest rank has at least a p-th of a micro-batch's work m times, and the pipeline fills and drains as its schedule must: with one
+stage on each rank work x (m + p - 1) / p.
 Weights are read whole by every micro-batch and data-parallel rank, and each operator, whole or in part, is launched for every one.
 """
 
@@ -24,6 +25,7 @@ from autopar.planner.space import Choice
 from cost_models.cluster import OP_CLASSES, Cluster
 from cost_models.compute import kernel_time_s
 from cost_models.memory import OPTIMIZERS
+from cost_models.pipeline import SCHEDULES
 from cost_models.recipe import Recipe
 from cost_models.step import optimizer_time_s
 
@@ -115,7 +117,8 @@ class Least:
         backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
         work_s = float((forward + backward).sum())
         work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
-        return work_s * (m + mesh.pp - 1) / mesh.pp + self.update_s / (mesh.pp * mesh.tp * choice.shard)
+        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, mesh.pp, choice.chunks, m)
+        return pipeline_s + self.update_s / (mesh.pp * mesh.tp * choice.shard)
 
 
 def _fixed(program: Program) -> frozenset[str]:

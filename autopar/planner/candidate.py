@@ -14,6 +14,7 @@ from autopar.planner.price import Ledger
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
 from autopar.planner.stages import Cuts, Pieces
+from cost_models.pipeline import Flow
 from cost_models.rests import Rest
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Candidate:
     estimator: Estimator
     rank: Rank
     mesh: Mesh
-    schedule: str
+    flow: Flow
     rest: Rest
     shard: int
     zero_dims: Mapping[str, int]

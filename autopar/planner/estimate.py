@@ -17,8 +17,9 @@ from autopar.ir import R, Span, refs
 from autopar.measure import Pricer
 from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.exchange import Exchange
+from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
 from autopar.planner.liveness import Activity, Moment
-from autopar.planner.partition import UNSOLVED, Partition
+from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import AtRest, PieceMaker
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
@@ -28,7 +29,7 @@ from autopar.planner.stages import Pieces, recomputable
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS, held_gathers, stage_memory
-from cost_models.pipeline import CLOSED_FORMS, step_time_s
+from cost_models.pipeline import SCHEDULES, Flow
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
@@ -40,19 +41,18 @@ MUCH = 16.0  # times the price of a byte, at which an assignment is worth its wh
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """One rank's program under one schedule. rest: how parameters rest; shard: over how many data-parallel ranks. params: value -> its
-    bytes; dims: fqn -> the dim it rests sharded on; in_flight: micro-batches whose activations each stage holds."""
+    """One rank's program under one schedule (flow). rest: how parameters rest; shard: over how many data-parallel ranks. params: value ->
+    its bytes; dims: fqn -> the dim it rests sharded on."""
 
     rank: Rank
     cluster: Cluster
     optimizer: str
-    schedule: str
+    flow: Flow
     rest: Rest
     shard: int
     dims: Mapping[str, int]
     params: Mapping[str, ParamBytes]
     segments: Pieces
-    in_flight: tuple[int, ...]
     pricer: Pricer
     batch_bytes: int = 0  # the global batch, as it is given to every rank
     recipe: Recipe = AUTOPAR
@@ -216,7 +216,7 @@ class Estimator:
             recomputed=recomputed,
             receives=cuts.get(span.start, ()),
             sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
-            in_flight=self.in_flight[s],
+            in_flight=self.flow.in_flight[s],
             micro_batches=self.rank.micro_batches,
             gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
             reduced=self._partial,
@@ -228,11 +228,15 @@ class Estimator:
             accumulates=self.recipe.accumulates,
         )
 
-    def _memory(self, s: int, span: Span, recomputed: tuple[Span, ...], own: set[str]) -> MemoryPlan:
-        """At the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are not
-        counted), or in the optimizer's update."""
+    def _memory(self, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]]) -> MemoryPlan:
+        """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
+        not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it."""
+        reads = {s: self._read(span) for s, (span, _) in spans.items()}
+        own = set[str]().union(*reads.values())
         trained = [self.params[v] for v in sorted(own) if self.params[v].trainable]
-        moment = self.rank.ledger.liveness.peak(self._activity(span, recomputed, own, s))
+        activities = [self._activity(span, again, reads[s], s) for s, (span, again) in spans.items()]
+        liveness = self.rank.ledger.liveness
+        moment = liveness.peak(activities[0]) if len(spans) == 1 else liveness.peak_of_rank(activities, self.flow.on_rank(rank))
         at_rest = sum(self._gradient(p, p.resting_numel) for p in trained)
         gathered, copied = self._gathered_for_passes(trained)
         update = Moment(gradients=0 if self.recipe.accumulates else at_rest, temporary=self._update_temporary(at_rest))
@@ -250,7 +254,7 @@ class Estimator:
             bucket_bytes=moment.communication,
             framework_context_bytes=self.cluster.gpu.context_bytes,
             allocator_slack_fraction=self.recipe.allocator_slack,
-            held_bytes=self._held_bytes(span, self.in_flight[s]),
+            held_bytes=sum(self._held_bytes(span, self.flow.in_flight[s]) for s, (span, _) in spans.items()),
         )
         return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
 
@@ -270,9 +274,11 @@ class Estimator:
         again = [self._again(k, mode) for k, mode in enumerate(part.modes)]
         bounds = (0, *part.cuts, len(self.segments))
         t = self.times(part)
+        spans = {s: (self._span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
+        memory = [self._memory(r, {s: spans[s] for s in self.flow.on_rank(r).stages}) for r in range(self.flow.ranks)]
         stages = []
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            span = self._span(i, j)
+            span = spans[s][0]
             own = self._read(span)
             stages.append(
                 StagePlan(
@@ -284,13 +290,13 @@ class Estimator:
                     backward_s=t.backwards_s[s],
                     communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
                     flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
-                    memory=self._memory(s, span, tuple(x for spans in again[i:j] for x in spans), own),
+                    memory=memory[self.flow.rank_of[s]],
                     parameters=sum(self.params[v].numel for v in own),
-                    micro_batches_in_flight=self.in_flight[s],
+                    micro_batches_in_flight=self.flow.in_flight[s],
                 )
             )
         return Candidate(
-            estimator=self, rank=rank, mesh=rank.mesh, schedule=self.schedule, rest=self.rest, shard=self.shard, zero_dims=self.dims,
+            estimator=self, rank=rank, mesh=rank.mesh, flow=self.flow, rest=self.rest, shard=self.shard, zero_dims=self.dims,
             segments=self.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
             bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
         )  # fmt: skip
@@ -308,13 +314,51 @@ class Estimator:
         price = 2.0 ** round(math.log2(seconds / nbytes))
         return price, MUCH * price
 
-    def unsaid_bytes(self, part: Partition, stages: Sequence[StagePlan]) -> dict[tuple[int, int, int], float]:
-        """Of each stage (first piece, first piece behind, number): the bytes beyond what its pieces say."""
+    def partition(
+        self, *, limit_bytes: float, cuts: tuple[int, ...] | None = None, worth_s: float = math.inf, over: Over | None = None,
+        refused: Refused | None = None,
+    ) -> Partition | None:  # fmt: skip
+        """Stages and modes, as of `partition`. worth_s: of a step."""
+        objective_s = worth_s - self.least_ends_s
+        if self.flow.chunks > 1:
+            return partition_of_ranks(
+                self.pieces, flow=self.flow, limit_bytes=limit_bytes, recompute=self.recompute, step_s=self.step_s,
+                least_ends_s=self.least_ends_s, worth_s=objective_s, cuts=cuts, over=over, refused=refused,
+            )  # fmt: skip
+        return partition(
+            self.pieces, stages=self.flow.stages, micro_batches=self.rank.micro_batches, in_flight=self.flow.in_flight,
+            limit_bytes=limit_bytes, recompute=self.recompute, cuts=cuts, worth_s=objective_s, over=over, refused=refused,
+            step_s=self.step_s, least_ends_s=self.least_ends_s,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def least_bytes(self) -> float:
+        """What the fullest rank needs at least; where a rank holds several stages, with the cuts that are tried first."""
+        if self.flow.chunks == 1:
+            return least_bytes(self.pieces, self.flow.stages, self.flow.in_flight, self.rank.micro_batches, self.recompute)
+        return least_of_ranks(self.pieces, self.flow, self.recompute)[1]
+
+    def places(self, part: Partition) -> list[tuple[int, ...]]:
+        """Of each rank: the first piece and the first piece behind of each of its stages, and its number."""
+        bounds = (0, *part.cuts, len(self.segments))
+        return [place_of(bounds, self.flow, r) for r in range(self.flow.ranks)]
+
+    def modes_at(self, part: Partition, place: tuple[int, ...]) -> tuple[int, ...]:
+        """The modes of the pieces of such a place."""
+        return tuple(m for i, j in zip(place[:-1:2], place[1:-1:2], strict=True) for m in part.modes[i:j])
+
+    def unsaid_bytes(self, part: Partition, stages: Sequence[StagePlan]) -> dict[tuple[int, ...], float]:
+        """Of each place: the bytes beyond what its pieces say."""
         found = {}
-        for s, (place, stage) in enumerate(zip(pairwise((0, *part.cuts, len(self.segments))), stages, strict=True)):
-            i, j = place
-            said = stage_bytes(self.pieces[i:j], part.modes[i:j], self.in_flight[s], self.rank.micro_batches)
-            found[i, j, s] = self.room_bytes(stage.memory.total_bytes) - said
+        for rank, place in enumerate(self.places(part)):
+            held = self.flow.on_rank(rank)
+            spans = list(zip(place[:-1:2], place[1:-1:2], strict=True))
+            if len(spans) == 1:
+                i, j = spans[0]
+                said = stage_bytes(self.pieces[i:j], part.modes[i:j], self.flow.in_flight[held.stages[0]], self.rank.micro_batches)
+            else:
+                said = rank_bytes([self.pieces[i:j] for i, j in spans], [part.modes[i:j] for i, j in spans], held)
+            found[place] = self.room_bytes(stages[held.stages[0]].memory.total_bytes) - said
         return found
 
     def step_s(self, cuts: tuple[int, ...], modes: tuple[int, ...]) -> float:
@@ -332,16 +376,22 @@ class Estimator:
         bounds = (0, *part.cuts, len(self.segments))
         forwards, backwards, sync, optimizer, hop = [], [], 0.0, 0.0, 0.0
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            own = self._own(i, j)
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
-            sync = max(sync, self._exchange.step_s(self._params(own), forwards[-1], backwards[-1]) + self._ends_s(i, j))
+        busiest = 0.0
+        for r in range(self.flow.ranks):
+            held = [s for s, of in enumerate(self.flow.rank_of) if of == r]
+            own = list(dict.fromkeys(x for s in held for x in self._own(bounds[s], bounds[s + 1])))
+            forward_s, backward_s = (sum(each[s] for s in held) for each in (forwards, backwards))
+            busiest = max(busiest, forward_s + backward_s)
+            ends_s = self._ends_s(bounds[held[0]], bounds[held[0] + 1])
+            sync = max(sync, self._exchange.step_s(self._params(own), forward_s, backward_s) + ends_s)
             optimizer = max(optimizer, self._optimizer_s(own))
-        pipeline = step_time_s(self.schedule, forwards, backwards, rank.micro_batches, hop)
+        pipeline = self.flow.step_time_s(forwards, backwards, hop)
         before = self._prologue_s
-        compute = before + rank.micro_batches * max(f + b for f, b in zip(forwards, backwards, strict=True))
+        compute = before + rank.micro_batches * busiest
         return Times(
             forwards_s=tuple(forwards), backwards_s=tuple(backwards), compute_s=compute, sync_s=sync, optimizer_s=optimizer,
             bubble_s=max(0.0, before + pipeline - compute) if len(forwards) > 1 else 0.0, step_s=before + pipeline + sync + optimizer,
@@ -349,23 +399,21 @@ class Estimator:
 
     def least_s(self) -> float:
         """No cuts and no recompute of these pieces make a faster step: the pieces spread evenly, and what nothing hides."""
-        stages, m = len(self.in_flight), self.rank.micro_batches
-        work_s = sum(f + b for f, b in self.seconds())
-        return work_s * (m + stages - 1) / stages + self.least_ends_s
+        return self.flow.least_s(sum(f + b for f, b in self.seconds())) + self.least_ends_s
 
     @functools.cached_property
     def least_ends_s(self) -> float:
         """What the stages' program leaves out, at its least: the update; the transfers between stages, at the cheapest cut; and, if there
         is one stage, the reduction of all gradients beside a backward pass in which everything runs again."""
-        update_s, stages, n = self.least_update_s() + self._prologue_s, len(self.in_flight), len(self.segments)
-        if stages > 1:
-            if self.schedule not in CLOSED_FORMS:
+        update_s, ranks, n = self.least_update_s() + self._prologue_s, self.flow.ranks, len(self.segments)
+        if ranks > 1:
+            if SCHEDULES[self.flow.schedule].closed_form is None:
                 return update_s
             types, crossing = self.rank.program.types, self.rank.cuts.crossing
             starts = {x.span.start for x in self.segments.segments}
             sent = min((sum(types[v].nbytes for v in values) for at, values in crossing.items() if at in starts), default=0)
             hop_s = self.pricer.collective_s("p2p", sent, "pp")
-            return update_s + step_time_s(self.schedule, [0.0] * stages, [0.0] * stages, self.rank.micro_batches, hop_s)
+            return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
         return update_s + self._exchange.step_s(self._params(self._own(0, n)), forward_s, backward_s) + self._ends_s(0, n)
@@ -381,7 +429,7 @@ class Estimator:
             return 0.0
         item = min(p.itemsize for p in trained)
         gpu = dataclasses.replace(self.cluster.gpu, launch_s=0.0)
-        return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / len(self.in_flight)
+        return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / self.flow.ranks
 
     def _span(self, i: int, j: int) -> Span:
         return Span(self.segments[i].span.start, self.segments[j - 1].span.stop)

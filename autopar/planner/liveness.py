@@ -18,6 +18,7 @@ from autopar.ir import Op, Program, Span, refs
 from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 from autopar.planner.units import Units, Waiting
+from cost_models.actions import OnRank
 
 __all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 
@@ -175,6 +176,36 @@ class Liveness:
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
         return max(moments, key=lambda x: x.total)
 
+    def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
+        """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept to
+        its end."""
+        held, units = [self._held(a) for a in stages], self.units(*stages)
+        gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
+        waiting = sum(
+            f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
+            for (f, b), a in zip(on_rank.waiting, stages, strict=True)
+        )
+        known: dict[tuple[int, str, bool, bool], Moment] = {}
+        found: list[Moment] = []
+        for now in on_rank.situations:
+            k, some = now.stage, now.reduced[now.stage]
+            key = k, now.pass_, some, now.last
+            if key not in known:
+                if now.pass_ == "F":
+                    own = list(self._forward(stages[k], units, stages[k].span, _Store()))
+                else:
+                    sent = Arriving.of(stages[k].sends, self.program)
+                    own = list(self._backward(stages[k], units, _Store(held[k]), sent, accumulated=some, final=now.last))
+                    arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
+                    own = [_plus(x, Moment(communication=arrived)) for x in own]
+                known[key] = max(own, key=lambda x: x.total)
+            beside = Moment(
+                saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
+                gradients=sum(g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
+            )  # fmt: skip
+            found.append(_plus(beside, known[key]))
+        return max(found, key=lambda x: x.total)
+
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier
         pieces keep, which are not counted again. arriving: from the pieces behind it; then those that it leaves."""
@@ -266,11 +297,13 @@ class Liveness:
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def units(self, a: Activity) -> Units:
-        indices = self._indices(a.span) if a.where_used else range(0)
-        forward = [(k, self._used(a, k, False)) for k in indices]
-        backward = [(k, self._used(a, k, True)) for k in reversed(indices)]
-        return Units(a.where_used, a.units, forward, backward)
+    def units(self, *stages: Activity) -> Units:
+        """Of the stages of a rank, which gathers them one after the other."""
+        sizes = {v: n for a in stages for v, n in a.where_used.items()}
+        places = [(a, k) for a in stages if a.where_used for k in self._indices(a.span)]
+        forward = [(k, self._used(a, k, False)) for a, k in places]
+        backward = [(k, self._used(a, k, True)) for a, k in reversed(places)]
+        return Units(sizes, stages[0].units, forward, backward)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""

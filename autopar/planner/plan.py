@@ -12,13 +12,13 @@ import msgspec
 from autopar.errors import PlanError
 from autopar.ir import Layout, Strategy
 from autopar.run.mesh import AXES
-from cost_models.pipeline import SCHEDULES
+from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 
 __all__ = ["AxisPlan", "BlockMode", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
 FORMAT = "autopar-plan"
-VERSION = 3
+VERSION = 4
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -27,14 +27,15 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
-    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe' or '1f1b'. zero: how
+    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe', '1f1b' or 'interleaved'. zero: how
     parameters, gradients and optimizer states rest over the data axis (cost_models.rests): 0 whole, 1 states in parts, 2 gradients too,
     3 parameters too. shard: over how many neighbouring data-parallel ranks the parts of one parameter lie; with fewer than dp (hybrid
     sharding) the other groups hold the same parts. None leaves the choice between all of them and those of a node to the solver; other
     numbers are taken only where they are pinned.
     recompute: 'none', 'selective', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
-    virtual_stages: of interleaved schedules (only 1 for now). blocks: how many instances of repeated blocks (layers) each stage has."""
+    virtual_stages: how many stages each pipeline rank holds; several with the schedule 'interleaved' (stage s is on rank s mod pp).
+    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them."""
 
     dp: Positive | None = None
     tp: Positive | None = None
@@ -63,15 +64,24 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"zero=0 leaves every parameter whole, and shard={self.shard} cuts it into parts: pin zero=1, 2 or 3 with it")
         if self.recompute is not None and self.recompute not in ("none", "selective", "full", "auto"):
             raise PlanError(f"recompute must be 'none', 'selective', 'full' or 'auto', not {self.recompute!r}")
-        if self.virtual_stages not in (None, 1):
-            raise PlanError("interleaved schedules (virtual_stages > 1) are not supported yet")
+        several = [row.name for row in SCHEDULES.values() if row.several]
+        if (self.virtual_stages or 1) > 1 and self.schedule not in (None, *several):
+            raise PlanError(f"{self.schedule} has one stage on each rank: virtual_stages={self.virtual_stages} needs schedule={several[0]}")
+        if self.virtual_stages == 1 and self.schedule in several:
+            raise PlanError(f"schedule={self.schedule} has several stages on each rank, and virtual_stages=1 only one: pin schedule=1f1b")
+        if self.pp == 1 and ((self.virtual_stages or 1) > 1 or self.schedule in several):
+            raise PlanError("several stages on each rank (virtual_stages) need several pipeline ranks, and pp=1 is pinned")
         if self.blocks is not None:
             listed = self.blocks if isinstance(self.blocks, tuple | list) else ()
             if not listed or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in listed):
                 raise PlanError(f"the pin blocks must be whole numbers, one for each stage, not {self.blocks!r}")
             msgspec.structs.force_setattr(self, "blocks", tuple(self.blocks))
-        if self.blocks is not None and self.pp not in (None, len(self.blocks)):
-            raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}")
+        each = self.virtual_stages or 1
+        if self.blocks is not None and (len(self.blocks) % each or self.pp not in (None, len(self.blocks) // each)):
+            on_each = f" with {each} stages on each rank" if each > 1 else ""
+            raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}{on_each}")
+        if self.blocks is not None and self.schedule in several and self.virtual_stages is None:
+            raise PlanError(f"pin virtual_stages with blocks and schedule={self.schedule}: blocks has one number for each stage")
         if self.micro_batch is not None and self.micro_batches is not None:
             raise PlanError("pin micro_batch or micro_batches, not both")
 
@@ -113,7 +123,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pipeline stage. first_op: where it begins. blocks: instances of repeated blocks in it, by module path; recomputed:
+    """One pipeline stage. memory: of one of its ranks, with all the stages that the rank holds. first_op: where it begins. blocks: instances of repeated blocks in it, by module path; recomputed:
     those of them that are recomputed whole; selective: those of which a part is. forward_s, backward_s: of one micro-batch. split_flops,
     flops: of one micro-batch on one rank; split: share of the model's FLOPs that the tp axis divides."""
 
@@ -134,7 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute).
     objective_s, bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share
     of objective_s that it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter
-    lie. searched: how many choices there were, were priced, and were left. recompute: (block, instance, index of one of `modes`) of
+    lie. virtual_stages: how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block, instance, index of one of `modes`) of
     what runs again in part or whole. split_share: share of FLOPs that tp really divides."""
 
     model: str
@@ -149,6 +159,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mesh: dict[str, int]
     micro_batches: Positive
     schedule: str
+    virtual_stages: Positive
     rest: str
     shard: Positive
     cuts: list[int]
@@ -186,6 +197,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def zero(self) -> int:
         """The stage of ZeRO, as the pins count them."""
         return rest_of(self.rest).zero
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return flow(self.schedule, self.mesh["pp"], self.micro_batches, self.virtual_stages).rank_of
 
     @property
     def memory_bytes(self) -> list[int]:
@@ -239,10 +255,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         product = self.mesh.get("pp", 0) * self.mesh.get("dp", 0) * self.mesh.get("tp", 0)
         if set(self.mesh) != set(AXES) or product != self.gpus or min(self.mesh.values()) < 1:
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
-        if len(self.stages) != self.mesh["pp"] or len(self.cuts) != self.mesh["pp"] - 1 or sorted(self.cuts) != self.cuts:
-            raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks")
+        count = self.mesh["pp"] * self.virtual_stages
+        if len(self.stages) != count or len(self.cuts) != count - 1 or sorted(self.cuts) != self.cuts:
+            each = f" with {self.virtual_stages} stages on each" if self.virtual_stages > 1 else ""
+            raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks{each}")
         if self.schedule not in SCHEDULES or self.rest not in RESTS:
             raise PlanError(f"{name}: unknown schedule {self.schedule!r} or rest {self.rest!r}")
+        if self.virtual_stages > 1 and (self.mesh["pp"] == 1 or not SCHEDULES[self.schedule].several):
+            raise PlanError(f"{name}: {self.schedule} over {self.mesh['pp']} pipeline ranks has one stage on each, not {self.virtual_stages}")
         if self.shard not in RESTS[self.rest].shards(self.mesh["dp"], self.shard, self.shard):
             raise PlanError(f"{name}: {self.rest} cannot lie over {self.shard} of {self.mesh['dp']} data-parallel ranks")
         for block, instance, mode in self.recompute:

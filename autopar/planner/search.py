@@ -42,19 +42,19 @@ from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import Over, Place, Refused, TooLarge, least_bytes, partition
+from autopar.planner.partition import Over, Place, Refused
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
-from autopar.planner.solver import Outcome
+from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.space import Choice, Form, Space
 from autopar.planner.stage_account import Piece
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
-from cost_models.pipeline import in_flight
+from cost_models.pipeline import flow
 from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["Search", "make_plan"]
@@ -108,6 +108,7 @@ class Search:
         given = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)
         self.known = given
         self.said = Searched()
+        self._unsure: set[Choice] = set()  # tried, without proof that nothing fits
 
     def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Search:
         """A search of the same program on the same cluster that shares what this one has found out about ranks."""
@@ -128,7 +129,10 @@ class Search:
 
     def least_s(self, mesh: Mesh, count: int) -> float:
         """No plan of this mesh and this many micro-batches is faster."""
-        choices = (Choice(mesh=mesh, micro_batches=count, schedule="1f1b", rest=rest, shard=n) for rest, n in self.space.rests(mesh))
+        choices = (
+            Choice(mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=n, chunks=chunks)
+            for rest, n in self.space.rests(mesh) for schedule, chunks in self.space.schedules(mesh, count)
+        )  # fmt: skip
         return min((self._least.step_s(choice, self.batch_size) for choice in choices), default=math.inf)
 
     @property
@@ -152,7 +156,7 @@ class Search:
         said = self.said
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
-        self._unsure: set[Choice] = set()  # tried, without proof that nothing fits
+        self._unsure = set[Choice]()
         self._fastest: dict[Choice, Estimator] = {}
         queue: list[_Entry] = []
         for choice in self.space.choices():
@@ -220,6 +224,8 @@ class Search:
             bounds[entry.choice] = draft.bound_s
             entry.draft, entry.least_s = draft, draft.times.step_s
             heapq.heappush(queue, entry)
+        elif entry.choice in self._unsure:
+            bounds[entry.choice] = max(entry.least_s, bounds.get(entry.choice, 0.0))
         else:
             bounds.pop(entry.choice, None)
 
@@ -247,21 +253,23 @@ class Search:
         mesh = choice.mesh
         if isinstance(rank, str):
             return rank
-        segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else mesh.pp)
-        if len(segments) < mesh.pp:
-            return f"pp={mesh.pp}: the program has only {len(segments) - 1} places where it can be cut"
+        stages = mesh.pp * choice.chunks
+        segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else stages)
+        asked = f"pp={mesh.pp}{choice.scheduled}"
+        if len(segments) < stages:
+            return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
         dims = zero_dims(rank.program, choice.shard)
-        flights = tuple(in_flight(choice.schedule, s, mesh.pp, rank.micro_batches) for s in range(mesh.pp))
         estimator = Estimator(
-            rank=rank, cluster=self.cluster, optimizer=self.optimizer, schedule=choice.schedule, rest=choice.rest, shard=choice.shard,
-            dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments, in_flight=flights,
+            rank=rank, cluster=self.cluster, optimizer=self.optimizer,
+            flow=flow(choice.schedule, mesh.pp, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
+            dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments,
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
             recompute=self.pins.recompute or "auto",
         )  # fmt: skip
         if self.pins.recompute in ("full", "selective") and not estimator.can_run_again:
             return f"recompute={self.pins.recompute}: the program has no repeated block that can be recomputed"
-        if mesh.pp > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < mesh.pp:
-            return f"pp={mesh.pp}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
+        if stages > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < stages:
+            return f"{asked}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
         cuts = self._pinned_cuts(estimator)
         return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
 
@@ -275,16 +283,12 @@ class Search:
         cuts = self._pinned_cuts(estimator)
         assert not isinstance(cuts, str)
         try:
-            part = partition(
-                estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
-                limit_bytes=room, recompute=self.pins.recompute or "auto", cuts=cuts, worth_s=worth_s - estimator.least_ends_s, over=over,
-                refused=refused,
-                step_s=estimator.step_s, least_ends_s=estimator.least_ends_s,
-            )  # fmt: skip
-        except Infeasible as e:
+            part = estimator.partition(limit_bytes=room, cuts=cuts, worth_s=worth_s, over=over, refused=refused)
+        except (Infeasible, OutOfBudget) as why:
+            if isinstance(why, OutOfBudget):
+                self._unsure.add(choice)
             if refused is None:
-                least = e.least_bytes if isinstance(e, TooLarge) else None
-                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0), least)
+                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
             return None
         if part is None:
             return NO_BETTER
@@ -342,10 +346,10 @@ class Search:
     ) -> tuple[Candidate, float]:
         """A draft with memory from liveness, and by how much it does not fit. refused: takes the modes of the stages that do not."""
         found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
-        limit, bounds = self.memory_limit_bytes, (0, *draft.part.cuts, len(draft.part.modes))
-        for s, ((i, j), stage) in enumerate(zip(itertools.pairwise(bounds), found.stages, strict=True)):
-            if stage.memory.total_bytes > limit:
-                refused.setdefault((i, j, s), set()).add(draft.part.modes[i:j])
+        limit = self.memory_limit_bytes
+        for rank, place in enumerate(estimator.places(draft.part)):
+            if found.stages[estimator.flow.rank_of.index(rank)].memory.total_bytes > limit:
+                refused.setdefault(place, set()).add(estimator.modes_at(draft.part, place))
         short = max(stage.memory.total_bytes for stage in found.stages) - limit
         return dataclasses.replace(found, form=choice.form), short
 
@@ -371,18 +375,16 @@ class Search:
                 return f"of {stages}, stage {s} would have nothing to train"
         return cuts
 
-    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
+    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float) -> None:
         """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
-        whole. least: the bytes of its fullest stage, if they are known."""
-        mesh, flights, pieces = choice.mesh, estimator.in_flight, estimator.pieces
-        recompute = self.pins.recompute or "auto"
+        whole."""
+        mesh, flow, pieces = choice.mesh, estimator.flow, estimator.pieces
         state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / mesh.pp
-        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flights)
-        if least is None:
-            least = least_bytes(pieces, mesh.pp, flights, choice.micro_batches, recompute)
+        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flow.in_flight)
+        least = estimator.least_bytes
         short = max(1.0, least - room if least > room else over)
         line = (
-            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting} needs "
+            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "
             f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
             f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
         )
@@ -404,8 +406,9 @@ class Search:
         again: list[Candidate] = []
         for c in found:
             choice = Choice(
-                mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.schedule, rest=c.rest, shard=c.shard, form=c.form or Form()
-            )
+                mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.flow.schedule, rest=c.rest, shard=c.shard,
+                form=c.form or Form(), chunks=c.flow.chunks,
+            )  # fmt: skip
             priced = self._exact(choice, live, ledgers)
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
                 break

@@ -17,8 +17,8 @@ from autopar.errors import Infeasible
 from autopar.planner.candidate import GIB, Candidate, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
-from autopar.planner.partition import least_bytes, partition
 from autopar.planner.plan import MemoryPlan, Pins
+from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Form
 from cost_models.rests import RESTS
 
@@ -98,8 +98,11 @@ def _lean_choices(search: Search) -> Iterator[tuple[Choice, Estimator]]:
         forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.tp > 1 and first.sequence is None else (first,)
         for rest, shard in search.space.rests(mesh):
             for form in forms:
+                found = search.space.schedules(mesh, max(counts))
+                if not found:
+                    continue
                 choice = Choice(
-                    mesh=mesh, micro_batches=max(counts), schedule=search.space.schedules()[0], rest=rest, shard=shard, form=form
+                    mesh=mesh, micro_batches=max(counts), schedule=found[0][0], rest=rest, shard=shard, form=form, chunks=found[0][1]
                 )  # fmt: skip
                 rank = search.known.rank(mesh, choice.micro_batches, search.batch_size, search.recipe, form)
                 estimator = search._estimator(rank, choice)
@@ -109,9 +112,7 @@ def _lean_choices(search: Search) -> Iterator[tuple[Choice, Estimator]]:
 
 def _by_pieces(search: Search, estimator: Estimator) -> float:
     """The memory whose room (Estimator.room_bytes, linear in it) is what the pieces of the fullest stage need at least."""
-    least = least_bytes(
-        estimator.pieces, estimator.rank.mesh.pp, estimator.in_flight, estimator.rank.micro_batches, search.pins.recompute or "auto"
-    )
+    least = estimator.least_bytes
     beside = -estimator.room_bytes(0)
     return (least + beside) * GIB / (estimator.room_bytes(int(GIB)) + beside)
 
@@ -122,16 +123,13 @@ def _leanest_candidate(search: Search, choice: Choice) -> Candidate | None:
     estimator = search._estimator(rank, choice)
     if isinstance(estimator, str):
         return None
-    recompute = search.pins.recompute or "auto"
-    least = least_bytes(estimator.pieces, choice.mesh.pp, estimator.in_flight, choice.micro_batches, recompute)
+    least = estimator.least_bytes
     cuts = search._pinned_cuts(estimator)
     try:
-        part = partition(
-            estimator.pieces, stages=choice.mesh.pp, micro_batches=estimator.rank.micro_batches, in_flight=estimator.in_flight,
-            limit_bytes=least * (1 + 1e-9) + 1.0 if cuts is None else float("inf"), recompute=recompute,
-            cuts=cuts if not isinstance(cuts, str) else None,
-        )  # fmt: skip
-    except Infeasible:
+        part = estimator.partition(
+            limit_bytes=least * (1 + 1e-9) + 1.0 if cuts is None else float("inf"), cuts=cuts if not isinstance(cuts, str) else None
+        )
+    except (Infeasible, OutOfBudget):
         return None
     return estimator.candidate(part) if part is not None else None
 

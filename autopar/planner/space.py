@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from autopar.planner.candidate import Mesh
 from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
+from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS, Rest
 
-__all__ = ["SCHEDULES_TRIED", "Choice", "Form", "Space", "divisors"]
+__all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Space", "divisors"]
 
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
+CHUNKS_TRIED = (2, 4)  # stages on each rank, where a schedule has several and how many is not pinned
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
 
 
@@ -38,7 +40,8 @@ class Form:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """One point of the space, before anything inside it is decided. rest: how parameters, gradients and optimizer states rest over the
-    data axis; shard: over how many of its ranks the parts of one parameter lie (1: it is whole). form: of the tensor axis.
+    data axis; shard: over how many of its ranks the parts of one parameter lie (1: it is whole). form: of the tensor axis. chunks: stages
+    on each pipeline rank.
     The fastest form keeps what it likes; where that costs recompute or does not fit, others are tried too."""
 
     mesh: Mesh
@@ -47,6 +50,12 @@ class Choice:
     rest: Rest
     shard: int
     form: Form = Form()
+    chunks: int = 1
+
+    @property
+    def scheduled(self) -> str:
+        """As the pins say it, of what is not the usual."""
+        return "" if self.chunks == 1 else f" schedule={self.schedule} virtual_stages={self.chunks}"
 
     @property
     def resting(self) -> str:
@@ -57,7 +66,7 @@ class Choice:
     def simplicity(self) -> tuple[float, ...]:
         """Of choices that cost the same, the one with the smaller value is taken."""
         mesh, form, rest = self.mesh, self.form.simplicity, tuple(RESTS).index(self.rest.name)
-        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, *form, rest, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, self.chunks, *form, rest, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +80,7 @@ class Space:
 
     def meshes(self) -> Iterator[Mesh]:
         """Every (pp, dp, tp) of the GPUs that the pins allow, tensor parallel within a node unless pinned."""
-        stages = len(self.pins.blocks) if self.pins.blocks is not None else self.pins.pp
+        stages = len(self.pins.blocks) // (self.pins.virtual_stages or 1) if self.pins.blocks is not None else self.pins.pp
         for tp in divisors(self.gpus):
             if self.pins.tp not in (None, tp) or (self.pins.tp is None and tp > self.cluster.gpus_per_node):
                 continue
@@ -99,16 +108,26 @@ class Space:
         rows = [row for row in RESTS.values() if self.pins.zero in (None, row.zero)]
         return [(row, shard) for row in rows for shard in row.shards(mesh.dp, node, self.pins.shard)]
 
-    def schedules(self) -> list[str]:
-        return [self.pins.schedule] if self.pins.schedule else list(SCHEDULES_TRIED)
+    def schedules(self, mesh: Mesh, count: int) -> list[tuple[str, int]]:
+        """Schedules, each with the number of stages on a rank."""
+        pinned, chunks = self.pins.schedule, self.pins.virtual_stages
+        found = []
+        for row in [SCHEDULES[pinned]] if pinned else SCHEDULES.values():
+            if not row.several:
+                found += [(row.name, 1)] if chunks in (None, 1) and (pinned or row.name in SCHEDULES_TRIED) else []
+            elif pinned or chunks is not None:
+                found += [(row.name, n) for n in ([chunks] if chunks else CHUNKS_TRIED) if n > 1 and mesh.pp > 1]
+        return found
 
     def choices(self) -> Iterator[Choice]:
         for mesh in self.meshes():
             for count in self.micro_batch_counts(mesh):
-                for schedule in self.schedules():
+                for schedule, chunks in self.schedules(mesh, count):
                     for rest, shard in self.rests(mesh):
                         form = self.form if mesh.tp > 1 else Form()
-                        yield Choice(mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form)
+                        yield Choice(
+                            mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
+                        )  # fmt: skip
 
     @property
     def form(self) -> Form:
@@ -134,6 +153,8 @@ class Space:
             if not self.micro_batch_counts(mesh):
                 divides = f"a global batch of {self.batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
                 yield f"dp={mesh.dp}: {divides if self.batch is not None else 'no input has a dim that could be the batch'}"
+            elif not self.schedules(mesh, 1):
+                yield f"pp={mesh.pp}: a rank can hold several stages (virtual_stages) only where there are several ranks"
             elif not self.rests(mesh):
                 pins = " ".join(f"{k}={v}" for k in ("zero", "shard") if (v := getattr(self.pins, k)) is not None)
                 why = f"the parts of a parameter cannot lie so over the {mesh.dp} ranks of the data axis"

@@ -18,10 +18,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from autopar.planner.modes import Mode
 
-__all__ = ["Account", "Counts", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes"]
+__all__ = ["Account", "Accounted", "Counts", "Critical", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes"]
 
 NODES = 1000  # of the search for the modes of one stage
 
@@ -73,6 +74,27 @@ def allowed(modes: Sequence[Mode], recompute: str) -> tuple[int, ...]:
     return tuple(sorted(named or [0], key=lambda k: (modes[k].kept_bytes, modes[k].again_s)))
 
 
+class Critical(NamedTuple):
+    """The moment that is most over a limit, whatever the mode of the piece in which it is: how many bytes too many it has, and how often a
+    byte that a run does not keep counts there."""
+
+    need: float
+    weights: Sequence[float]
+
+
+class Accounted(Protocol):
+    """Runs of pieces that share the memory of a rank."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]: ...
+
+    def bytes(self, counts: Sequence[Sequence[int]]) -> float:
+        """The most of a step, if so many pieces of each run are in its modes."""
+
+    def critical(self, kept: Sequence[float], limit_bytes: float) -> Critical:
+        """kept: bytes that each piece of a run keeps if nothing else runs again."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
     """A stage. in_flight: micro-batches whose activations it holds."""
@@ -117,6 +139,30 @@ class Account:
             before, behind = before + c * mode.kept_bytes, behind - c * p.gradient_bytes
         return rest + max(most + passing, update)
 
+    def critical(self, kept: Sequence[float], limit_bytes: float) -> Critical:
+        """kept: bytes that each piece of a run keeps if nothing else runs again."""
+        m, others = self.micro_batches, self.in_flight - 1
+        bound = self.runs[0].piece.received_bytes + self.runs[-1].piece.sent_bytes
+        whole = sum(n.count * x for n, x in zip(self.runs, kept, strict=True)) + bound
+        rest = sum(r.count * (r.piece.rest_bytes + r.piece.passing_bytes) for r in self.runs)
+        gradients = sum(r.count * r.piece.gradient_bytes for r in self.runs)
+        found = Critical(0.0, [0.0] * len(self.runs))
+        before, behind = 0.0, gradients
+        for r, run in enumerate(self.runs):
+            modes = [run.piece.modes[k] for k in run.modes]
+            before += run.count * kept[r]
+            behind -= run.count * run.piece.gradient_bytes
+            last = before - kept[r]  # of the last piece of the run itself, nothing is counted but what it needs
+            there = bound - (run.piece.sent_bytes if r == len(self.runs) - 1 and any(x.again_s > 0 for x in modes) else 0.0)
+            options = [(others, others * whole + there + last + min(x.backward_bytes for x in modes) + behind)]
+            if m > 1:
+                later = others if m > self.in_flight else max(others - 1, 0)
+                options.append((later, later * whole + there + last + min(x.later_bytes for x in modes) + gradients))
+            for times, nbytes in options:
+                if rest + nbytes - limit_bytes > found.need:
+                    found = Critical(rest + nbytes - limit_bytes, [float(times + (k <= r)) for k in range(len(self.runs))])
+        return found
+
 
 def stage_bytes(pieces: Sequence[Piece], modes: Sequence[int], in_flight: int, micro_batches: int) -> float:
     """The most that a stage of these pieces in these modes needs at any moment."""
@@ -137,7 +183,7 @@ class StageModes:
 Counts = tuple[tuple[int, ...], ...]  # of each run, how many of its pieces are in which of its allowed modes
 
 
-def stage_modes(account: Account, limit_bytes: float, nodes: int = NODES, refused: frozenset[Counts] = frozenset()) -> StageModes | None:
+def stage_modes(account: Accounted, limit_bytes: float, nodes: int = NODES, refused: frozenset[Counts] = frozenset()) -> StageModes | None:
     """The fastest modes with which a stage fits; None if there are none. Branch and bound over how many pieces of each run are in which
     mode, from what steps along the runs' convex hulls give, the cheapest byte first. refused: that are known not to fit."""
     return _Search(account, limit_bytes, nodes, refused).best()
@@ -155,7 +201,7 @@ class _Step:
 
 
 class _Search:
-    def __init__(self, account: Account, limit_bytes: float, nodes: int, refused: frozenset[Counts]) -> None:
+    def __init__(self, account: Accounted, limit_bytes: float, nodes: int, refused: frozenset[Counts]) -> None:
         self.account, self.limit_bytes, self.nodes, self.refused = account, limit_bytes, nodes, refused
         self.extra = []  # of each run: seconds of each mode beyond the fastest one
         for run in account.runs:
@@ -174,7 +220,8 @@ class _Search:
             return None
         self.steps = self._steps(fastest)
         self._along_the_hulls(counts)
-        self._critical(fastest)
+        kept = [run.piece.modes[run.modes[fast]].kept_bytes for run, fast in zip(runs, fastest, strict=True)]
+        self.need, self.weights = self.account.critical(kept, self.limit_bytes)
         least_s = self._least_s(0, [run.count for run in runs], self.need)
         if math.isinf(least_s):
             return None
@@ -228,33 +275,6 @@ class _Search:
         if (self.found is None or seconds < self.found[0]) and self.account.bytes(counts) <= self.limit_bytes:
             as_tuple = tuple(map(tuple, counts))
             self.found = self.found if as_tuple in self.refused else (seconds, as_tuple)
-
-    def _critical(self, fastest: Sequence[int]) -> None:
-        """The moment that is most over the limit, whatever the mode of the piece in which it is, if nothing else runs again; how many
-        bytes too many it has; and how often a byte that a run does not keep counts there."""
-        a = self.account
-        m, others = a.micro_batches, a.in_flight - 1
-        kept = [run.piece.modes[run.modes[fast]].kept_bytes for run, fast in zip(a.runs, fastest, strict=True)]
-        bound = a.runs[0].piece.received_bytes + a.runs[-1].piece.sent_bytes
-        whole = sum(n.count * x for n, x in zip(a.runs, kept, strict=True)) + bound
-        rest = sum(r.count * (r.piece.rest_bytes + r.piece.passing_bytes) for r in a.runs)
-        gradients = sum(r.count * r.piece.gradient_bytes for r in a.runs)
-        self.need, self.weights = 0.0, [0.0] * len(a.runs)
-        before, behind = 0.0, gradients
-        for r, run in enumerate(a.runs):
-            modes = [run.piece.modes[k] for k in run.modes]
-            before += run.count * kept[r]
-            behind -= run.count * run.piece.gradient_bytes
-            last = before - kept[r]  # of the last piece of the run itself, nothing is counted but what it needs
-            there = bound - (run.piece.sent_bytes if r == len(a.runs) - 1 and any(x.again_s > 0 for x in modes) else 0.0)
-            options = [(others, others * whole + there + last + min(x.backward_bytes for x in modes) + behind)]
-            if m > 1:
-                later = others if m > a.in_flight else max(others - 1, 0)
-                options.append((later, later * whole + there + last + min(x.later_bytes for x in modes) + gradients))
-            for times, nbytes in options:
-                if rest + nbytes - self.limit_bytes > self.need:
-                    self.need = rest + nbytes - self.limit_bytes
-                    self.weights = [float(times + (k <= r)) for k in range(len(a.runs))]
 
     def _least_s(self, run: int, left: Sequence[int], need: float) -> float:
         """Below the seconds of what comes to `need` bytes, of so many pieces of this run and those behind it, parts of pieces included."""

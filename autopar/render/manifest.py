@@ -92,6 +92,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         mesh=dict(plan.mesh),
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
         rest=plan.rest,
         shard=plan.shard if 1 < plan.shard < plan.mesh["dp"] else None,
         params=params,

@@ -110,7 +110,7 @@ class Backward:
 
     def _gradients(self, factor: Tensor | None) -> list[Tensor | None]:
         """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by."""
-        form, tree, mesh = self.form, self.tree, self.form.stage.mesh
+        form, tree, mesh = self.form, self.tree, self.form.mesh
         found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, (mesh.dp, mesh.tp))
         if factor is not None:
             for value in found.values():

@@ -37,7 +37,7 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a 
 class Held:
     """One parameter on one rank. param: the user's parameter. zero: its dim that is cut into `shards` parts at rest, None if it rests
     whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes over which the gradient of its use is
-    partial. tied: the pipeline stages that share it, None if it is on one stage. trains: whether the present step computes its
+    partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if it is on one of them. trains: whether the present step computes its
     gradient."""
 
     spec: ParamSpec
@@ -46,6 +46,7 @@ class Held:
     shards: int
     rest: Rest
     partial: tuple[str, ...]
+    stages: tuple[int, ...]
     tied: Axis | None
     trains: bool
 
@@ -86,6 +87,7 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) ->
         shards=mesh.shard.size,
         rest=rest_of(spec.rest),
         partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
+        stages=tuple(s for s in spec.stages or (0,) if mesh.pp.rank in mesh.pp_ranks((s,))),
         tied=tied,
         trains=spec.trainable,
     )
@@ -97,12 +99,13 @@ class Bucket:
 
     `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction
     of gradients and `Reduction.finish` gives the gradients of what rests. often: what is gathered at each use, or reduced in each
-    backward pass; what else its gradients need is done once a step, by ordinary buckets. gathers, scatters, summed_over: what it does.
+    backward pass; what else its gradients need is done once a step, by ordinary buckets. gathers, scatters, summed_over: what it does. stages: those
+    of this rank that use its parameters.
     """
 
     def __init__(self, held: Sequence[Held], mesh: Mesh, *, often: bool = False) -> None:
         first = held[0]
-        self.held = tuple(held)
+        self.held, self.stages = tuple(held), first.stages
         self.mesh = mesh
         in_parts = first.zero is not None
         self.gathers = in_parts and (first.gathered_when_used or first.reduced_by_pass) == often
@@ -244,7 +247,7 @@ def _filled(held: Iterable[Held], size_bytes: int) -> list[list[Held]]:
     done: list[list[Held]] = []
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
-        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.spec.trainable)
+        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.stages, one.spec.trainable)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
         if sum(h.local.numel() * h.local.element_size() * (h.shards if h.zero is not None else 1) for h in bucket) >= size_bytes:

@@ -55,6 +55,7 @@ class DeferredModule(StandIn):
         keep = self.__dict__
         keep["original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
         keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
+        keep["random_stream"] = None  # to go on with, of a checkpoint that was loaded before the first call
         keep |= {name: model.__dict__[name] for name in REGISTRIES}
 
     @property
@@ -85,6 +86,8 @@ class DeferredModule(StandIn):
                 keep["compiled"] = self._finish(self._inputs)
         with torch.inference_mode(False):
             module = self._start(self.compiled, self._inputs)
+        if (stream := keep.pop("random_stream")) is not None:
+            module.random_stream = stream
         keep["module"] = module
         for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
             del keep[name]

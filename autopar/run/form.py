@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from autopar.run.manifest import Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Outputs, Returned
 from autopar.run.region import Region
-from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once
+from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once, keywords
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
 from autopar.run.weights import Step
@@ -52,8 +51,9 @@ class Form:
         manifest = emitted.MANIFEST
         for library in manifest.libraries:
             importlib.import_module(library)
-        if len(emitted.STAGES) != mesh.pp.size:
-            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}")
+        if len(emitted.STAGES) != len(manifest.places):
+            each = f" and {manifest.virtual_stages} on each" if manifest.virtual_stages > 1 else ""
+            raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}{each}")
         self.manifest, self.constants, self.guards, self.returned = manifest, constants, guards, returned
         self.outputs = Outputs(manifest, mesh, device, local=local_batch)
         self.calls = 0
@@ -63,13 +63,15 @@ class Form:
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
         self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
-        self.stage = emitted.STAGES[mesh.pp.rank]()
-        self.stage.mesh = mesh
-        self.wanted = _keywords(self.stage.forward)
+        self.mesh = mesh
+        self.stages = {s: emitted.STAGES[s]() for s, rank in enumerate(manifest.places) if rank == mesh.pp.rank}
+        for stage in self.stages.values():
+            stage.mesh = mesh
+        self.wanted = frozenset(name for stage in self.stages.values() for name in keywords(stage.forward))
         self.pipeline: Pipeline | None = None
         if mesh.pp.size > 1:
             self.pipeline = Pipeline(
-                self.stage, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
+                self.stages, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
             )
 
 
@@ -85,10 +87,10 @@ class Form:
         return self.returned is not None and not self.returned.own_loss
 
     def micro_batches(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What the stage is given for each, after the prologue has run. inputs: of this rank."""
-        mesh, n = self.stage.mesh, self.manifest.micro_batches
+        """What the stages are given for each, after the prologue has run. inputs: of this rank."""
+        mesh, n = self.mesh, self.manifest.micro_batches
         extra = _run_prologue(self, mesh, inputs)
-        torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # stages draw different numbers
+        torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # ranks draw different numbers
         return [
             {k: v for k, v in (micro_batch(self.manifest.inputs, inputs, i, n) | _part(self, extra, i)).items() if k in self.wanted}
             for i in range(n)
@@ -97,8 +99,8 @@ class Form:
     def run_open(self, parts: Sequence[Mapping[str, Tensor]], step: Step) -> OpenRun:
         """All micro-batches forward; backward is given the gradients of the outputs later. ValueError if the schedule does not wait."""
         if self.pipeline is None:
-            return OpenStage(self.stage, parts, step)
-        if self.manifest.schedule != "gpipe" and len(parts) > 1:
+            return OpenStage(self.stages[0], parts, step)
+        if not self.pipeline.waits:
             raise ValueError(
                 f"{self.manifest.model} was planned for a loss of its own: {self.manifest.schedule} begins backward before all "
                 f"micro-batches have gone forward, and this call returns no loss. Compile the model for such calls, or pin schedule=gpipe"
@@ -106,10 +108,11 @@ class Form:
         return self.pipeline.run_open(parts, step)
 
     def run(self, parts: Sequence[Mapping[str, Tensor]], step: Step, made: Made) -> Tensor:
-        """The micro-batches. The loss, on the last stage: of one micro-batch on one stage it is to be differentiated, else it has been.
-        made: takes the stage's outputs for each."""
+        """The micro-batches. The loss, on the rank of the last stage: of one micro-batch on one stage it is to be differentiated, else it has been.
+        made: takes the outputs of this rank's stages for each."""
         if self.pipeline is None:
-            return at_once(self.stage, parts[0], step, made) if len(parts) == 1 else accumulate(self.stage, parts, step, made)
+            stage = self.stages[0]
+            return at_once(stage, parts[0], step, made) if len(parts) == 1 else accumulate(stage, parts, step, made)
         loss = self.pipeline.run(parts, step, made)
         return torch.empty((), dtype=self.loss_dtype, device=self.outputs.device) if loss is None else loss
 
@@ -118,16 +121,13 @@ class Form:
 def _run_prologue(form: Form, mesh: Mesh, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if form.prologue is None:
         return {}
-    wanted = _keywords(form.prologue)
+    wanted = keywords(form.prologue)
+    weights = next(iter(form.stages.values())).weights
     with torch.no_grad():
-        return dict(form.prologue(form.stage.weights, mesh, **{k: v for k, v in inputs.items() if k in wanted}))
+        return dict(form.prologue(weights, mesh, **{k: v for k, v in inputs.items() if k in wanted}))
 
 
 def _part(form: Form, made: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     """What micro-batch `index` gets of the prologue's results."""
     over_time, n = form.manifest.prologue, form.manifest.micro_batches
     return {name: local_slice(value, Layout.parse(over_time.get(name, "R")), index, n) for name, value in made.items()}
-
-
-def _keywords(fn: Callable[..., object]) -> frozenset[str]:
-    return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)

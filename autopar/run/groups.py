@@ -12,10 +12,11 @@ import atexit
 import ctypes
 import sys
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-__all__ = ["Group", "group_of", "release", "released_at_exit", "started"]
+__all__ = ["Group", "finish_first", "group_of", "release", "released_at_exit", "started"]
 
 
 class Group:
@@ -23,19 +24,21 @@ class Group:
 
     __slots__ = ("process_group", "ranks")
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], backend: str | None) -> None:
         self.ranks = ranks
-        self.process_group: dist.ProcessGroup | None = dist.new_group(list(ranks))
+        self.process_group: dist.ProcessGroup | None = dist.new_group(list(ranks), backend=backend)
 
 
-_groups: dict[tuple[int, ...], Group] = {}
+_groups: dict[tuple[tuple[int, ...], str], Group] = {}
+_finish_first: list[Callable[[], None]] = []  # what must be over before groups are destroyed
 _world: weakref.ref[dist.ProcessGroup] | None = None  # the default process group that they were made in
 _started: weakref.WeakSet[dist.Work] = weakref.WeakSet()  # asynchronous collectives that somebody still waits for
 _hooked = False
 
 
-def group_of(ranks: tuple[int, ...]) -> Group:
-    """The process group of these global ranks, made once for each default process group. Collective over all ranks."""
+def group_of(ranks: tuple[int, ...], purpose: str = "", *, backend: str | None = None) -> Group:
+    """The process group of these global ranks, made once for each default process group and purpose: what goes on at the same time needs
+    groups of its own. backend: by default that of the default process group. Collective over all ranks."""
     global _world
     released_at_exit()
     world = dist.group.WORLD
@@ -43,9 +46,16 @@ def group_of(ranks: tuple[int, ...]) -> Group:
     if _world is None or _world() is not world:
         _let_go()
         _world = weakref.ref(world)
-    if ranks not in _groups:
-        _groups[ranks] = Group(ranks)
-    return _groups[ranks]
+    key = (ranks, purpose)
+    if key not in _groups:
+        _groups[key] = Group(ranks, backend)
+    return _groups[key]
+
+
+def finish_first(wait: Callable[[], None]) -> None:
+    """Have `wait` called before groups are destroyed: it waits for what other threads do with them."""
+    if wait not in _finish_first:
+        _finish_first.append(wait)
 
 
 def started(work: dist.Work) -> dist.Work:
@@ -57,6 +67,8 @@ def started(work: dist.Work) -> dist.Work:
 def release() -> None:
     """Destroy all process groups, the default one too, and wait for their threads. Where a rank has failed, the others may never
     answer what is on its way: then nothing is waited for, and the groups are left to the end of the process."""
+    for wait in _finish_first:
+        wait()
     failed = getattr(sys, "last_value", None) is not None or any(not work.is_completed() for work in list(_started))
     if failed:
         for one in _groups.values():

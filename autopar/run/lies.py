@@ -9,7 +9,7 @@ from autopar.ir import Layout
 from autopar.run import comm
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import MADE_OF, Mesh
-from autopar.run.slices import cut, joined, local_slice
+from autopar.run.slices import Span, cut, cut_spans, joined, local_slice
 
 __all__ = ["Lies", "layouts_of"]
 
@@ -29,11 +29,12 @@ class Lies:
         self.home = mesh.device  # where the whole was
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
-        self._owner = min(spec.stages, default=0)
-        self.holds = mesh.pp.rank in (spec.stages or (0,))
+        self._owner = mesh.pp_ranks((min(spec.stages, default=0),))[0]
+        holders = mesh.pp_ranks(spec.stages or (0,))
+        self.holds = mesh.pp.rank in holders
         cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
         cut_over = {level for name in cut_over for level in MADE_OF.get(name, (name,))} | ({"shard"} if self._zero is not None else set())
-        self.split = bool(cut_over) or len(spec.stages or (0,)) < mesh.pp.size  # some rank holds less than the whole
+        self.split = bool(cut_over) or len(holders) < mesh.pp.size  # some rank holds less than the whole
         copies = [mesh.axis(name).rank for name in ("tp", "replica", "shard") if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
 
@@ -44,6 +45,19 @@ class Lies:
             return f"{self.name} nothing"
         cut_over = [f"{axis}:{self.mesh.axis(axis).rank}" for axis, layout in self._layouts.items() if layout.is_shard]
         return " ".join([self.name, *cut_over, *([f"zero:{self.mesh.shard.rank}"] if self._zero is not None else [])])
+
+    def spans(self) -> tuple[tuple[Span, ...], ...] | None:
+        """For each dim of the whole, the ranges that this rank's part is made of, in its order; None where it holds nothing."""
+        if not self.holds:
+            return None
+        found: list[tuple[Span, ...]] = [((0, size),) for size in self.shape]
+        for name, layout in self._layouts.items():
+            if layout.is_shard:
+                axis = self.mesh.axis(name)
+                found[layout.dim] = cut_spans(found[layout.dim], axis.size, layout.groups, axis.rank)
+        if self._zero is not None:
+            found[self._zero] = cut_spans(found[self._zero], self.mesh.shard.size, 1, self.mesh.shard.rank)
+        return tuple(found)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole, a view where it can be one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cost_models.pipeline import flow
 from cost_models.rests import WHOLE
 
 __all__ = ["BufferSpec", "InputSpec", "Manifest", "OutputSpec", "ParamSpec"]
@@ -78,7 +79,8 @@ class OutputSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: 'gpipe' or '1f1b'. rest: a row of
+    """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: a row of cost_models.pipeline; virtual_stages: how many stages
+    each pipeline rank holds. rest: a row of
     cost_models.rests, of the parameters that are in parts. shard: over how many data-parallel ranks the
     parts of one lie, None for all.
     positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs.
@@ -96,6 +98,7 @@ class Manifest:
     buffers: tuple[BufferSpec, ...]
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...] = ()
+    virtual_stages: int = 1
     shard: int | None = None
     positional: tuple[str, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()
@@ -103,6 +106,11 @@ class Manifest:
     libraries: tuple[str, ...] = ()
     training: bool = True
     mode_dependent: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return flow(self.schedule, self.mesh.get("pp", 1), self.micro_batches, self.virtual_stages).rank_of
 
     @property
     def draws(self) -> bool:

@@ -50,14 +50,16 @@ class Axis:
 
 class Mesh:
     """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group. shard: how many ranks of
-    dp share the parts of one parameter, by default all.
+    dp share the parts of one parameter, by default all. places: the pipeline rank of each stage, by default one stage a rank.
 
     Collective over all ranks: every rank must build the same meshes in the same order. Groups are kept and used again by
     later meshes of the same process group. device: where this rank computes. Raises LaunchError if the world size is not the
     product of the sizes.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", *, shard: int | None = None) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], device: torch.device | str = "cpu", *, shard: int | None = None, places: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         unknown = set(sizes) - set(AXES)
         if unknown or any(size < 1 for size in sizes.values()):
             raise ValueError(f"a mesh has axes {AXES} of positive size; got {dict(sizes)}")
@@ -77,6 +79,7 @@ class Mesh:
                 f"    torchrun --standalone --nproc-per-node={world} {script}\n"
                 f"or start local workers with autopar.launch(fn, gpus={world})."
             )
+        self._places = tuple(range(self.sizes["pp"])) if places is None else places
         self.device = torch.device(device)
         self.world = world
         self.rank = dist.get_rank() if initialised else 0
@@ -101,10 +104,14 @@ class Mesh:
         both: dict[tuple[str, ...], Axis] = {("dp", "tp"): self.dp_tp, ("replica", "tp"): self.replica_tp}
         return both[wanted] if len(wanted) > 1 else self.axis(wanted[0])
 
-    def stages(self, stages: Iterable[int]) -> Axis:
+    def pp_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The ranks on axis 'pp' that hold these stages, in order."""
+        return tuple(sorted({self._places[s] for s in stages}))
+
+    def holding(self, stages: Iterable[int]) -> Axis:
         """The part of axis 'pp' that holds these stages; collective over all ranks, also over those outside of it (for
         which `rank` of the result is -1)."""
-        return self._axis(("pp",), tuple(sorted(set(stages))))
+        return self._axis(("pp",), self.pp_ranks(stages))
 
     def rank_at(self, **changes: int) -> int:
         """The global rank at this rank's coordinates with some of them changed."""

@@ -8,6 +8,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
 
-__all__ = ["Emitted", "ParallelModule"]
+__all__ = ["AtRest", "Emitted", "ParallelModule", "just_seeded"]
 
 
 Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
@@ -126,13 +127,13 @@ class ParallelModule(StandIn):
         keep["manifest"] = manifest
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
-        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard)
+        keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
-        tied = {s: mesh.stages(s) for s in sorted({p.stages for p in manifest.params if len(p.stages) > 1})}
+        tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}
         keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
         tree.take(state.distribute(specs, tensors, mesh, device))
@@ -193,8 +194,9 @@ class ParallelModule(StandIn):
             inputs=differentiated, reached_in=form.begin(),
         )  # fmt: skip
         differentiates = torch.is_grad_enabled() and bool(rest.leaves)
-        form.stage.train(self.training)
-        form.stage.weights = Weights(step)
+        for stage in form.stages.values():
+            stage.train(self.training)
+            stage.weights = Weights(step)
         made: Made = []
         run: OpenRun | None = None
         with self._random_numbers(form):
@@ -203,9 +205,10 @@ class ParallelModule(StandIn):
                 run = form.run_open(parts, step)
             else:
                 loss = form.run(parts, step, made)
-        del form.stage.weights  # so that gathered copies live no longer than the step
+        for stage in form.stages.values():
+            del stage.weights  # so that gathered copies live no longer than the step
         if run is None:
-            comm.broadcast_(loss, mesh.pp.ranks[-1], mesh.pp)
+            comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)
         if not differentiates:
             step.finish()
         if form.returned is None:
@@ -292,6 +295,24 @@ class ParallelModule(StandIn):
         with torch.no_grad():
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
                 self._tree.at_rest(spec.name).copy_(self._tree.lies[spec.name].cut(full))
+
+    def state_at_rest(self) -> Iterator[AtRest]:
+        """This rank's parts of what is in the state_dict of the original: parameters and persistent buffers."""
+        for spec in self._persistent():
+            yield AtRest(
+                name=spec.name, aliases=_aliases(spec), lies=self._tree.lies[spec.name], here=self._tree.at_rest(spec.name),
+                param=self._tree.params.get(spec.name),
+            )  # fmt: skip
+
+    @property
+    def random_stream(self) -> tuple[int, int]:
+        """Where the module's own random numbers are: their seed, and how many calls have been made since it was set. Both begin anew
+        where the process's generator has just been seeded."""
+        return self._seed, self._steps
+
+    @random_stream.setter
+    def random_stream(self, stream: tuple[int, int]) -> None:
+        self.__dict__["_seed"], self.__dict__["_steps"] = stream
 
     @contextlib.contextmanager
     def full_parameters(self, *, write: bool = True) -> Iterator[None]:
@@ -459,8 +480,7 @@ class ParallelModule(StandIn):
         Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
         if form.manifest.draws:
-            fresh = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
-            seed = self.mesh.agree_number(torch.initial_seed() if fresh else None, self.device)
+            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None, self.device)
             if seed is not None:
                 self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
@@ -468,6 +488,22 @@ class ParallelModule(StandIn):
             torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
             self.__dict__["_steps"] += 1
             yield
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AtRest:
+    """This rank's part of a parameter (param: the user's) or of a buffer. here: plain, sharing its memory. aliases: its other names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    lies: Lies
+    here: Tensor
+    param: nn.Parameter | None
+
+
+def just_seeded() -> bool:
+    """Whether the process's generator has been seeded, and nothing has been drawn since."""
+    return torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
 
 
 def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:

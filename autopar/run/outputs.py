@@ -174,11 +174,12 @@ class _Ends(torch.autograd.Function):
 
 
 class Outputs:
-    """The tensors that a stage's ranks return beside what they send, as the original returns them: whole, on every rank."""
+    """The tensors that the ranks of a stage return beside what they send, as the original returns them: whole, on every rank."""
 
     def __init__(self, manifest: Manifest, mesh: Mesh, device: torch.device, *, local: bool) -> None:
         """local: each data-parallel rank is given its own part of the batch, and is given back its own part."""
         self._specs, self._mesh, self.device, self._local = manifest.outputs, mesh, device, local
+        self._of = manifest.places
 
     @property
     def differentiable(self) -> frozenset[str]:
@@ -186,23 +187,23 @@ class Outputs:
         return frozenset(spec.name for spec in self._specs if spec.grad)
 
     def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None) -> dict[str, Tensor]:
-        """Collective. made: by this rank's stage for each micro-batch. loss: what is differentiated, if it is. By name, in the order of
+        """Collective. made: by this rank's stages for each micro-batch. loss: what is differentiated, if it is. By name, in the order of
         the manifest."""
         own = iter(zip(*made, strict=True))
         found: dict[str, Tensor] = {}
         for spec in self._specs:
-            here = spec.stage == self._mesh.pp.rank
+            here = self._of[spec.stage] == self._mesh.pp.rank
             value = self._whole(spec, next(own)) if here else empty(self._shape(spec), spec.dtype, self.device)
             if self._mesh.pp.size > 1:
                 value = value.contiguous()
-                comm.broadcast_(value, self._mesh.pp.ranks[spec.stage], self._mesh.pp)
+                comm.broadcast_(value, self._mesh.pp.ranks[self._of[spec.stage]], self._mesh.pp)
             found[spec.name] = _Ends.apply(value, loss) if spec.grad and loss is not None and loss.requires_grad else value
         return found
 
     def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
-        """For each micro-batch the gradients of what this rank's stage made, in its order, from those of the whole outputs, which are the
+        """For each micro-batch the gradients of what this rank's stages made, in their order, from those of the whole outputs, which are the
         same on every rank: the transpose of `collected`."""
-        own = [spec for spec in self._specs if spec.stage == self._mesh.pp.rank]
+        own = [spec for spec in self._specs if self._of[spec.stage] == self._mesh.pp.rank]
         return [[self._cut(spec, grads.get(spec.name), i, micro_batches) for spec in own] for i in range(micro_batches)]
 
     def _cut(self, spec: OutputSpec, grad: Tensor | None, index: int, micro_batches: int) -> Tensor | None:

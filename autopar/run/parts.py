@@ -207,6 +207,9 @@ def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             f"full_state_dict() of the parallel module, which has whole tensors under the names of the original"
         )
     plain = nn.Parameter(local(x), requires_grad=x.requires_grad) if isinstance(x, Part) else local(x)
+    for memo in args[1:]:
+        if isinstance(memo, dict):  # what is copied is known in it by its address: it must live as long
+            memo.setdefault(id(memo), []).append(plain)
     return func(plain, *args[1:])
 
 

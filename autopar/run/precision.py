@@ -1,5 +1,6 @@
 """A model that computes in a lower precision than its parameters rest in: float32 parameters and inputs are cast where they are used, so
-that a gradient is cast back before it is added to another. Buffers keep their dtype, and so do parameters that are not float32."""
+that a gradient is cast back before it is added to another. Buffers keep their dtype, and so do parameters that are not float32 and those
+of batch norms, which stand beside running statistics (FullyShardedDataParallel's mixed precision leaves these out as well)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["compute_dtype", "computing_in", "inputs_in"]
 
+_WITH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,8 +39,9 @@ def computing_in(dtype: torch.dtype | None, model: nn.Module) -> Iterator[Mappin
     before: dict[int, tuple[nn.Parameter, Tensor]] = {}
     try:
         if dtype is not None:
+            kept = {id(p) for m in model.modules() if isinstance(m, _WITH_STATISTICS) for p in m.parameters(recurse=False)}
             for parameter in model.parameters():
-                if parameter.dtype == torch.float32:
+                if parameter.dtype == torch.float32 and id(parameter) not in kept:
                     before[id(parameter)] = parameter, parameter.data
                     parameter.data = parameter.data.to(dtype)
         yield {key: data for key, (_, data) in before.items()}

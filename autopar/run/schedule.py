@@ -1,19 +1,21 @@
 """Running micro-batches: over pipeline stages, or one after the other where there is one stage.
 
 The loss of a step is the sum of its micro-batches' losses; gradients accumulate in the leaves of the weights. A stage sends
-to the next one alone: a value that a later stage needs is passed on by the stages between.
+to the next one alone: a value that a later stage needs is passed on by the stages between. Which stages a rank runs, in which order,
+and when it sends and receives is what the schedule's actions say (cost_models.actions).
 
 This runs a schedule's actions itself rather than through torch.distributed.pipelining (looked at in torch 2.13), because
 that engine keeps a receive buffer for every micro-batch between steps too, of which the plan counts those in flight; it
 agrees on shapes by sending and reading values, and so cannot run on a fake process group or fake tensors, with which the
 plan's memory is checked; and its 1F1B refuses fewer micro-batches than stages. What it does between actions is done here
-too: the results of one action and the needs of the next are exchanged together, which cannot deadlock. Both are as fast
+too: the results of one action and the needs of the next are exchanged together, or earlier where a schedule would deadlock. Both are as fast
 (`python -m benchmarks engines`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,9 +27,11 @@ from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
 from autopar.run.weights import Step
-from cost_models.pipeline import SCHEDULES, Action
+from cost_models.actions import Action, Exchange
+from cost_models.pipeline import SCHEDULES, exchanged, flow
+from cost_models.pipeline import schedule as schedule_of
 
-__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "accumulate", "at_once"]
+__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "accumulate", "at_once", "keywords"]
 
 Inputs = Mapping[str, Tensor]
 Made = list[tuple[Tensor, ...]]  # a stage's outputs, of each micro-batch
@@ -49,6 +53,7 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -
         with step.saving():
             (loss,), outputs = _apart(stage, stage(**given))
         made.append(outputs)
+        step.begin_pass(0)
         if loss.requires_grad:
             loss.backward()
         step.end_pass()
@@ -79,26 +84,36 @@ class OpenStage:
 
     def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
         for outputs, grads in zip(self._made, cotangents, strict=True):
+            self._step.begin_pass(0)
             _differentiate(outputs, grads)
             self._step.end_pass()
         self._made = []
 
 
 class Pipeline:
-    """This rank's stage over mesh.pp, in a schedule of cost_models.pipeline. Collective over the ranks of mesh.pp."""
+    """This rank's stages over mesh.pp, in a schedule of cost_models.pipeline. stages: by number. Collective over the ranks of mesh.pp."""
 
-    def __init__(self, stage: Stage, mesh: Mesh, *, micro_batches: int, schedule: str, device: torch.device) -> None:
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, *, micro_batches: int, schedule: str, device: torch.device) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}; got {schedule!r}")
-        self._stage, self._pp, self._device = stage, mesh.pp, device
-        self._previous = mesh.pp.ranks[mesh.pp.rank - 1] if mesh.pp.rank > 0 else None
-        self._next = mesh.pp.ranks[mesh.pp.rank + 1] if mesh.pp.rank < mesh.pp.size - 1 else None
-        self._actions = SCHEDULES[schedule](mesh.pp.rank, mesh.pp.size, micro_batches)
+        self._stages, self._pp, self._device, self.talks = stages, mesh.pp, device, mesh.talks
+        self._asked = schedule, mesh.pp.size, micro_batches, len(stages)
+        self._flow = flow(*self._asked)
+        self._ranks = schedule_of(*self._asked)
+        if unknown := {a.pass_ for actions in self._ranks for a in actions} - {"F", "B"}:
+            raise ValueError(f"{schedule} has passes {', '.join(sorted(unknown))}, which are not run: only F and B are")
+        self._takes = {s: keywords(stage.forward) for s, stage in stages.items()}
+        self._known: dict[str, tuple[tuple[Action, ...], tuple[Exchange, ...]]] = {}
         comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
+    @property
+    def waits(self) -> bool:
+        """Whether no micro-batch goes backward before all have gone forward."""
+        return not any("BF" in "".join(a.pass_ for a in actions) for actions in self._ranks)
+
     def run(self, inputs: Sequence[Inputs], step: Step, made: Made) -> Tensor | None:
-        """All micro-batches: forward, and with gradients on backward. On the last stage the sum of losses, else None. made: takes this
-        stage's outputs for each."""
+        """All micro-batches: forward, and with gradients on backward. On the rank of the last stage the sum of losses, else None. made:
+        takes the outputs of this rank's stages for each."""
         return _Run(self, inputs, step, made).all()
 
     def run_open(self, inputs: Sequence[Inputs], step: Step) -> OpenRun:
@@ -107,27 +122,36 @@ class Pipeline:
         run.passes("F")
         return run
 
+    def _program(self, passes: str) -> tuple[tuple[Action, ...], tuple[Exchange, ...]]:
+        """This rank's actions, and what it sends and receives before each of them and at the end."""
+        if passes not in self._known:
+            own = tuple(a for a in self._ranks[self._pp.rank] if a.pass_ in passes)
+            self._known[passes] = own, exchanged(*self._asked, passes)[self._pp.rank]
+        return self._known[passes]
+
 
 class _Run:
-    """One step: what has been received and sent for each micro-batch in flight."""
+    """One step: what has been received and sent for each stage and micro-batch in flight."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Inputs], step: Step, made: Made, *, open_: bool = False) -> None:
-        self._stage, self._device, self._pp = pipeline._stage, pipeline._device, pipeline._pp
-        self._previous, self._next = pipeline._previous, pipeline._next
+        self._pipeline, self._stages, self._device, self._pp = pipeline, pipeline._stages, pipeline._device, pipeline._pp
+        self._of, self._last = pipeline._flow.rank_of, pipeline._flow.stages - 1
         self._inputs, self._step, self.made = inputs, step, made
-        self._open: dict[int, tuple[Tensor, ...]] | None = {} if open_ else None  # outputs that are yet to be differentiated
+        self._outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._open: dict[tuple[int, int], tuple[Tensor, ...]] | None = {} if open_ else None  # outputs that are yet to be differentiated
         self._cotangents: Sequence[Sequence[Tensor | None]] = ()
         self._train = torch.is_grad_enabled()
-        self._actions = [a for a in pipeline._actions if self._train or a.pass_ == "F"]
-        self._received: dict[int, tuple[Tensor, ...]] = {}  # micro-batch -> activations; kept until its backward
-        self._sent: dict[int, tuple[Tensor, ...]] = {}
-        self._grads: dict[int, tuple[Tensor, ...]] = {}
+        self._received: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # stage and micro-batch -> activations; kept until its backward
+        self._sent: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._grads: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._losses: list[Tensor] = []
+        self._results: dict[Action, tuple[Tensor, ...]] = {}  # of actions, which are yet to be sent
+        self._arriving: dict[Action, list[dist.Work]] = {}  # messages on their way to this rank
         self._works: list[tuple[dist.Work, tuple[Tensor, ...]]] = []  # sends on their way, and what they send
 
     def all(self) -> Tensor | None:
-        self.passes("FB")
-        return torch.stack(self._losses).sum(0) if self._next is None else None
+        self.passes("FB" if self._train else "F")
+        return torch.stack(self._losses).sum(0) if self._last in self._stages else None
 
     def backward(self, cotangents: Sequence[Sequence[Tensor | None]]) -> None:
         self._cotangents = cotangents
@@ -135,77 +159,114 @@ class _Run:
 
     def passes(self, which: str) -> None:
         """The actions of these passes."""
-        results: tuple[tuple[Tensor, ...], int | None] = ((), None)
-        for action in (a for a in self._actions if a.pass_ in which):
-            self._exchange(*results, action)
-            if action.pass_ == "F":
-                results = self._forward(action.micro_batch), self._next
-            else:
-                results = self._backward(action.micro_batch), self._previous
-        self._exchange(*results, None)
+        actions, exchanges = self._pipeline._program(which)
+        for action, exchange in zip(actions, exchanges[:-1], strict=True):
+            self._exchange(exchange)
+            self._wait_for(action)
+            self._hand_on(action, self._forward(action) if action.pass_ == "F" else self._backward(action))
+        self._exchange(exchanges[-1])
         for work, _ in self._works:
             work.wait()
         self._works = []
+        if "F" in which:
+            outputs = [[self._outputs.pop((s, i)) for s in sorted(self._stages)] for i in range(len(self._inputs))]
+            self.made.extend(tuple(t for of_stage in one for t in of_stage) for one in outputs)
 
-    def _exchange(self, results: tuple[Tensor, ...], to: int | None, action: Action | None) -> None:
-        """Send the results of the last action, and receive what the next one needs."""
-        sends = [dist.P2POp(dist.isend, t, to, self._pp.group) for t in results] if to is not None else []
-        arriving: tuple[Tensor, ...] = ()
-        if action is not None:
-            forward = action.pass_ == "F"
-            source = self._previous if forward else self._next
-            if source is not None:
-                arriving = self._empty(self._stage.receives if forward else self._stage.sends)
-                (self._received if forward else self._grads)[action.micro_batch] = arriving
-        receives = [dist.P2POp(dist.irecv, t, source, self._pp.group) for t in arriving]
+    def _hand_on(self, action: Action, results: tuple[Tensor, ...]) -> None:
+        """Keep what an action has made for whoever takes it."""
+        to = action.stage + 1 if action.pass_ == "F" else action.stage - 1
+        if not 0 <= to <= self._last:
+            return
+        if to in self._stages:
+            (self._received if action.pass_ == "F" else self._grads)[to, action.micro_batch] = results
+        else:
+            self._results[action] = results
+
+    def _wait_for(self, action: Action) -> None:
+        """What an action takes of another rank has arrived."""
+        source = action.stage - 1 if action.pass_ == "F" else action.stage + 1
+        for work in self._arriving.pop(Action(source, action.pass_, action.micro_batch), ()):
+            work.wait()
+            self._works = [(other, sent) for other, sent in self._works if other is not work]  # sent with what has been waited for
+
+    def _exchange(self, exchange: Exchange) -> None:
+        """Send results, and make room for and begin to receive what comes next."""
+        sends, receives = [], []
+        for message in exchange.sends:
+            to = self._rank(message.stage + 1 if message.pass_ == "F" else message.stage - 1)
+            results = self._results.pop(message)
+            sends += [(dist.P2POp(dist.isend, t, to, self._pp.group), results) for t in results]
+        for message in exchange.receives:
+            forward = message.pass_ == "F"
+            stage = message.stage + 1 if forward else message.stage - 1
+            arriving = self._empty(self._stages[stage].receives if forward else self._stages[stage].sends)
+            (self._received if forward else self._grads)[stage, message.micro_batch] = arriving
+            receives += [(dist.P2POp(dist.irecv, t, self._rank(message.stage), self._pp.group), message) for t in arriving]
         if not sends and not receives:
             return
-        self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
-        works = dist.batch_isend_irecv([*sends, *receives])
-        if len(works) == len(sends) + len(receives):  # else the backend has made one work of all
-            self._works.extend((work, results) for work in works[: len(sends)])
-            works = works[len(sends) :]
-        elif not receives:
-            self._works.extend((work, results) for work in works)
-            works = []
-        for work in works:
-            work.wait()
+        if self._pipeline.talks:
+            self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
+        else:  # in a fake process group nothing is on its way
+            self._works = []
+        works = dist.batch_isend_irecv([op for op, _ in (*sends, *receives)])
+        if len(works) == len(sends) + len(receives):
+            self._works.extend((work, results) for work, (_, results) in zip(works, sends, strict=False))
+            for work, (_, message) in zip(works[len(sends) :], receives, strict=True):
+                self._arriving.setdefault(message, []).append(work)
+        else:  # the backend has made one work of all
+            self._works.extend((work, results) for work in works for _, results in sends)
+            self._arriving.update((message, list(works)) for _, message in receives)
 
-    def _forward(self, i: int) -> tuple[Tensor, ...]:
-        received = tuple(t.requires_grad_(self._train) for t in self._received.get(i, ()))
+    def _rank(self, stage: int) -> int:
+        return self._pp.ranks[self._of[stage]]
+
+    def _forward(self, action: Action) -> tuple[Tensor, ...]:
+        s, i = action.stage, action.micro_batch
+        stage, last = self._stages[s], s == self._last
+        received = tuple(t.requires_grad_(self._train) for t in self._received.get((s, i), ()))
+        given = {k: v for k, v in self._inputs[i].items() if k in self._pipeline._takes[s]}
         with self._step.saving():
-            outputs, others = _apart(self._stage, self._stage(*received, **self._inputs[i]), detach=self._open is None)
-        self.made.append(tuple(t.detach() for t in others))
+            outputs, others = _apart(stage, stage(*received, **given), detach=self._open is None)
+        self._outputs[s, i] = tuple(t.detach() for t in others)
         if self._open is not None:
-            self._open[i] = others
-        if self._next is None and self._open is not None:
+            self._open[s, i] = others
+        if last and self._open is not None:
             outputs = ()  # the sum of the outputs, which is not the loss
-        elif self._next is None:
+        elif last:
             (loss,) = outputs
             self._losses.append(loss.detach())
         else:
-            _check(self._stage, outputs)
+            _check(stage, outputs)
         if self._train:
-            self._sent[i] = outputs
+            self._sent[s, i] = outputs
         else:
-            self._received.pop(i, None)
-        return tuple(t.detach().contiguous() for t in outputs) if self._next is not None else ()
+            self._received.pop((s, i), None)
+        return tuple(t.detach().contiguous() for t in outputs) if not last else ()
 
-    def _backward(self, i: int) -> tuple[Tensor, ...]:
+    def _backward(self, action: Action) -> tuple[Tensor, ...]:
         """Returns the gradients of what was received (zeros for what the loss does not depend on)."""
-        outputs, received = self._sent.pop(i), self._received.pop(i, ())
-        grads: Sequence[Tensor | None] = self._grads.pop(i, (None,) * len(outputs))
+        s, i = action.stage, action.micro_batch
+        outputs, received = self._sent.pop((s, i)), self._received.pop((s, i), ())
+        grads: Sequence[Tensor | None] = self._grads.pop((s, i), (None,) * len(outputs))
+        self._step.begin_pass(s)
         if self._open is None:
             used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
             if used:
                 torch.autograd.backward([t for t, _ in used], [g for _, g in used])
         else:
-            _differentiate((*outputs, *self._open.pop(i)), (*grads, *self._cotangents[i]))
+            others = self._open.pop((s, i))
+            before = sum(len(self._stages[k].outputs) for k in self._stages if k < s)
+            _differentiate((*outputs, *others), (*grads, *self._cotangents[i][before : before + len(others)]))
         self._step.end_pass()
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in received)
 
     def _empty(self, tensors: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Tensor, ...]:
         return tuple(empty(shape, dtype, self._device) for shape, dtype in tensors)
+
+
+def keywords(fn: Callable[..., object]) -> frozenset[str]:
+    """The names of its arguments that are given by keyword alone."""
+    return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def _apart(stage: Stage, results: tuple[Tensor, ...], *, detach: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

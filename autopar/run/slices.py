@@ -9,7 +9,9 @@ from torch import Tensor
 
 from autopar.ir import Layout
 
-__all__ = ["cut", "join", "joined", "local_slice", "parted"]
+__all__ = ["Span", "cut", "cut_spans", "join", "joined", "local_slice", "parted"]
+
+Span = tuple[int, int]  # start and end of a range of a dim
 
 
 def local_slice(tensor: Tensor, layout: Layout, index: int, n: int) -> Tensor:
@@ -32,6 +34,24 @@ def cut(x: Tensor, n: int, dim: int, groups: int, index: int) -> Tensor:
     if groups == 1:
         return x.narrow(dim, index * size, size)
     return x.unflatten(dim, (groups, n, size // groups)).select(dim + 1, index).flatten(dim, dim + 1)
+
+
+def cut_spans(spans: Sequence[Span], n: int, groups: int, index: int) -> tuple[Span, ...]:
+    """`cut` of a dim that is made of these ranges of the whole: the ranges of the slice, in its order."""
+    piece = sum(end - start for start, end in spans) // (groups * n)
+    found: list[Span] = []
+    for group in range(groups):
+        first = (group * n + index) * piece
+        at = 0
+        for start, end in spans:
+            low, high = max(first, at), min(first + piece, at + end - start)
+            if low < high:
+                if found and found[-1][1] == start + low - at:
+                    found[-1] = (found[-1][0], start + high - at)
+                else:
+                    found.append((start + low - at, start + high - at))
+            at += end - start
+    return tuple(found)
 
 
 def joined(x: Tensor, dim: int, groups: int = 1) -> Tensor:

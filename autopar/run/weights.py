@@ -62,8 +62,8 @@ class Step:
 
     held: canonical name -> parameter; names: every name (aliases too) -> canonical name; buffer: the current tensor of a
     buffer or constant by name. of_a_pass: the buckets that are reduced in every backward pass. where_used: the parameters that are
-    gathered where they are used. passes: how many backward
-    passes (micro-batches) each gradient is the sum of. With gradients off (torch.no_grad) nothing is prepared for backward.
+    gathered where they are used. passes: how many micro-batches each gradient is the sum of, over the stages of this rank that use the
+    parameter. With gradients off (torch.no_grad) nothing is prepared for backward.
     """
 
     def __init__(
@@ -79,12 +79,13 @@ class Step:
     ) -> None:
         self._held, self._names, self._buffer, self._where_used = held, names, buffer, where_used
         self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
-        self._passes, self._pass = passes, 1  # how many there are, and which one is next
+        self._passes = {name: passes * len(one.stages) for name, one in held.items()}
+        self._due, self._fresh = self._of_a_pass, set[str]()  # of the pass that runs: its buckets, and the gradients that have arrived
         self._grad = torch.is_grad_enabled()
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
-        self._started = 0  # of the buckets that are due in this pass
+        self._started_of_pass = self._started = 0  # of the buckets that are due in this pass, and of the step's
         self._reductions: list[Reduction] = []
         self._going: Reduction | None = None  # of a bucket of a pass
         self._late: dict[str, Tensor] = {}  # gradients that are kept outside of their leaves until the end of the step
@@ -124,6 +125,7 @@ class Step:
         def arrived(_: Tensor) -> None:
             if (alive := step()) is not None:
                 alive._arrived[name] = alive._arrived.get(name, 0) + 1
+                alive._fresh.add(name)
                 alive._start_reductions()
 
         leaf.register_post_accumulate_grad_hook(arrived)
@@ -134,29 +136,39 @@ class Step:
         return self._where_used.saving()
 
     # ------------------------------------------------------------------------------------------------------ backward
-    def end_pass(self) -> None:
-        """The backward pass of a micro-batch has ended."""
-        self._start_reductions(until=len(self._of_a_pass))
-        self._finish_going()  # whose gradients would be whole through the next forward pass
-        if self._pass < self._passes:
-            self._pass, self._started = self._pass + 1, 0
+    def begin_pass(self, stage: int) -> None:
+        """The backward pass of a micro-batch through one stage of this rank begins."""
+        self._due = tuple(b for b in self._of_a_pass if stage in b.stages)
+        self._started_of_pass = 0
+        self._fresh.clear()
 
-    def _start_reductions(self, *, until: int = 0) -> None:
-        """Start the reductions of the buckets whose gradients have arrived, in order, so that all ranks start the same; the first `until`
-        whatever has arrived."""
-        due = (*self._of_a_pass, *self._buckets) if self._pass == self._passes else self._of_a_pass
-        while self._started < len(due):
-            bucket = due[self._started]
-            ready = all(self._arrived.get(one.spec.name, 0) == self._pass and not bucket.late for one in bucket.held)
-            if not (ready or self._started < until):
+    def end_pass(self) -> None:
+        """That pass has ended."""
+        self._reduce_of_pass(whatever=True)
+        self._finish_going()  # whose gradients would be whole through the next forward pass
+
+    def _reduce_of_pass(self, *, whatever: bool = False) -> bool:
+        """Start the reductions of the pass, in order, so that all ranks start the same: of buckets whose gradients have arrived, or
+        whatever has. Whether all of them have begun."""
+        for bucket in self._due[self._started_of_pass :]:
+            if not (whatever or all(one.spec.name in self._fresh and not bucket.late for one in bucket.held)):
+                return False
+            self._finish_going()  # so that no more than one bucket waits to be sent
+            self._going = bucket.reduce(self._taken(bucket))
+            self._started_of_pass += 1
+        return True
+
+    def _start_reductions(self, *, whatever: bool = False) -> None:
+        """The same, then those of the step, whose gradients come last in their last pass."""
+        if not self._reduce_of_pass(whatever=whatever):
+            return
+        for bucket in self._buckets[self._started :]:
+            names = [one.spec.name for one in bucket.held]
+            if not (whatever or (not bucket.late and all(self._arrived.get(n, 0) == self._passes[n] for n in names))):
                 return
-            if self._started < len(self._of_a_pass):
-                self._finish_going()  # so that no more than one bucket waits to be sent
-                self._going = bucket.reduce(self._taken(bucket))
-            else:
-                if self._reductions:
-                    self._reductions[-1].go_on()
-                self._reductions.append(bucket.reduce(self._taken(bucket)))
+            if self._reductions:
+                self._reductions[-1].go_on()
+            self._reductions.append(bucket.reduce(self._taken(bucket)))
             self._started += 1
 
     def _taken(self, bucket: Bucket) -> dict[str, Tensor]:
@@ -184,8 +196,7 @@ class Step:
         self._gathering.clear()
         if not self._grad:
             return {}
-        self._pass = self._passes
-        self._start_reductions(until=len(self._of_a_pass))
+        self._reduce_of_pass(whatever=True)
         self._finish_going()
         self._late.update(of_used)
         for name, held in self._held.items():
@@ -194,7 +205,7 @@ class Step:
                 grad = self._late.get(name, None if leaf is None else leaf.grad)
                 self._late[name] = held.no_gradient() if grad is None else grad.contiguous()
                 comm.all_reduce_(self._late[name], held.tied)
-        self._start_reductions(until=len(self._of_a_pass) + len(self._buckets))
+        self._start_reductions(whatever=True)
         found: dict[str, Tensor] = {}
         for reduction in self._reductions:
             found.update(reduction.finish())

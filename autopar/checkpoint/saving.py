@@ -1,0 +1,191 @@
+"""`autopar.save`: the state of a model and its optimizer, by all ranks, at once or beside training."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.checkpoint.boxes import Box, boxes_of, whole_box
+from autopar.checkpoint.index import Contents
+from autopar.checkpoint.optimizers import Optimizers, as_optimizers, groups_and_state
+from autopar.checkpoint.planners import Held, write
+from autopar.checkpoint.storage import Writer
+from autopar.checkpoint.subjects import Subject, subject_of
+from autopar.checkpoint.values import encode
+from autopar.errors import CheckpointError, LaunchError
+from autopar.run.groups import finish_first, released_at_exit
+from autopar.run.parts import is_part, lies_of, local
+from autopar.run.together import done_by_all
+
+__all__ = ["Saving", "finish", "prepared_by_all", "save"]
+
+_under_way: list[Saving] = []  # the last asynchronous save
+
+
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None, *, async_save: bool = False, **extra: Any
+) -> Saving | None:
+    """Write a checkpoint to the folder `path`, in place of the one that may be there.
+
+    model: what autopar.compile has returned (then all ranks call this together, with a folder that all of them see), or a plain module on
+    one process. optimizer: its state is saved too; several, as a list, each with parameters of its own. extra: what else belongs to the
+    run, by name: numbers, text, tensors, NumPy arrays, and lists, tuples, sets and dicts of them, such as the state_dict() of a scheduler,
+    a GradScaler or a sampler, and torch.get_rng_state(). Rank 0's is kept, and is what load() gives to all ranks.
+
+    Under the original model's names: parameters, persistent buffers and what modules give as get_extra_state(), as in its state_dict();
+    the optimizer's states and groups by the names of parameters; and where the random numbers of a parallel module are. Each rank writes
+    parts that no other writes. It can be loaded under any other plan and number of processes (`load`), and is data: nothing in it is a
+    pickle. What state_dict() leaves out (buffers that are not persistent, attributes) is not in it.
+
+    The checkpoint that was there stays whole until the new one is complete: a process may be killed at any time. async_save: what is saved
+    is copied to the memory of the host, and written by a thread while training goes on; result() of what is
+    returned waits until it is complete, and raises its error. The next save or load does so too.
+
+    Raises CheckpointError on every rank if it cannot be written on one of them (no room, a folder that is not shared, a value of a kind
+    that is not kept); the checkpoint that was there is then as it was.
+    """
+    finish()
+    folder = Path(path)
+    subject = subject_of(model, write=True)
+    prepared = prepared_by_all(subject, lambda: _prepared(folder, subject, as_optimizers(optimizer), extra, staged=async_save), "saving")
+    held, contents, save_id = prepared
+    writer = Writer(folder, subject.agreed(save_id), subject.rank)
+    if not async_save:
+        write(writer, held, contents, subject.group)
+        return None
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autopar-save")
+    released_at_exit()
+    finish_first(_wait)
+    going = Saving(executor.submit(write, writer, held, contents, subject.group), folder)
+    executor.shutdown(wait=False)
+    _under_way.append(going)
+    return going
+
+
+class Saving:
+    """A save that a thread does. Its error is raised once: by result(), or by the next save or load."""
+
+    def __init__(self, future: Future[None], folder: Path) -> None:
+        self._future, self._folder, self._said = future, folder, False
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self._folder)!r}, {'done' if self.done() else 'under way'})"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def result(self) -> None:
+        """Wait until the checkpoint is complete. Raises CheckpointError if it could not be written."""
+        try:
+            self._future.result()
+        finally:
+            self._said = True
+
+    def end(self, *, last: bool = False) -> None:
+        """Wait, and raise an error that has not been raised (last: print it, since nobody could catch it)."""
+        error = self._future.exception()
+        if error is None or self._said:
+            return
+        self._said = True
+        if not last:
+            raise error
+        print(f"autopar: saving to {self._folder} has failed: {error}", file=sys.stderr, flush=True)
+
+
+def finish() -> None:
+    """Wait for an asynchronous save; raises its error if that has not been raised."""
+    while _under_way:
+        _under_way.pop().end()
+
+
+def _wait() -> None:
+    while _under_way:
+        _under_way.pop().end(last=True)
+
+
+def prepared_by_all(subject: Subject, make: Any, what: str) -> Any:
+    """make() on this rank; where the subject is on several, an error on one of them is a CheckpointError on all."""
+    if subject.group is None:
+        return make()
+    try:
+        return done_by_all(make, same=lambda _: "", what=what)
+    except LaunchError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _prepared(
+    folder: Path, subject: Subject, optimizers: tuple[Any, ...], extra: Mapping[str, Any], *, staged: bool
+) -> tuple[dict[str, Held], Contents, str]:
+    """What this rank holds by key, what is no tensor, and a new name for the save."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"cannot save to {folder}: it is a file, and a checkpoint is a folder")
+    kept = _Kept(subject, staged=staged)
+    for name, one in subject.tensors.items():
+        kept.add(f"model.{name}", one.shape, one.here, one.boxes)
+    groups, state = groups_and_state(optimizers, subject, kept.keep) if optimizers else (None, {})
+    contents = Contents(
+        names=tuple(subject.tensors),
+        tied={alias: one.name for one in subject.tensors.values() for alias in one.aliases},
+        groups=groups,
+        state=state,
+        module_state=_of_rank_0(subject, kept, "module_state", {n: m.get_extra_state() for n, m in subject.module_state.items()}),
+        extra=_of_rank_0(subject, kept, "extra", extra),
+        stream=subject.stream,
+        config=subject.config,
+    )
+    return kept.held, contents, secrets.token_hex(8)
+
+
+def _of_rank_0(subject: Subject, kept: _Kept, what: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    if subject.rank != 0:
+        return {}
+    return {name: encode(value, f"{what}.{name}", kept.keep_whole) for name, value in values.items()}
+
+
+class _Kept:
+    """The tensors of a checkpoint as this rank holds them. staged: copies on the CPU, which training does not change."""
+
+    def __init__(self, subject: Subject, *, staged: bool) -> None:
+        self._subject, self._staged = subject, staged
+        self.held: dict[str, Held] = {}
+
+    def add(self, key: str, shape: tuple[int, ...], here: Tensor, boxes: tuple[Box, ...]) -> None:
+        if self._staged and boxes and self._subject.writes:
+            here = here.detach().to("cpu", copy=True)
+        self.held[key] = Held(shape=shape, here=here, boxes=boxes if self._subject.writes else ())
+
+    def keep(self, path: str, tensor: Tensor) -> str:
+        """A tensor that all ranks have, or parts of it."""
+        if not is_part(tensor):
+            return self.keep_whole(path, tensor)
+        lies = lies_of(tensor)  # type: ignore[arg-type]
+        return self._added(path, tuple(lies.shape), local(tensor), boxes_of(lies.spans()))
+
+    def keep_whole(self, path: str, tensor: Tensor) -> str:
+        if is_part(tensor):
+            raise CheckpointError(
+                f"{path} is a part of {lies_of(tensor).name}, which several ranks hold: "  # type: ignore[arg-type]
+                f"give a whole tensor, as full_state_dict() has it"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta" or hasattr(tensor, "device_mesh"):
+            what = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
+            raise CheckpointError(f"{path} is a tensor that is not plain memory ({what})")
+        plain = tensor.detach().as_subclass(Tensor)
+        return self._added(path, tuple(plain.shape), plain, whole_box(plain.shape))
+
+    def _added(self, path: str, shape: tuple[int, ...], here: Tensor, boxes: tuple[Box, ...]) -> str:
+        key, number = path, 1
+        while key in self.held:  # names may have dots in them
+            number += 1
+            key = f"{path}~{number}"
+        self.add(key, shape, here, boxes)
+        return key

@@ -1,0 +1,405 @@
+"""The actions of a pipelined step, and what follows from their order alone.
+
+An action is written `2F0`: stage 2, forward, micro-batch 0 (`2B0` its backward; `2W0` the gradients of its weights, where a schedule
+makes these apart from those of activations), as in torch.distributed.pipelining. A step is one tuple of actions for each rank, in the order
+in which the rank runs them. A rank may hold several stages, and which ones is read off its actions: stage is not rank.
+
+From these tuples alone follow, in this module:
+    validate      every stage runs every micro-batch once, on one rank, in an order that does not deadlock
+    situations    what a rank holds while each of its passes runs: its memory
+    exchanges     when ranks send and receive, in an order that is the same at both ends of every pair of ranks
+    simulate      the time of the step, as events
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "Action", "Event", "Exchange", "Fast", "OnRank", "Pass", "Ranks", "ScheduleError", "Situation", "Timeline", "alone", "exchanges",
+    "order_of", "parse", "peaks", "rank_of_stages", "render", "simulate", "situations", "validate",
+]  # fmt: skip
+
+Pass = Literal["F", "B", "W"]
+Ranks = tuple[tuple["Action", ...], ...]
+
+_ACTION = re.compile(r"(\d+)([FBW])(\d+)")
+_UNITS: dict[Pass, int] = {"F": 1, "B": 2, "W": 1}  # of time, where only an order is wanted
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run: an action missing, twice, a stage on two ranks, or one that waits for what comes later."""
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage; prints and parses as `2F0`."""
+
+    stage: int
+    pass_: Pass
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.pass_}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action; one is written like 2F0: stage 2, forward (or B, or W), micro-batch 0")
+        pass_: Pass = "F" if match[2] == "F" else "B" if match[2] == "B" else "W"
+        return cls(int(match[1]), pass_, int(match[3]))
+
+    def needs(self, stages: int) -> tuple[Action, ...]:
+        """The actions of this or other stages whose results it takes."""
+        if self.pass_ == "W":
+            return (Action(self.stage, "B", self.micro_batch),)
+        if self.pass_ == "F":
+            return (Action(self.stage - 1, "F", self.micro_batch),) if self.stage else ()
+        own = Action(self.stage, "F", self.micro_batch)
+        return (own, Action(self.stage + 1, "B", self.micro_batch)) if self.stage + 1 < stages else (own,)
+
+
+def render(ranks: Sequence[Sequence[Action]]) -> str:
+    """One line a rank: `0F0 0F1 0B0 0B1`."""
+    return "\n".join(" ".join(map(str, actions)) for actions in ranks)
+
+
+def parse(text: str) -> Ranks:
+    """The reverse of render. Raises ScheduleError on what is not an action."""
+    return tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines() if line.strip())
+
+
+def alone(ranks: Sequence[Sequence[Action]], passes: str) -> Ranks:
+    """These passes alone: those of evaluation ("F"), or what is left when others have run."""
+    return tuple(tuple(a for a in actions if a.pass_ in passes) for actions in ranks)
+
+
+# -------------------------------------------------------------------------------------------------------------- validity
+def rank_of_stages(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """The rank of each stage. Raises ScheduleError if one has none, or two."""
+    found: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if found.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(f"{action} is on rank {rank}, its stage is on rank {found[action.stage]}")
+    missing = [s for s in range(max(found, default=-1) + 1) if s not in found]
+    if missing:
+        raise ScheduleError(f"no rank runs stage {missing[0]}")
+    return tuple(found[s] for s in range(len(found)))
+
+
+def order_of(ranks: Sequence[Sequence[Action]]) -> list[Action]:
+    """All actions in an order in which they can run, where what is not among them has run before. Raises ScheduleError naming each rank's
+    stuck action if there is none."""
+    every = {a for actions in ranks for a in actions}
+    stages = 1 + max((a.stage for a in every), default=-1)
+    position, order = [0] * len(ranks), list[Action]()
+    done = {need for a in every for need in a.needs(stages) if need not in every}
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            while position[rank] < len(actions) and done.issuperset(actions[position[rank]].needs(stages)):
+                action = actions[position[rank]]
+                done.add(action)
+                order.append(action)
+                position[rank] += 1
+                moved = True
+    stuck = [str(actions[at]) for actions, at in zip(ranks, position) if at < len(actions)]
+    if stuck:
+        raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)} wait for actions that come later or never")
+    return order
+
+
+def validate(ranks: Sequence[Sequence[Action]]) -> None:
+    """Every stage runs every micro-batch forward and backward once (and its weights' gradients, if any does so apart), on one rank, in an
+    order that does not deadlock. Raises ScheduleError."""
+    seen: dict[Action, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if action in seen:
+                raise ScheduleError(f"{action} runs twice, on ranks {seen[action]} and {rank}")
+            seen[action] = rank
+    stages = len(rank_of_stages(ranks))
+    micro_batches = 1 + max((action.micro_batch for action in seen), default=-1)
+    passes: tuple[Pass, ...] = ("F", "B", "W") if any(a.pass_ == "W" for a in seen) else ("F", "B")
+    for stage in range(stages):
+        missing = [str(a) for i in range(micro_batches) for p in passes if (a := Action(stage, p, i)) not in seen]
+        if missing:
+            raise ScheduleError(f"stage {stage} misses {', '.join(missing)}")
+    order_of(ranks)
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+class Situation(NamedTuple):
+    """What a rank holds while one of its passes runs, by the stages that it holds, in their order. stage: the index among these. held: the
+    micro-batches that keep activations for backward, the one of this pass not counted. reduced: whether a backward pass has left
+    gradients of the parameters. last: no backward pass of this stage comes after it."""
+
+    stage: int
+    pass_: Pass
+    held: tuple[int, ...]
+    reduced: tuple[bool, ...]
+    last: bool
+
+    def covers(self, other: Situation) -> bool:
+        """Whether nothing of the other, which is of the same pass, is more."""
+        return all(map(operator.ge, self.held, other.held)) and all(map(operator.ge, self.reduced, other.reduced))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnRank:
+    """stages: those that a rank holds, in order. situations: those that no other one of them covers. waiting: by stage, the most
+    micro-batches whose activations, and whose gradients, have arrived before they are used."""
+
+    stages: tuple[int, ...]
+    situations: tuple[Situation, ...]
+    waiting: tuple[tuple[int, int], ...]
+
+
+def situations(ranks: Sequence[Sequence[Action]]) -> tuple[OnRank, ...]:
+    """What each rank holds."""
+    of = rank_of_stages(ranks)
+    return tuple(_on_rank(r, ranks[r], posted, of) for r, posted in enumerate(exchanges(ranks)))
+
+
+def _on_rank(rank: int, actions: Sequence[Action], posted: Sequence[Exchange], of: Sequence[int]) -> OnRank:
+    stages = [s for s, r in enumerate(of) if r == rank]
+    index = {s: k for k, s in enumerate(stages)}
+    frees: Pass = "W" if any(a.pass_ == "W" for a in actions) else "B"
+    left = [sum(a.stage == s and a.pass_ == frees for a in actions) for s in stages]
+    held, reduced = [0] * len(stages), [False] * len(stages)
+    waiting, most = [[0, 0] for _ in stages], [[0, 0] for _ in stages]
+    found: dict[tuple[int, Pass, bool], dict[Situation, None]] = {}
+    for action, exchange in zip(actions, posted):
+        k, backward = index[action.stage], action.pass_ == "B"
+        for message in exchange.receives:
+            waiting[index[_reader(message)]][message.pass_ == "B"] += 1
+        if _message_to(action, of) is not None:
+            waiting[k][backward] -= 1
+        most = [[max(a, b) for a, b in zip(x, y)] for x, y in zip(waiting, most)]
+        if action.pass_ == frees:
+            held[k] -= 1
+            left[k] -= 1
+        last = action.pass_ == frees and left[k] == 0
+        found.setdefault((k, action.pass_, last), {})[Situation(k, action.pass_, tuple(held), tuple(reduced), last)] = None
+        held[k] += action.pass_ == "F"
+        reduced[k] |= action.pass_ == frees
+    kept: list[Situation] = []
+    for alike in found.values():
+        uncovered: list[Situation] = []
+        for one in sorted(alike, key=lambda x: (-sum(x.held), -sum(x.reduced))):
+            if not any(other.covers(one) for other in uncovered):
+                uncovered.append(one)
+        kept += uncovered
+    return OnRank(stages=tuple(stages), situations=tuple(kept), waiting=tuple((f, b) for f, b in most))
+
+
+# ------------------------------------------------------------------------------------------------------------- exchanges
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What a rank sends and receives at once, before one of its actions or behind the last one. A message is named by the action that made
+    it."""
+
+    sends: tuple[Action, ...] = ()
+    receives: tuple[Action, ...] = ()
+
+
+def _reader(message: Action) -> int:
+    """The stage that takes a message."""
+    return message.stage + 1 if message.pass_ == "F" else message.stage - 1
+
+
+def _message_to(action: Action, of: Sequence[int]) -> Action | None:
+    """What an action takes of another rank. of: the rank of each stage."""
+    source = action.stage - 1 if action.pass_ == "F" else action.stage + 1
+    if action.pass_ == "W" or not 0 <= source < len(of) or of[source] == of[action.stage]:
+        return None
+    return Action(source, action.pass_, action.micro_batch)
+
+
+def exchanges(ranks: Sequence[Sequence[Action]]) -> tuple[tuple[Exchange, ...], ...]:
+    """For each rank one before each of its actions, and one behind the last.
+
+    A result is sent as soon as it is there. It is received when it is needed, if that has the same order at both ends of every pair of
+    ranks and cannot deadlock even where a send waits for its receive; else when it is sent, by the order of a step whose passes take
+    their units of time: any two events of that order are in it for all ranks, so that the first one left can always happen."""
+    of = rank_of_stages(ranks)
+    found = _when_needed(ranks, of)
+    return found if _meet(found, of) else _when_sent(ranks, of)
+
+
+def _when_needed(ranks: Sequence[Sequence[Action]], of: Sequence[int]) -> tuple[tuple[Exchange, ...], ...]:
+    taken = {m for actions in ranks for a in actions if (m := _message_to(a, of)) is not None}
+    streams: dict[tuple[int, int], list[Action]] = {}  # (from, to) -> messages, as they are sent
+    for rank, actions in enumerate(ranks):
+        for a in actions:
+            if a in taken:
+                streams.setdefault((rank, of[_reader(a)]), []).append(a)
+    arrived: dict[tuple[int, int], int] = {}
+    places = {m: k for stream in streams.values() for k, m in enumerate(stream)}
+    found = []
+    for rank, actions in enumerate(ranks):
+        own: list[Exchange] = []
+        last: tuple[Action, ...] = ()
+        for a in actions:
+            message, receives = _message_to(a, of), list[Action]()
+            if message is not None:
+                pair = of[message.stage], rank
+                done, until = arrived.get(pair, 0), places[message] + 1
+                receives = streams[pair][done:until]
+                arrived[pair] = max(done, until)
+            own.append(Exchange(sends=last, receives=tuple(receives)))
+            last = (a,) if a in taken else ()
+        found.append((*own, Exchange(sends=last)))
+    return tuple(found)
+
+
+def _meet(found: Sequence[Sequence[Exchange]], of: Sequence[int]) -> bool:
+    """Whether all ranks come to their end if each waits in every exchange until both ends of all of it are there."""
+    position, posted = [0] * len(found), [set[Action]() for _ in found]
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(found):
+            while position[rank] < len(own):
+                now = own[position[rank]]
+                posted[rank].update(now.sends, now.receives)
+                ends = [of[_reader(m)] for m in now.sends] + [of[m.stage] for m in now.receives]
+                if not all(m in posted[end] for m, end in zip((*now.sends, *now.receives), ends)):
+                    break
+                position[rank] += 1
+                moved = True
+    return all(at == len(own) for at, own in zip(position, found))
+
+
+def _when_sent(ranks: Sequence[Sequence[Action]], of: Sequence[int]) -> tuple[tuple[Exchange, ...], ...]:
+    taken = {m for actions in ranks for a in actions if (m := _message_to(a, of)) is not None}
+    units = {p: [float(n)] * len(of) for p, n in _UNITS.items()}
+    events = [e for own in _events(ranks, of, units, 0.0) for e in own]
+    starts = [(e.start_s, 1, e.action) for e in events]
+    sent = [(e.end_s, 0, e.action) for e in events if e.action in taken]
+    position = [0] * len(ranks)
+    sends: list[list[list[Action]]] = [[[] for _ in range(len(actions) + 1)] for actions in ranks]
+    receives: list[list[list[Action]]] = [[[] for _ in range(len(actions) + 1)] for actions in ranks]
+    for _, starts_now, action in sorted(starts + sent):
+        here = of[action.stage]
+        if starts_now:
+            position[here] += 1
+        else:
+            to = of[_reader(action)]
+            sends[here][position[here]].append(action)
+            receives[to][position[to]].append(action)
+    return tuple(
+        tuple(Exchange(sends=tuple(a), receives=tuple(b)) for a, b in zip(x, y)) for x, y in zip(sends, receives)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ time
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """An action and when it ran, in seconds from the beginning of the step."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What a simulated step does. By rank: idle_s of the makespan, and events. peak_in_flight: by stage, the most micro-batches whose
+    activations are held."""
+
+    makespan_s: float
+    idle_s: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    events: tuple[tuple[Event, ...], ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all ranks' time, 0 to 1."""
+        return sum(self.idle_s) / (len(self.idle_s) * self.makespan_s) if self.makespan_s else 0.0
+
+
+def simulate(
+    ranks: Sequence[Sequence[Action]], forward_s: Sequence[float], backward_s: Sequence[float], p2p_s: float = 0.0,
+    weights_s: Sequence[float] = (),
+) -> Timeline:  # fmt: skip
+    """Run a step as events. forward_s, backward_s: seconds of one micro-batch by stage; weights_s: of what W does, where a schedule has it
+    apart from B. p2p_s: seconds of one transfer between ranks, which delays the receiver and occupies nobody (asynchronous send).
+
+    Raises ScheduleError if the schedule is not valid, ValueError if the numbers of stages differ.
+    """
+    validate(ranks)
+    of = rank_of_stages(ranks)
+    if not len(of) == len(forward_s) == len(backward_s):
+        raise ValueError(f"{len(of)} stages, {len(forward_s)} forward and {len(backward_s)} backward times")
+    durations: dict[Pass, Sequence[float]] = {"F": forward_s, "B": backward_s, "W": weights_s or [0.0] * len(of)}
+    events = _events(ranks, of, durations, p2p_s)
+    makespan_s = max(e.end_s for own in events for e in own)
+    return Timeline(
+        makespan_s=makespan_s,
+        idle_s=tuple(makespan_s - sum(durations[e.action.pass_][e.action.stage] for e in own) for own in events),
+        peak_in_flight=peaks(ranks),
+        events=tuple(map(tuple, events)),
+    )
+
+
+def _events(
+    ranks: Sequence[Sequence[Action]], of: Sequence[int], durations: Mapping[Pass, Sequence[float]], p2p_s: float
+) -> list[list[Event]]:
+    end_s: dict[Action, float] = {}
+    free_s = [0.0] * len(ranks)
+    events: list[list[Event]] = [[] for _ in ranks]
+    for action in order_of(ranks):
+        rank = of[action.stage]
+        arrival_s = [end_s[need] + (p2p_s if of[need.stage] != rank else 0.0) for need in action.needs(len(of)) if need in end_s]
+        start_s = max([free_s[rank], *arrival_s])
+        end_s[action] = free_s[rank] = start_s + durations[action.pass_][action.stage]
+        events[rank].append(Event(action=action, start_s=start_s, end_s=end_s[action]))
+    return events
+
+
+def peaks(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """By stage, the most micro-batches whose activations are held at once."""
+    stages = len(rank_of_stages(ranks))
+    held, most = [0] * stages, [0] * stages
+    for actions in ranks:
+        frees: Pass = "W" if any(a.pass_ == "W" for a in actions) else "B"
+        for a in actions:
+            held[a.stage] += (a.pass_ == "F") - (a.pass_ == frees)
+            most[a.stage] = max(most[a.stage], held[a.stage])
+    return tuple(most)
+
+
+class Fast:
+    """The makespan of one step's actions for any seconds, without its events."""
+
+    def __init__(self, ranks: Sequence[Sequence[Action]]) -> None:
+        of = rank_of_stages(ranks)
+        order = order_of(ranks)
+        place = {action: k for k, action in enumerate(order)}
+        before: dict[int, int] = {}
+        self.stages = len(of)
+        self._steps: list[tuple[int, int, int, bool]] = []  # duration, action before it on its rank, action that it waits for, transferred
+        nothing = len(order)
+        for k, action in enumerate(order):
+            rank = of[action.stage]
+            others = [n for n in action.needs(len(of)) if n.stage != action.stage]
+            need = place[others[0]] if others else nothing
+            moved = bool(others) and of[others[0].stage] != rank
+            kind = {"F": 0, "B": 1, "W": 2}[action.pass_]
+            self._steps.append((kind * len(of) + action.stage, before.get(rank, nothing), need, moved))
+            before[rank] = k
+
+    def makespan_s(self, forward_s: Sequence[float], backward_s: Sequence[float], p2p_s: float) -> float:
+        duration = [*forward_s, *backward_s, *[0.0] * self.stages]
+        end = [0.0] * (len(self._steps) + 1)
+        for k, (d, before, need, moved) in enumerate(self._steps):
+            start, arrived = end[before], end[need] + p2p_s if moved else end[need]
+            end[k] = (start if start >= arrived else arrived) + duration[d]
+        return max(end)
