@@ -130,7 +130,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def rebuilt(row: Mapping[str, str], number: int) -> Run:
     """A row as a Run. Skip where it does not say enough, or asks for what plans cannot express."""
     software = SOFTWARE.get(row["source"], CURRENT)
-    for column, what in (("vpp", "interleaved stages"), ("cp", "context parallelism"), ("ep", "expert parallelism")):
+    for column, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
         if _int(row, column, 1) != 1:
             raise Skip(f"{what} cannot be planned yet")
     gpus = _need(row, "n_gpus")
@@ -143,11 +143,12 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
         raise Skip("the global batch does not divide into the micro-batches")
     dtype = _dtype(row["precision"])
     dims, image = _dims(row, software)
+    each = _int(row, "vpp", 1)
     zero = _zero(row["sharding"]) if dp > 1 else 0
     pins = Pins(
         dp=dp, tp=tp, pp=pp, micro_batches=batch // dp // micro, zero=zero, shard=dp if zero else None,
-        recompute=_recompute(row["act_ckpt"]), schedule="1f1b",
-        sequence_parallel=None if tp == 1 else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp, software),
+        recompute=_recompute(row["act_ckpt"]), schedule="interleaved" if each > 1 else "1f1b", virtual_stages=each if each > 1 else None,
+        sequence_parallel=None if tp == 1 else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp * each, software),
     )  # fmt: skip
     optimizer = "sgd_momentum" if not isinstance(dims, Decoder) else "adamw"
     memory = _float(row, "peak_mem")

@@ -15,7 +15,7 @@ from cost_models.cluster import Gpu
 from cost_models.compute import kernel_time_s
 from cost_models.memory import OPTIMIZERS
 
-__all__ = ["exposed_gather_s", "exposed_reduction_s", "launched_s", "optimizer_time_s"]
+__all__ = ["exposed_gathers_s", "exposed_reduction_s", "launched_s", "optimizer_time_s"]
 
 
 def launched_s(kernels_s: Sequence[float], launch_s: float) -> float:
@@ -30,36 +30,39 @@ def launched_s(kernels_s: Sequence[float], launch_s: float) -> float:
     return done_s
 
 
-def exposed_reduction_s(buckets_s: Sequence[float], backward_s: float) -> float:
+def exposed_reduction_s(buckets_s: Sequence[float], backward_s: float, counts: Sequence[int] | None = None) -> float:
     """Seconds by which gradient reduction outlasts a backward pass of `backward_s`.
 
     buckets_s: one collective a bucket, in order of readiness; they become ready at even intervals, the last with the end of the
-    backward pass, so that at least the last one is exposed.
+    backward pass, so that at least the last one is exposed. counts: how many equal buckets in a row each stands for (by default one).
+
+    The last one ends when some bucket, which waits for its gradients alone, and all behind it are done: at the latest of these moments.
+    Of equal buckets in a row that is the first or the last one's, since both terms change evenly from one to the next.
     """
-    done_s = 0.0
-    for index, bucket_s in enumerate(buckets_s):
-        ready_s = backward_s * (index + 1) / len(buckets_s)
-        done_s = max(done_s, ready_s) + bucket_s
+    counts = [1] * len(buckets_s) if counts is None else counts
+    left = total = sum(counts)
+    done_s = behind_s = 0.0
+    for bucket_s, count in zip(reversed(buckets_s), reversed(counts)):
+        done_s = max(done_s, backward_s * left / total + behind_s + bucket_s)
+        behind_s += count * bucket_s
+        left -= count
+        done_s = max(done_s, backward_s * (left + 1) / total + behind_s)
     return max(0.0, done_s - backward_s)
 
 
-def exposed_gather_s(gathers_s: Sequence[float], compute_s: Sequence[float], prefetch: int = 1) -> float:
-    """Seconds by which gathering parameters block by block (ZeRO-3, FSDP) lengthens a pass over the blocks.
-
-    gathers_s, compute_s: by block, in order. A block's gather is issued when the block `prefetch` + 1 before it is done (0: no
-    overlap at all); it runs when the gather before it has ended; the block computes when its gather has.
-    Raises ValueError if the numbers of blocks differ or prefetch is negative.
-    """
-    if len(gathers_s) != len(compute_s) or prefetch < 0:
-        raise ValueError(f"{len(gathers_s)} gathers, {len(compute_s)} blocks, prefetch {prefetch}")
-    gathered_s = done_s = 0.0
-    finished: list[float] = []
-    for index, (gather_s, block_s) in enumerate(zip(gathers_s, compute_s)):
-        issued_s = finished[index - prefetch - 1] if index > prefetch else 0.0
-        gathered_s = max(gathered_s, issued_s) + gather_s
-        done_s = max(done_s, gathered_s) + block_s
-        finished.append(done_s)
-    return done_s - sum(compute_s)
+def exposed_gathers_s(gathers_s: Sequence[float], compute_s: float, counts: Sequence[int]) -> float:
+    """Seconds by which gathering all parameters, all of it issued at the start of a pass of compute_s, lengthens the pass; the parameters
+    are used at even intervals. counts: how many equal gathers in a row each stands for. The pass ends when some gather, and all that is
+    computed from then on, is done: at the latest of these moments, which as above is that of a first or a last one in a row."""
+    total = sum(counts)
+    done_s = gathered_s = 0.0
+    before = 0
+    for gather_s, count in zip(gathers_s, counts):
+        done_s = max(done_s, gathered_s + gather_s + compute_s * (total - before) / total)
+        gathered_s += count * gather_s
+        before += count
+        done_s = max(done_s, gathered_s + compute_s * (total - before + 1) / total)
+    return max(0.0, done_s - compute_s)
 
 
 def optimizer_time_s(

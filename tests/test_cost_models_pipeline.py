@@ -59,6 +59,13 @@ def test_closed_form_bounds_unequal_stages(kind: str, both: tuple[list[float], l
         assert makespan_s >= (reach_s + micro_batches * (f + b)) * (1 - 1e-9)
 
 
+def test_one_stages_forward_and_anothers_backward_are_waited_for() -> None:
+    """The middle stage goes forward twice before it goes backward, 0 to 2, 2 to 4, 4 to 6; the first one backward from 4 and from 7."""
+    forward, backward = [0.0, 1.0, 0.0], [3.0, 2.0, 0.0]
+    assert simulate(schedule("1f1b", 3, 2), forward, backward).makespan_s == 10.0
+    assert step_time_s("1f1b", forward, backward, 2) == 10.0
+
+
 @given(kinds, times, micro_batch_counts, seconds)
 def test_timeline_is_consistent(kind: str, both: tuple[list[float], list[float]], micro_batches: int, p2p: float) -> None:
     """No stage does two things at once, nothing starts before what it needs has arrived, idle and busy time add up."""

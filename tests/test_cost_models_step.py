@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.cluster import load_gpu
-from cost_models.step import exposed_gather_s, exposed_reduction_s, launched_s, optimizer_time_s
+from cost_models.step import exposed_gathers_s, exposed_reduction_s, launched_s, optimizer_time_s
 
 pytestmark = pytest.mark.pure
 
@@ -40,15 +40,20 @@ def test_more_buckets_hide_more() -> None:
     assert exposed_reduction_s([8] * 4, 8) == pytest.approx(2 + 32 - 8)
 
 
-@given(st.lists(st.tuples(seconds, seconds), max_size=12), st.integers(0, 3))
-def test_gathers(blocks: list[tuple[float, float]], prefetch: int) -> None:
-    gathers, compute = [g for g, _ in blocks], [c for _, c in blocks]
-    exposed_s = exposed_gather_s(gathers, compute, prefetch)
-    assert -1e-9 <= exposed_s <= sum(gathers) * (1 + 1e-9) + 1e-9
-    assert exposed_gather_s(gathers, compute, prefetch + 1) <= exposed_s + 1e-9
-    assert exposed_gather_s(gathers, compute, 0) == pytest.approx(sum(gathers))
-    if blocks:
-        assert exposed_s >= gathers[0] - 1e-9
+@given(st.lists(st.tuples(st.integers(1, 5), seconds), min_size=1, max_size=5), seconds)
+def test_equal_collectives_in_a_row_are_those_one_by_one(runs: list[tuple[int, float]], pass_s: float) -> None:
+    counts, each = [n for n, _ in runs], [s for _, s in runs]
+    every = [s for n, s in runs for _ in range(n)]
+    done_s = gathered_s = computed_s = 0.0
+    for k, bucket_s in enumerate(every):
+        done_s = max(done_s, pass_s * (k + 1) / len(every)) + bucket_s
+        gathered_s += bucket_s
+        computed_s = max(computed_s, gathered_s) + pass_s / len(every)
+    assert exposed_reduction_s(each, pass_s, counts) == pytest.approx(max(0.0, done_s - pass_s), rel=1e-9, abs=1e-9)
+    assert exposed_reduction_s(each, pass_s, counts) == pytest.approx(exposed_reduction_s(every, pass_s), rel=1e-9, abs=1e-9)
+    exposed_s = exposed_gathers_s(each, pass_s, counts)
+    assert exposed_s == pytest.approx(computed_s - pass_s, rel=1e-9, abs=1e-9)
+    assert every[0] - 1e-9 <= exposed_s <= sum(every) * (1 + 1e-9) + 1e-9
 
 
 def test_optimizer_traffic() -> None:

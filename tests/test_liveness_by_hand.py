@@ -90,6 +90,12 @@ def test_forward_of_a_gather() -> None:
 
 def test_a_view_is_what_it_views() -> None:
     assert peak(chain(64, 8, 1024, view=True)).total == peak(WIDE).total
+    ops = (
+        op("aten.linear.default", "x", "up", out="h", line=1), op("aten.view.default", "h", (64 * 1024,), out="v", line=2),
+        op("aten.pow.Tensor_Scalar", "v", 2, out="y", line=3), op("aten.sum.default", "y", out="loss", line=4),
+    )  # fmt: skip
+    shapes = {"x": (64, 8), "up": (1024, 8), "h": (64, 1024), "v": (64 * 1024,), "y": (64 * 1024,), "loss": ()}
+    assert dict(Liveness(made(ops, ("up",), shapes)).kept(Span(0, 4))) == {"h": HIDDEN}, "the square keeps v"
     flat = chain(4096, 256, 1, view=True)  # y is nearly all: in forward it is there once, seen in two ways
     assert peak(flat).total < 1.2 * 4096 * 256 * 4
 

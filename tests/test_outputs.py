@@ -21,7 +21,8 @@ from autopar.run import WorkerPool
 PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}, "dp_moments": {"dp": 2, "micro_batches": 2},
     "zero2": {"dp": 2, "zero": 2}, "zero2_moments": {"dp": 2, "zero": 2, "micro_batches": 2},
-    "pp_moments": {"pp": 2, "micro_batches": 4}, "tp_moments": {"tp": 2, "micro_batches": 2}, "pp_again": {"pp": 2, "recompute": "full"},
+    "pp_moments": {"pp": 2, "micro_batches": 4}, "pp_interleaved": {"pp": 2, "virtual_stages": 2, "micro_batches": 4},
+    "tp_moments": {"tp": 2, "micro_batches": 2}, "pp_again": {"pp": 2, "recompute": "full"},
 }  # fmt: skip
 
 

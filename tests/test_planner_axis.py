@@ -18,10 +18,12 @@ from autopar.ir import I, Layout, Program, R, S, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner import axis
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
+from autopar.planner.candidate import Mesh
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
 from autopar.planner.shard import Assignment, view_of
-from autopar.planner.store import _fits
+from autopar.planner.space import Form
+from autopar.planner.store import Store, _fits
 from cost_models.cluster import load_cluster
 from tests.planner_programs import Mlp, program_of
 
@@ -171,3 +173,20 @@ def test_strategies_of_one_size_fit_another_only_where_it_divides() -> None:
         ops[op.name] = next(s for s in stated if s.inputs[0] == S(0) and s.splits_work)
     assignment = Assignment(axis="tp", n=4, ops=ops, leaves={x.value: I for x in of(8).leaves})
     assert [_fits(assignment, of(samples)) for samples in (8, 16, 6)] == [True, True, False]
+
+
+def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:
+    """Asked one after the other, they are what each is by itself."""
+    mesh = Mesh(pp=1, dp=1, tp=2)
+
+    def store() -> Store:
+        return Store(program=program_of("stack"), cluster=load_cluster("dgx-a100"), optimizer="adamw")
+
+    def assigned(where: Store, sequence: bool | None) -> Assignment:
+        moments = where.moments(1, 1)
+        assert not isinstance(moments, str)
+        return where.on_tensor_axis(mesh, moments.body, Form(sequence=sequence))[0]
+
+    shared = store()
+    found = {sequence: assigned(shared, sequence) for sequence in (None, True, False)}
+    assert found == {sequence: assigned(store(), sequence) for sequence in found} and found[True] != found[False]

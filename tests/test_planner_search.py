@@ -178,7 +178,12 @@ def test_a_program_without_a_batch_keeps_to_its_pins() -> None:
         ({"zero": 0, "shard": 2}, "leaves every parameter whole"),
         ({"recompute": "maybe"}, "recompute"),
         ({"micro_batch": 1, "micro_batches": 2}, "not both"),
-        ({"virtual_stages": 2}, "virtual_stages"),
+        ({"virtual_stages": 0}, "virtual_stages"),
+        ({"virtual_stages": 2, "schedule": "1f1b"}, "1f1b has one stage on each rank"),
+        ({"virtual_stages": 1, "schedule": "interleaved"}, "pin schedule=1f1b"),
+        ({"virtual_stages": 2, "pp": 1}, "need several pipeline ranks"),
+        ({"virtual_stages": 2, "pp": 2, "blocks": (1, 1)}, "the pin pp for 2 with 2 stages on each rank"),
+        ({"schedule": "interleaved", "blocks": (1, 1, 1, 1)}, "pin virtual_stages with blocks"),
     ],
 )
 def test_unknown_pins_are_refused(pins: dict[str, object], text: str) -> None:

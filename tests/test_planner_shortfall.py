@@ -107,6 +107,20 @@ def test_the_shortage_shrinks_with_memory_and_ends_where_a_plan_fits() -> None:
     assert max(plan.memory_bytes) <= need.needs_bytes * 1.1
 
 
+def test_a_choice_needs_the_same_whatever_there_is_and_lacks_the_rest() -> None:
+    """As the lines of the choices say it, of 8 MiB and of 10."""
+    said: list[dict[str, tuple[float, ...]]] = []
+    for mib in (8, 10):
+        search = searched(mib * MIB, dp=2, micro_batches=1)
+        assert list(search.candidates()) == []
+        found = (re.search(r"memory: (.*?) needs ([\d.]+) GiB .* of ([\d.]+) GiB, ([\d.]+) GiB short", line) for line in search.refused)
+        said.append({m[1]: tuple(map(float, m.groups()[1:])) for m in found if m})
+    assert said[0].keys() == said[1].keys() and len(said[0]) > 1
+    for less, more in ((said[0][name], said[1][name]) for name in said[0]):
+        assert less[0] == pytest.approx(more[0], abs=2e-5)
+        assert all(needs - there == pytest.approx(short, abs=2e-5) for needs, there, short in (less, more))
+
+
 def test_the_leanest_is_named_first() -> None:
     lines = [line for line in refusal(2, 2 * MIB).splitlines() if line.startswith("  - memory:")]
     shorts = [float(re.search(r"([\d.]+) GiB short", line)[1]) for line in lines]  # type: ignore[index]

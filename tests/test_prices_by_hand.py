@@ -188,6 +188,8 @@ def test_which_ranks_are_neighbours() -> None:
     assert across.collective_s("all_gather", nbytes, "tp") == pytest.approx(7 / 8 * nbytes / 8e9)
     assert across.collective_s("all_gather", nbytes, "dp") == pytest.approx(1 / 2 * nbytes / (2e9 / 8))
     assert across.collective_s("all_reduce", nbytes, "dp") == pytest.approx(2 * across.collective_s("all_gather", nbytes, "dp"))
+    every = Pricer(machine(link=8e9, between=2e9), {"pp": 1, "dp": 1, "tp": 16})  # in the nodes, and after that between them
+    assert every.collective_s("all_gather", nbytes, "tp") == pytest.approx(7 / 8 * nbytes / 8e9 + 1 / 2 * nbytes / 2e9)
 
 
 @pytest.mark.parametrize("wired", [False, True])

@@ -7,6 +7,7 @@ random numbers, whole and by sample, and the loss is the sum of the rows times t
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.catalog import OpView, localized, strategies_of
+from autopar.catalog.rule import draws
 from autopar.compiler import plan_of
 from autopar.draws import Recorder, drawn_names, draws_given
 from autopar.errors import UnsupportedOp
 from autopar.ir import Op, Ref, S, TensorType
 from autopar.planner.moments import derived_from_inputs, split_into_moments
 from autopar.run import WorkerPool, local_ops
+from autopar.run.form import Form
 from autopar.run.mesh import Axis
 from autopar.verify import reference, verify_plan
 
@@ -224,9 +227,25 @@ def test_a_draw_is_made_once_where_it_is_the_same_for_all() -> None:
         moments = split_into_moments(program, count)
         assert sum("rand_like" in op.target for op in moments.prologue) == 2
         assert not any("rand" in op.target for op in moments.body.ops)
-    assert not any("rand_like" in v for v in derived_from_inputs(program))
+    drawn = {o for op in program.ops if draws(op) for o in op.outputs}
+    assert len(drawn) == 2 and not drawn & derived_from_inputs(program), "what every stage may make again for itself"
     inside = split_into_moments(capture(Rows("drawn from a result"), {"ids": torch.arange(SAMPLES)}).program, 2)
     assert sum("bernoulli" in op.target for op in inside.body.ops) == 2 and not inside.prologue
+
+
+def test_stages_draw_different_numbers() -> None:
+    """The same on all ranks of a stage, from the seed of the step."""
+
+    def drawn(stage: int, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        manifest = SimpleNamespace(micro_batches=1, inputs=(), prologue={})
+        mesh = SimpleNamespace(pp=SimpleNamespace(rank=stage))
+        form = SimpleNamespace(mesh=mesh, manifest=manifest, prologue=None, wanted=frozenset())
+        assert Form.micro_batches(form, {}) == [{}]  # type: ignore[arg-type]
+        return torch.rand(4).tolist()
+
+    found = [drawn(stage, seed) for seed in (1, 2) for stage in (0, 1, 2)]
+    assert len(set(map(tuple, found))) == 6 and drawn(1, 2) == found[4]
 
 
 @pytest.mark.parametrize("target", ["aten.dropout.default", "aten.rand_like.default", "aten.scaled_dot_product_attention.default"])

@@ -20,6 +20,7 @@ from autopar.errors import LaunchError
 from autopar.run import InputSpec, Manifest, Mesh, ParallelModule, ParamSpec, Stage, WorkerPool
 from autopar.run import buckets as buckets_module
 from autopar.run import weights as weights_module
+from autopar.run.gathered import Dropped, GatheredWhereUsed
 from tests.run_model import Model, batch, emitted, tensors
 
 pytestmark = pytest.mark.gloo
@@ -328,6 +329,34 @@ def _another_order() -> None:
         model.train_step(batch(0))
         assert model._orders[True] == order
         assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def test_two_uses_of_a_gathered_weight_in_one_unit_add_up() -> None:
+    """One after the other, before anything of another unit: both are in what is reduced, and a later one is reduced by itself."""
+    reduced: list[dict[str, Tensor]] = []
+
+    def reduce(grads: dict[str, Tensor]) -> SimpleNamespace:
+        reduced.append({name: grad.clone() for name, grad in grads.items()})  # later ones are added in place
+        return SimpleNamespace(finish=lambda: grads)
+
+    held = {name: SimpleNamespace(reduced_by_pass=True) for name in ("w", "v")}
+    bucket = SimpleNamespace(reduce=reduce)
+    units = SimpleNamespace(held=held, unit_of={"w": 0, "v": 0}, members=[2], buckets=[[bucket]])
+    step = GatheredWhereUsed(units, {})  # type: ignore[arg-type]
+    for name, grad in (("w", 1.0), ("w", 2.0), ("v", 4.0), ("w", 8.0)):
+        step._reduce(name, torch.full((3,), grad))
+    found = step.close()
+    assert [{k: t[0].item() for k, t in grads.items()} for grads in reduced] == [{"w": 3.0, "v": 4.0}, {"w": 8.0}]
+    assert {k: t.tolist() for k, t in found.items()} == {"w": [11.0] * 3, "v": [4.0] * 3}
+
+
+def test_a_gathered_weight_that_changes_before_backward_is_refused() -> None:
+    part = torch.zeros(2)
+    units = SimpleNamespace(held={"w": SimpleNamespace(local=part)})
+    saved = Dropped("w", part._version, (2,), (1,), 0)
+    part.add_(1)
+    with pytest.raises(RuntimeError, match="w was changed between the forward and the backward pass"):
+        GatheredWhereUsed(units, {})._unpack(saved)  # type: ignore[arg-type]
 
 
 def test_gathering_ahead_is_a_guess(workers: WorkerPool) -> None:

@@ -13,8 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import networkx
-
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import Layout, Op, P, Ref, S, Strategy, TensorType, map_refs, refs
 
@@ -35,6 +33,8 @@ def batched_of(ops: Sequence[Op], types: Mapping[str, TensorType], inputs: Seque
         return same
     stated = _strategies(ops, types, next(n for n in range(2, size + 1) if size % n == 0))
     reach = {v: _reach(v, ops, stated) for v in same}
+    import networkx  # takes a quarter of a second, and is seldom needed
+
     together: networkx.Graph[str] = networkx.Graph()
     together.add_nodes_from(same)
     apart: set[tuple[str, str]] = set()  # the first is cut where the second is whole

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
-from autopar.ir import Op, Program, TensorType, refs
+from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
@@ -190,7 +190,12 @@ class Pricer:
 
     def program(self, program: Program) -> OpCosts:
         """The costs of all operators of one rank's program; with `live`, measured where that matters."""
-        costs = {op.name: self.op(op, program) for op in program.ops}
+        types, known, costs = program.types, dict[object, OpCost](), dict[str, OpCost]()
+        for op in program.ops:  # equal calls cost the same
+            call = call_text(op), op.no_grad, tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o is not None)
+            if call not in known:
+                known[call] = self.op(op, program)
+            costs[op.name] = known[call]
         estimated = f"roofline of {self.cluster.gpu.name}, links of {self.cluster.name} (cost_models)"
         if self.live is None:
             return OpCosts(ops=costs, provenance=estimated)

@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import networkx
-
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.measure.count import Counts, count, op_class
@@ -259,6 +257,8 @@ def _supported(
     """Drop strategies with grouped shards (groups > 1) that cannot pay: a grouped shard is worth its place only in a chain of
     operators that makes it without a transition, consumes it without one, and somewhere turns it into a shard of other
     groups (a fused q|k|v that is split into its parts). Anywhere else it is the plain shard under another name."""
+    if all(x.groups == 1 for strategies in found.values() for s in strategies for x in (*s.inputs, *s.outputs)):
+        return found
     made = _made(found, incoming, ops, types)
     used = _used(found, outgoing, ops)
     kept: dict[str, tuple[Strategy, ...]] = {}
@@ -312,6 +312,8 @@ def _converted(
     found: Mapping[str, tuple[Strategy, ...]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op]
 ) -> dict[str, tuple[Strategy, ...]]:
     """Keep grouped shards that are connected, through the strategies they share, with one that changes their groups."""
+    import networkx  # takes a quarter of a second, and is seldom needed
+
     connected: networkx.Graph[Place] = networkx.Graph()
     changing: set[Place] = set()
     grouped_of: dict[tuple[str, Strategy], list[Place]] = {}

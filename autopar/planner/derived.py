@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.capture.batch import may_be_confused
 from autopar.ir import Layout, Op, Program, S, Strategy
@@ -12,8 +13,7 @@ from autopar.ir import Layout, Op, Program, S, Strategy
 __all__ = ["Edge", "Source", "derived_only", "not_over", "rows_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Result `output` of a group."""
 
     group: str
@@ -54,9 +54,10 @@ def derived_only(
     for _ in range(2):  # the second round follows a repeated block's output into its own input
         for name in ops:
             good = []
+            reads = [(e.operand, reached[e.source]) for e in incoming[name]]
             for s in found[name]:
-                shards = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
-                derived = any(s.inputs[e.operand] in reached[e.source] for e in shards)
+                shards = [(x, known) for k, known in reads if (x := s.inputs[k]).is_shard]
+                derived = any(x in known for x, known in shards)
                 made = not shards and all(x == S(0) and Source(name, k) in rows for k, x in enumerate(s.outputs))
                 if derived or made or (not shards and not any(x.is_shard for x in s.outputs)):
                     good.append(s)
@@ -100,12 +101,14 @@ def _with_the_batch(
     batch = {source for source, cuts in reached.items() if S(0) in cuts}
     for _ in range(2):  # the second round follows a repeated block's input to the output before it
         for name in reversed(list(ops)):
+            reads = [(e.operand, e.source, reached.get(e.source, ())) for e in incoming[name]]
             for s in found[name]:
-                cut = [e for e in incoming[name] if s.inputs[e.operand].is_shard]
-                joined = any(s.inputs[e.operand] in reached.get(e.source, ()) for e in cut)
-                made = any(x == S(0) and Source(name, k) in batch for k, x in enumerate(s.outputs))
-                if joined or made:
-                    batch |= {e.source for e in cut if s.inputs[e.operand] == S(0)}
+                cut = [(x, source, known) for k, source, known in reads if (x := s.inputs[k]).is_shard]
+                if not cut:
+                    continue
+                joined = any(x in known for x, _, known in cut)
+                if joined or any(x == S(0) and Source(name, k) in batch for k, x in enumerate(s.outputs)):
+                    batch |= {source for x, source, _ in cut if x == S(0)}
     return batch
 
 
@@ -114,8 +117,10 @@ def not_over(
 ) -> tuple[Strategy, ...]:
     """Those that do not split the batch."""
 
-    def over(s: Strategy) -> bool:
-        inputs = any(s.inputs[e.operand] in batch.get(e.source, ()) for e in incoming)
-        return inputs or any(x in batch.get(Source(name, k), ()) for k, x in enumerate(s.outputs))
-
-    return tuple(s for s in strategies if not over(s))
+    reads = [(e.operand, batch[e.source]) for e in incoming if batch.get(e.source)]
+    makes = {k: batch[made] for k in range(len(strategies[0].outputs) if strategies else 0) if batch.get(made := Source(name, k))}
+    if not reads and not makes:
+        return strategies
+    return tuple(
+        s for s in strategies if not (any(s.inputs[k] in x for k, x in reads) or any(s.outputs[k] in x for k, x in makes.items()))
+    )

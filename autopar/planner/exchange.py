@@ -13,7 +13,7 @@ from autopar.measure import Pricer
 from autopar.planner.price import ParamBytes
 from cost_models.recipe import Recipe
 from cost_models.rests import Rest
-from cost_models.step import exposed_gather_s, exposed_reduction_s
+from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
 __all__ = ["Exchange"]
 
@@ -48,26 +48,30 @@ class Exchange:
         trained = [p for p in params if p.trainable]
         parts = [p for p in trained if p.in_parts]
         sharded = self._sent_bytes(parts)
-        reduced = [self.pricer.collective_s("all_reduce", n, "dp") for n in self._buckets(self._sent_bytes(trained) - sharded)]
+        reduced = [(n, self.pricer.collective_s("all_reduce", x, "dp")) for n, x in self._buckets(self._sent_bytes(trained) - sharded)]
         last_s = 0.0  # what nothing hides
         if self.rest.reduced == "pass":
             hidden = self.rest.gathered == "use" or not self.recipe.overlaps_reduction  # or counted already
             last = 0.0 if hidden else min(sharded, self.recipe.bucket_bytes)
-            last_s = self.micro_batches * self._parts_s("reduce_scatter", last) + sum(self._copies_s(n) for n in self._buckets(sharded))
+            last_s = self.micro_batches * self._parts_s("reduce_scatter", last)
+            last_s += sum(n * self._copies_s(x) for n, x in self._buckets(sharded))
         else:
-            in_parts = [self._parts_s("reduce_scatter", n) + self._copies_s(n) for n in self._buckets(sharded)]
+            in_parts = [(n, self._parts_s("reduce_scatter", x) + self._copies_s(x)) for n, x in self._buckets(sharded)]
             if self.rest.gathered == "use":  # such gradients are complete when the backward pass is over
-                last_s = sum(in_parts)
+                last_s = sum(n * s for n, s in in_parts)
             else:
                 reduced += in_parts
-        gathers: list[float] = []
+        gathers: list[tuple[int, float]] = []
         if self.rest.gathered == "step":
-            gathers = [self._parts_s("all_gather", n) for n in self._buckets(float(sum(p.local_bytes for p in parts)))]
-        exposed = exposed_reduction_s(reduced, backward_s) if reduced and self.recipe.overlaps_reduction else sum(reduced)
+            gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._buckets(float(sum(p.local_bytes for p in parts)))]
+        if reduced and self.recipe.overlaps_reduction:
+            exposed = exposed_reduction_s([s for _, s in reduced], backward_s, [n for n, _ in reduced])
+        else:
+            exposed = sum(n * s for n, s in reduced)
         if not self.recipe.overlaps_gathers:
-            exposed += sum(gathers)
+            exposed += sum(n * s for n, s in gathers)
         elif gathers:  # all are issued at the start of the step
-            exposed += exposed_gather_s(gathers, [forward_s / len(gathers)] * len(gathers), prefetch=len(gathers))
+            exposed += exposed_gathers_s([s for _, s in gathers], forward_s, [n for n, _ in gathers])
         return exposed + last_s
 
     def _parts_s(self, kind: str, nbytes: float) -> float:
@@ -82,7 +86,7 @@ class Exchange:
         """Of the gradients of parameters as they are reduced."""
         return float(sum(p.numel * (self.recipe.gradient_itemsize or p.itemsize) for p in params if p.trainable))
 
-    def _buckets(self, nbytes: float) -> list[float]:
-        """Bytes of each bucket."""
+    def _buckets(self, nbytes: float) -> list[tuple[int, float]]:
+        """(how many, bytes of each): full buckets, and what is left."""
         full, rest = divmod(nbytes, self.recipe.bucket_bytes)
-        return [float(self.recipe.bucket_bytes)] * int(full) + ([rest] if rest else [])
+        return [(int(full), float(self.recipe.bucket_bytes))] * bool(full) + [(1, rest)] * bool(rest)

@@ -18,10 +18,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from autopar.errors import Infeasible
-from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, partition
+from autopar.planner.partition import UNSOLVED, Over, Partition, Refused
 from autopar.planner.rank_account import RankAccount
 from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.stage_account import Piece, Run, StageModes, allowed, stage_modes
@@ -62,10 +62,32 @@ def least_of_ranks(pieces: tuple[Piece, ...], flow: Flow, recompute: str) -> tup
 
 
 def _evenly(pieces: tuple[Piece, ...], flow: Flow, recompute: str) -> tuple[int, ...]:
-    """The cuts with the fastest slowest stage, whatever memory there is."""
-    found = partition(pieces, stages=flow.stages, micro_batches=2, in_flight=(1,) * flow.stages, limit_bytes=math.inf, recompute=recompute)
-    assert found is not None
-    return found.cuts
+    """The cuts with the fastest slowest stage, whatever memory there is, where every stage has something to train. Infeasible if not all
+    can have."""
+    busy, trained, count = _sums(pieces, recompute), [0, *accumulate(p.trains for p in pieces)], len(pieces)
+    reached: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # placed -> (the slowest stage, where the last one began)
+    for s in range(flow.stages):
+        ends: dict[int, tuple[float, int]] = {}
+        for j in range(s + 1, count - flow.stages + s + 2) if s < flow.stages - 1 else [count]:
+            options = [
+                (max(slowest, busy[j] - busy[i]), i) for i, (slowest, _) in reached[-1].items() if i < j and trained[i] < trained[j]
+            ]
+            if options:
+                ends[j] = min(options)
+        reached.append(ends)
+    if count not in reached[-1]:
+        raise Infeasible(f"stages: not every one of {flow.stages} stages of {count} segments can have something to train")
+    cuts, end = [], count
+    for s in range(flow.stages, 1, -1):
+        end = reached[s][end][1]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def _sums(pieces: tuple[Piece, ...], recompute: str) -> list[float]:
+    """Seconds of a micro-batch before each piece, running again no more than must."""
+    least = {p: min(p.modes[m].again_s for m in allowed(p.modes, recompute)) for p in dict.fromkeys(pieces)}
+    return [0.0, *accumulate(p.forward_s + p.backward_s + least[p] for p in pieces)]
 
 
 def partition_of_ranks(
@@ -117,16 +139,13 @@ class _Ranks:
     least_ends_s: float
     best: tuple[float, tuple[int, ...] | None, tuple[int, ...] | None] = (math.inf, None, None)
     bound_s: float = math.inf
-    busy: list[float] = field(default_factory=lambda: [0.0])
-    trained: list[int] = field(default_factory=lambda: [0])
     _known: dict[tuple[object, ...], StageModes | None] = field(default_factory=dict)
     _priced: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.may = {p: allowed(p.modes, self.recompute) for p in dict.fromkeys(self.pieces)}
-        for p in self.pieces:
-            self.busy.append(self.busy[-1] + p.forward_s + p.backward_s + min(p.modes[m].again_s for m in self.may[p]))
-            self.trained.append(self.trained[-1] + p.trains)
+        self.busy = _sums(self.pieces, self.recompute)
+        self.trained = [0, *accumulate(p.trains for p in self.pieces)]
 
     def modes_of(self, bounds: tuple[int, ...], rank: int) -> StageModes | None:
         """Those of the pieces of a rank that run the least again and fit, None if none do."""

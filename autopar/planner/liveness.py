@@ -177,8 +177,8 @@ class Liveness:
         return max(moments, key=lambda x: x.total)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
-        """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept to
-        its end."""
+        """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
+        to its end."""
         held, units = [self._held(a) for a in stages], self.units(*stages)
         gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
         waiting = sum(

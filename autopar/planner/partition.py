@@ -27,7 +27,7 @@ from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome
 from autopar.planner.stage_account import Account, Counts, Piece, Run, allowed, stage_modes
 
-__all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "least_bytes", "partition"]
+__all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
 
 GIB = float(2**30)
 GAP = 1e-5  # relative, to which the cuts are proven
@@ -35,11 +35,19 @@ ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
 NODES = 2000  # places of cuts that are looked at around the best ones
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
-Place = tuple[int, ...]  # of a stage: its first piece, the first piece behind it, its number; of a rank with several: these of each, its own
+Place = tuple[int, ...]  # of a stage: its first piece, the first one behind it, its number; of several: of each, and the rank
 Over = Mapping[Place, float]  # bytes
 Refused = Mapping[Place, Collection[tuple[int, ...]]]  # modes of its pieces
 Again = tuple[float, tuple[tuple[int, ...], ...]]  # seconds; of each run how many pieces are in which of the allowed modes
 Seconds = NDArray[numpy.float64]
+
+
+class TooLarge(Infeasible):
+    """Whatever the cuts and modes, there is a stage that does not fit. least_bytes: as `least_bytes` says."""
+
+    def __init__(self, message: str, least_bytes: float) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +96,8 @@ def partition(
         return rest * path.slowest_s + total_s + path.again_s
 
     best: _Path | None = None
-    if cuts is None and spans.least_bytes() > limit_bytes:
-        raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
+    if cuts is None and (least := spans.least_bytes()) > limit_bytes:
+        raise TooLarge(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB", least)
     if worth_s < math.inf and rest:
         best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
         if best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s:
@@ -171,6 +179,7 @@ class _Stages:
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
     _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
+    _lean_runs: dict[tuple[int, int], Run] = field(default_factory=dict)
     _at_once: dict[int, int] = field(default_factory=dict)  # runs -> the most micro-batches in flight with which nothing runs again
     _tables: dict[int, Seconds] = field(default_factory=dict)  # by micro-batches in flight: of runs, seconds (not known yet: nan)
 
@@ -341,8 +350,12 @@ class _Stages:
 
     def _lean(self, runs: Sequence[tuple[int, int]], s: int) -> float:
         """Below what a stage of these pieces takes in any modes."""
-        lean = tuple(Run(piece=self.lean[k], count=n, modes=(0,)) for k, n in runs)
-        return Account(runs=lean, in_flight=self.in_flight[s], micro_batches=self.micro_batches).bytes([(n,) for _, n in runs])
+        lean = []
+        for run in runs:
+            if run not in self._lean_runs:
+                self._lean_runs[run] = Run(piece=self.lean[run[0]], count=run[1], modes=(0,))
+            lean.append(self._lean_runs[run])
+        return Account(runs=tuple(lean), in_flight=self.in_flight[s], micro_batches=self.micro_batches).bytes([(n,) for _, n in runs])
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,8 +27,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the user decides; None leaves it to the solver. dp, tp, pp: sizes of the mesh axes. micro_batch: samples of one
-    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe', '1f1b' or 'interleaved'. zero: how
-    parameters, gradients and optimizer states rest over the data axis (cost_models.rests): 0 whole, 1 states in parts, 2 gradients too,
+    micro-batch on one rank; micro_batches: how many a step has (of the two, give one). schedule: 'gpipe', '1f1b' or 'interleaved'. zero:
+    how parameters, gradients and optimizer states rest over the data axis (cost_models.rests): 0 whole, 1 states in parts, 2 gradients too,
     3 parameters too. shard: over how many neighbouring data-parallel ranks the parts of one parameter lie; with fewer than dp (hybrid
     sharding) the other groups hold the same parts. None leaves the choice between all of them and those of a node to the solver; other
     numbers are taken only where they are pinned.
@@ -123,9 +123,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pipeline stage. memory: of one of its ranks, with all the stages that the rank holds. first_op: where it begins. blocks: instances of repeated blocks in it, by module path; recomputed:
-    those of them that are recomputed whole; selective: those of which a part is. forward_s, backward_s: of one micro-batch. split_flops,
-    flops: of one micro-batch on one rank; split: share of the model's FLOPs that the tp axis divides."""
+    """One pipeline stage. memory: of one of its ranks, with all the stages that the rank holds. first_op: where it begins. blocks:
+    instances of repeated blocks in it, by module path; recomputed: those of them that are recomputed whole; selective: those of which a
+    part is. forward_s, backward_s: of one micro-batch. split_flops, flops: of one micro-batch on one rank; split: share of the model's
+    FLOPs that the tp axis divides."""
 
     first_op: str
     blocks: list[str]
@@ -141,11 +142,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute).
-    objective_s, bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share
-    of objective_s that it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter
-    lie. virtual_stages: how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block, instance, index of one of `modes`) of
-    what runs again in part or whole. split_share: share of FLOPs that tp really divides."""
+    """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute). objective_s,
+    bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share of objective_s that
+    it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter lie. virtual_stages:
+    how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block,
+    instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides."""
 
     model: str
     program_hash: str
@@ -262,7 +263,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.schedule not in SCHEDULES or self.rest not in RESTS:
             raise PlanError(f"{name}: unknown schedule {self.schedule!r} or rest {self.rest!r}")
         if self.virtual_stages > 1 and (self.mesh["pp"] == 1 or not SCHEDULES[self.schedule].several):
-            raise PlanError(f"{name}: {self.schedule} over {self.mesh['pp']} pipeline ranks has one stage on each, not {self.virtual_stages}")
+            ranks = self.mesh["pp"]
+            raise PlanError(f"{name}: {self.schedule} over {ranks} pipeline ranks has one stage on each, not {self.virtual_stages}")
         if self.shard not in RESTS[self.rest].shards(self.mesh["dp"], self.shard, self.shard):
             raise PlanError(f"{name}: {self.rest} cannot lie over {self.shard} of {self.mesh['dp']} data-parallel ranks")
         for block, instance, mode in self.recompute:

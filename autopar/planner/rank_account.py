@@ -83,7 +83,8 @@ class _OneStage:
         self.gradients, self.reduced = total("gradient_bytes"), total("reduced_bytes")
         self.received, self.sent = runs[0].piece.received_bytes, runs[-1].piece.sent_bytes
         self._bound = self.received + self.sent
-        groups = [(run, run.piece.modes[k], c) for run, of in zip(runs, counts, strict=True) for k, c in zip(run.modes, of, strict=True) if c]
+        pairs = zip(runs, counts, strict=True)
+        groups = [(run, run.piece.modes[k], c) for run, of in pairs for k, c in zip(run.modes, of, strict=True) if c]
         self.whole = self._bound + sum(c * mode.kept_bytes for _, mode, c in groups)
         run, mode, c = groups.pop()  # the last piece of the stage stands alone: what it makes when it runs again holds what was sent
         self._groups: list[tuple[Run, Mode, int]] = [*groups, *([(run, mode, c - 1)] if c > 1 else []), (run, mode, 1)]

@@ -42,7 +42,7 @@ from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import Over, Place, Refused
+from autopar.planner.partition import Over, Place, Refused, TooLarge
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.resources import check_measure, live_on, usable_bytes
@@ -288,7 +288,8 @@ class Search:
             if isinstance(why, OutOfBudget):
                 self._unsure.add(choice)
             if refused is None:
-                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0))
+                least = why.least_bytes if isinstance(why, TooLarge) else None
+                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0), least)
             return None
         if part is None:
             return NO_BETTER
@@ -375,13 +376,14 @@ class Search:
                 return f"of {stages}, stage {s} would have nothing to train"
         return cuts
 
-    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float) -> None:
+    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
         """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
-        whole."""
+        whole. least: the bytes of its fullest rank, if they are known."""
         mesh, flow, pieces = choice.mesh, estimator.flow, estimator.pieces
         state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / mesh.pp
         kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flow.in_flight)
-        least = estimator.least_bytes
+        if least is None:
+            least = estimator.least_bytes
         short = max(1.0, least - room if least > room else over)
         line = (
             f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "

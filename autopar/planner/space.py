@@ -115,7 +115,7 @@ class Space:
         for row in [SCHEDULES[pinned]] if pinned else SCHEDULES.values():
             if not row.several:
                 found += [(row.name, 1)] if chunks in (None, 1) and (pinned or row.name in SCHEDULES_TRIED) else []
-            elif pinned or chunks is not None:
+            elif pinned or chunks is not None or row.name in SCHEDULES_TRIED:
                 found += [(row.name, n) for n in ([chunks] if chunks else CHUNKS_TRIED) if n > 1 and mesh.pp > 1]
         return found
 

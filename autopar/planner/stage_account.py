@@ -156,8 +156,8 @@ class Account:
             there = bound - (run.piece.sent_bytes if r == len(self.runs) - 1 and any(x.again_s > 0 for x in modes) else 0.0)
             options = [(others, others * whole + there + last + min(x.backward_bytes for x in modes) + behind)]
             if m > 1:
-                later = others if m > self.in_flight else max(others - 1, 0)
-                options.append((later, later * whole + there + last + min(x.later_bytes for x in modes) + gradients))
+                fewer = others if m > self.in_flight else max(others - 1, 0)
+                options.append((fewer, fewer * whole + there + last + min(x.later_bytes for x in modes) + gradients))
             for times, nbytes in options:
                 if rest + nbytes - limit_bytes > found.need:
                     found = Critical(rest + nbytes - limit_bytes, [float(times + (k <= r)) for k in range(len(self.runs))])

@@ -55,9 +55,10 @@ def for_loss_outside(program: Program, pins: Pins | None) -> Pins | None:
     if program.own_loss:
         return pins
     pins = pins or Pins()
-    if pins.schedule not in (None, "gpipe"):
+    if pins.schedule not in (None, "gpipe") or (pins.virtual_stages or 1) > 1:
+        asked = f"virtual_stages={pins.virtual_stages}" if pins.schedule in (None, "gpipe") else f"schedule={pins.schedule}"
         raise WishError(
-            f"schedule={pins.schedule}: {program.name} returns no loss, so backward cannot begin before all micro-batches have gone "
+            f"{asked}: {program.name} returns no loss, so backward cannot begin before all micro-batches have gone "
             f"forward. Pin schedule=gpipe, or give loss=fn"
         )
     several = pins.micro_batch is not None or (pins.micro_batches or 1) > 1

@@ -58,7 +58,7 @@ def _choice(plan: Plan) -> str:
     blocks = [path for stage in plan.stages for path in stage.blocks]
     lines = [
         ("mesh", ", ".join(axes) or "one rank, nothing is split"),
-        ("micro-batches", f"{plan.micro_batches}" + (f", schedule {plan.schedule}" if plan.mesh["pp"] > 1 else "")),
+        ("micro-batches", f"{plan.micro_batches}" + (f", schedule {_scheduled(plan)}" if plan.mesh["pp"] > 1 else "")),
         ("parameters", _resting(plan)),
         *_recomputed(plan, _count(len(blocks), "block")),
     ]
@@ -67,6 +67,14 @@ def _choice(plan: Plan) -> str:
     if plan.pins:
         lines.append(("pinned", ", ".join(f"{name}={value}" for name, value in plan.pins.items())))
     return "chosen\n" + _pairs(lines)
+
+
+def _scheduled(plan: Plan) -> str:
+    if plan.virtual_stages == 1:
+        return plan.schedule
+    held = [" and ".join(str(s) for s, r in enumerate(plan.rank_of) if r == rank) for rank in range(plan.mesh["pp"])]
+    shown = "; ".join(f"rank {r}: stages {text}" for r, text in enumerate(held[:4])) + ("; ..." if len(held) > 4 else "")
+    return f"{plan.schedule}, {plan.virtual_stages} stages on each of {plan.mesh['pp']} ranks ({shown})"
 
 
 def _resting(plan: Plan) -> str:
@@ -78,13 +86,15 @@ def _resting(plan: Plan) -> str:
 
 def _cost(plan: Plan) -> str:
     fullest = max(plan.memory_bytes)
+    place = plan.memory_bytes.index(fullest)
+    of_what = f"of pipeline rank {plan.rank_of[place]}" if plan.virtual_stages > 1 else f"of the fullest stage ({place})"
     parts = {"compute": plan.compute_s, "bubble": plan.bubble_s, "gradient sync": plan.gradient_sync_s, "optimizer": plan.optimizer_s}
     shown = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
     of_limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
     lines = [
         ("step time", f"{seconds_text(plan.step_time_s)} = {shown}"),
         ("throughput", f"{plan.tokens_or_samples_per_s:,.4g} {plan.samples_unit} a second"),
-        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank of the fullest stage ({plan.memory_bytes.index(fullest)})"),
+        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}"),
         ("optimality", f"objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {plan.gap:.2%}"),
         ("figures are", plan.provenance),
     ]
@@ -108,10 +118,11 @@ def _stages(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     unit, factor = ("GiB", 2**30) if max(plan.memory_bytes) >= 2**30 else ("MiB", 2**20)
     rows = []
-    for i, stage in enumerate(plan.stages):
+    several = plan.virtual_stages > 1
+    for i, stage in [(rank, plan.stages[plan.rank_of.index(rank)]) for rank in range(plan.mesh["pp"])]:
         amounts = [getattr(stage.memory, f"{term}_bytes") for term in MEMORY_TERMS]
         rows.append((i, *(f"{amount / factor:.2f}" for amount in (*amounts, stage.memory.total_bytes))))
-    return f"memory of one rank, {unit}\n" + table(("stage", *MEMORY_TERMS.values(), "all"), rows)
+    return f"memory of one rank, {unit}\n" + table(("rank" if several else "stage", *MEMORY_TERMS.values(), "all"), rows)
 
 
 def _strategies(plan: Plan) -> str:

@@ -39,8 +39,8 @@ def verification_json(report: Report) -> dict[str, Any]:
     plan = report.plan
     return {
         "ok": report.ok, "tolerance": TOLERANCE, "model": plan.model, "gpus": plan.gpus, "mesh": plan.mesh,
-        "micro_batches": plan.micro_batches, "schedule": plan.schedule, "zero": plan.zero, "shard": plan.shard,
-        "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
+        "micro_batches": plan.micro_batches, "schedule": plan.schedule, "virtual_stages": plan.virtual_stages,
+        "zero": plan.zero, "shard": plan.shard, "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
         "parameter": report.parameter, "parameter_at": report.parameter_at,
         "buffer": report.buffer, "buffer_at": report.buffer_at, "evaluation": report.evaluation, "batches": report.batches,
         "notes": list(report.notes), "copies_equal": report.copies_equal, "unequal": list(report.unequal),

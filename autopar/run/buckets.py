@@ -37,8 +37,8 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a 
 class Held:
     """One parameter on one rank. param: the user's parameter. zero: its dim that is cut into `shards` parts at rest, None if it rests
     whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes over which the gradient of its use is
-    partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if it is on one of them. trains: whether the present step computes its
-    gradient."""
+    partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if it is on one of them. trains: whether
+    the present step computes its gradient."""
 
     spec: ParamSpec
     param: nn.Parameter
@@ -97,10 +97,10 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) ->
 class Bucket:
     """Parameters of one dtype that are gathered and reduced the same way, together.
 
-    `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction
-    of gradients and `Reduction.finish` gives the gradients of what rests. often: what is gathered at each use, or reduced in each
-    backward pass; what else its gradients need is done once a step, by ordinary buckets. gathers, scatters, summed_over: what it does. stages: those
-    of this rank that use its parameters.
+    `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction of gradients and
+    `Reduction.finish` gives the gradients of what rests. often: what is gathered at each use, or reduced in each backward pass; what else
+    its gradients need is done once a step, by ordinary buckets. gathers, scatters, summed_over: what it does. stages: those of this rank
+    that use its parameters.
     """
 
     def __init__(self, held: Sequence[Held], mesh: Mesh, *, often: bool = False) -> None:

@@ -108,8 +108,8 @@ class Form:
         return self.pipeline.run_open(parts, step)
 
     def run(self, parts: Sequence[Mapping[str, Tensor]], step: Step, made: Made) -> Tensor:
-        """The micro-batches. The loss, on the rank of the last stage: of one micro-batch on one stage it is to be differentiated, else it has been.
-        made: takes the outputs of this rank's stages for each."""
+        """The micro-batches. The loss, on the rank of the last stage: of one micro-batch on one stage it is to be differentiated, else it
+        has been. made: takes the outputs of this rank's stages for each."""
         if self.pipeline is None:
             stage = self.stages[0]
             return at_once(stage, parts[0], step, made) if len(parts) == 1 else accumulate(stage, parts, step, made)

@@ -58,7 +58,8 @@ class Mesh:
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], device: torch.device | str = "cpu", *, shard: int | None = None, places: tuple[int, ...] | None = None,
+        self, sizes: Mapping[str, int], device: torch.device | str = "cpu", *, shard: int | None = None,
+        places: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         unknown = set(sizes) - set(AXES)
         if unknown or any(size < 1 for size in sizes.values()):

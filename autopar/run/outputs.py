@@ -201,8 +201,8 @@ class Outputs:
         return found
 
     def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
-        """For each micro-batch the gradients of what this rank's stages made, in their order, from those of the whole outputs, which are the
-        same on every rank: the transpose of `collected`."""
+        """For each micro-batch the gradients of what this rank's stages made, in their order, from those of the whole outputs, which are
+        the same on every rank: the transpose of `collected`."""
         own = [spec for spec in self._specs if self._of[spec.stage] == self._mesh.pp.rank]
         return [[self._cut(spec, grads.get(spec.name), i, micro_batches) for spec in own] for i in range(micro_batches)]
 

@@ -4,12 +4,12 @@ The loss of a step is the sum of its micro-batches' losses; gradients accumulate
 to the next one alone: a value that a later stage needs is passed on by the stages between. Which stages a rank runs, in which order,
 and when it sends and receives is what the schedule's actions say (cost_models.actions).
 
-This runs a schedule's actions itself rather than through torch.distributed.pipelining (looked at in torch 2.13), because
-that engine keeps a receive buffer for every micro-batch between steps too, of which the plan counts those in flight; it
-agrees on shapes by sending and reading values, and so cannot run on a fake process group or fake tensors, with which the
-plan's memory is checked; and its 1F1B refuses fewer micro-batches than stages. What it does between actions is done here
-too: the results of one action and the needs of the next are exchanged together, or earlier where a schedule would deadlock. Both are as fast
-(`python -m benchmarks engines`).
+This runs a schedule's actions itself rather than through torch.distributed.pipelining (looked at in torch 2.13),
+because that engine keeps a receive buffer for every micro-batch between steps too, of which the plan counts those in
+flight; it agrees on shapes by sending and reading values, and so cannot run on a fake process group or fake tensors,
+with which the plan's memory is checked; and its 1F1B refuses fewer micro-batches than stages. What it does between
+actions is done here too: the results of one action and the needs of the next are exchanged together, or earlier where a
+schedule would deadlock. Both are as fast (`python -m benchmarks engines`).
 """
 
 from __future__ import annotations
