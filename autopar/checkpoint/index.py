@@ -40,8 +40,8 @@ Sizes = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True):
-    """A box of a tensor. file: its number in the index; start: of its data there, in bytes; crc: CRC-32 of its data; offsets, sizes: of
-    the box, by dim."""
+    """A box of a tensor. file: its number in the index; start: of its data there, in bytes; crc: CRC-32 of its data, which is checked
+    where the box is read whole; offsets, sizes: of the box, by dim."""
 
     file: Size
     start: Size
