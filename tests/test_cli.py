@@ -162,7 +162,8 @@ def a_plan(**changes: object) -> Plan:
     fields = dict(
         model="Net", program_hash="0123456789abcdef", gpus=4, cluster="dgx-h100", memory_limit_bytes=80 * 2**30, optimizer="adamw",
         precision="fp32", global_batch=8, samples_unit="samples", mesh={"pp": 2, "dp": 1, "tp": 2}, micro_batches=4, schedule="1f1b",
-        rest="zero0", shard=1, cuts=[7], recompute=[(0, 0, 0)], modes=[BlockMode(name="full", block=0, spans=[(0, 4)])], stages=stages,
+        virtual_stages=1, rest="zero0", shard=1, cuts=[7], recompute=[(0, 0, 0)],
+        modes=[BlockMode(name="full", block=0, spans=[(0, 4)])], stages=stages,
         axes={"tp": AxisPlan(n=2, ops={"linear_0": "R S(0) -> S(1)", "relu": "S(1) -> S(1)"}, leaves={"w": "S(0)"})}, zero_dims={},
         step_time_s=0.02, compute_s=0.012, bubble_s=0.006, gradient_sync_s=0.0, optimizer_s=0.002, objective_s=0.02, bound_s=0.019,
         gap=0.05, work_per_step=8.0, tensor_split_share=0.9, provenance="roofline", notes=["softmax is replicated"],
@@ -281,7 +282,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     good = msgspec.json.encode(a_plan())
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
-        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":3', b'"version":99'),
+        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":4', b'"version":99'),
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):
