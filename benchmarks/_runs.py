@@ -144,6 +144,8 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
     dtype = _dtype(row["precision"])
     dims, image = _dims(row, software)
     each = _int(row, "vpp", 1)
+    if each > 1 and pp == 1:
+        raise Skip("several stages on each rank, and no pipeline")
     zero = _zero(row["sharding"]) if dp > 1 else 0
     pins = Pins(
         dp=dp, tp=tp, pp=pp, micro_batches=batch // dp // micro, zero=zero, shard=dp if zero else None,

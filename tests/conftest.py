@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.run.launch import WorkerPool
 
 GOLDEN = Path(__file__).parent / "golden"
+LONG = ("test_run_launch.py", "test_checkpoint.py", "test_parts.py", "test_autocast.py", "test_verify.py", "test_local_batches.py")
 KINDS = ("pure", "fake", "gloo", "gpu")
 
 
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)  # workers take files in this order: none ends with a long one
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             raise pytest.UsageError(f"{item.nodeid} says not what it needs: mark it with one of {', '.join(KINDS)}")

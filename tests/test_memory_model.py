@@ -50,7 +50,6 @@ GATHERED: dict[str, dict[str, Any]] = {
     "dp4 zero2 in groups": {"dp": 4, "zero": 2, "shard": 2, "micro_batches": 2},
     "dp4 zero3 in groups": {"dp": 4, "zero": 3, "shard": 2, "micro_batches": 2},
     "pp2 dp2 zero3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4},
-    "pp2 dp2 interleaved zero1": {"pp": 2, "virtual_stages": 2, "dp": 2, "zero": 1, "micro_batches": 4},
     "pp2 dp2 interleaved zero2": {"pp": 2, "virtual_stages": 2, "dp": 2, "zero": 2, "micro_batches": 4},
     "pp2 interleaved of one": {"pp": 2, "virtual_stages": 2, "micro_batches": 1},
 }
