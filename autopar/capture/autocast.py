@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.casts import CAST, Casting
 from autopar.capture.export import quiet
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve, run_op
@@ -21,8 +22,6 @@ from autopar.run.autocast import Autocast, under
 from autopar.run.region import REGION
 
 __all__ = ["with_casts"]
-
-_CAST = "aten.to.dtype"
 
 
 def with_casts(trace: Trace, infer: Inference) -> Trace:
@@ -37,65 +36,50 @@ def with_casts(trace: Trace, infer: Inference) -> Trace:
 class _Casts:
     def __init__(self, trace: Trace, infer: Inference) -> None:
         self.trace, self.infer, self.mode = trace, infer, FakeTensorMode()
-        self.metas, self.storages = dict(trace.metas), dict(trace.storages)
-        self.next_storage = min(self.storages.values(), default=0)
-        self.ops: list[Traced] = []
+        self.casting = Casting(trace, trace.metas)
         self.known: dict[object, Mapping[int, torch.dtype]] = {}
 
     def run(self) -> Trace:
         for traced in self.trace.ops:
             op = traced.op
-            if traced.autocast and op.target not in (REGION, _CAST):
+            if traced.autocast and op.target not in (REGION, CAST):
                 op = self._explicit(traced)
-            self.ops.append(dataclasses.replace(traced, op=op))
-        return dataclasses.replace(self.trace, ops=tuple(self.ops), metas=self.metas, storages=self.storages)
+            self.casting.add(dataclasses.replace(traced, op=op))
+        return self.casting.trace()
 
     def _explicit(self, traced: Traced) -> Op:
         op, order = traced.op, list(dict.fromkeys(refs(traced.op)))
         nameless = map_refs(op, lambda name: Ref(str(order.index(name))))
-        metas = [self.metas[n] for n in order]
+        metas = [self.casting.metas[n] for n in order]
         key = op.target, repr((nameless.args, nameless.kwargs)), tuple(metas), traced.autocast
         if key not in self.known:
             self.known[key] = _casts_of(nameless, metas, traced.autocast, self.mode)
         casts = {order[k]: dtype for k, dtype in self.known[key].items()}
         if _writes(op):  # what is written to keeps its dtype
-            return self._with(traced, casts) if casts else op
+            return self.casting.with_operands(traced, casts) if casts else op
         wanted = [self.trace.metas[o].dtype for o in op.outputs if o is not None]
         if self._dtypes(op, casts) == wanted:
-            return self._with(traced, casts)
+            return self.casting.with_operands(traced, casts)
         accepts = {a.name for a in resolve(op.target)._schema.arguments}
         if "dtype" in accepts and op.kwarg("dtype") is None and len(op.args) <= _position(op, "dtype"):
             asked = dataclasses.replace(op, kwargs=(*((k, v) for k, v in op.kwargs if k != "dtype"), ("dtype", wanted[0])))
             if self._dtypes(asked, {}) == wanted:
                 return asked
-        floating = [n for n in order if self.metas[n].dtype in (torch.float32, torch.float16, torch.bfloat16)]
+        floating = [n for n in order if self.casting.metas[n].dtype in (torch.float32, torch.float16, torch.bfloat16)]
         for dtype in dict.fromkeys((*wanted, *(a.dtype for a in traced.autocast))):
-            whole = {n: dtype for n in floating if self.metas[n].dtype != dtype}
+            whole = {n: dtype for n in floating if self.casting.metas[n].dtype != dtype}
             if self._dtypes(op, whole) == wanted:
-                return self._with(traced, whole)
+                return self.casting.with_operands(traced, whole)
         raise CaptureError(
             f"{traced.autocast[0]} makes {op.target} compute in a precision that no cast of its operands gives\n  at {op.source}\n  what "
             f"to do: compute it inside of torch.autocast(..., enabled=False) with explicit casts"
         )
 
     def _dtypes(self, op: Op, casts: Mapping[str, torch.dtype]) -> list[torch.dtype] | None:
-        metas = self.metas | {n: dataclasses.replace(self.metas[n], dtype=dtype) for n, dtype in casts.items()}
+        metas = self.casting.metas | {n: dataclasses.replace(self.casting.metas[n], dtype=dtype) for n, dtype in casts.items()}
         with quiet(), contextlib.suppress(RuntimeError, TypeError, ValueError):
             return [m.dtype for m in self.infer(op, metas) if m is not None]
         return None
-
-    def _with(self, traced: Traced, casts: Mapping[str, torch.dtype]) -> Op:
-        op, made = traced.op, dict[str, str]()
-        for name, dtype in casts.items():
-            made[name] = self.trace.names.fresh(f"{name}_{str(dtype).removeprefix('torch.')}")
-            cast = Op(
-                target=_CAST, args=(Ref(name), dtype), outputs=(made[name],), no_grad=op.no_grad, module=op.module, source=op.source
-            )  # fmt: skip
-            self.metas[made[name]] = dataclasses.replace(self.metas[name], dtype=dtype)
-            self.next_storage -= 1
-            self.storages[made[name]] = self.next_storage
-            self.ops.append(dataclasses.replace(traced, op=cast))
-        return map_refs(op, lambda name: Ref(made.get(name, name)))
 
 
 def _writes(op: Op) -> bool:

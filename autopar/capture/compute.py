@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from autopar.capture.trace import Trace, Traced
+from autopar.capture.casts import Casting
+from autopar.capture.trace import Trace
 from autopar.errors import CaptureError, NoLoss
-from autopar.ir import Op, Ref, map_refs, refs
+from autopar.ir import refs
 
 __all__ = ["explained", "with_casts_of"]
-
-CAST = "aten.to.dtype"
 
 
 @contextlib.contextmanager
@@ -41,29 +40,12 @@ def with_casts_of(
 ) -> tuple[Trace, tuple[tuple[str, str], ...]]:
     """The trace and its mutations in which parameters and inputs are of the dtypes of these tensors, by value name, and are cast where
     they are used."""
-    metas, storages = dict(trace.metas), dict(trace.storages)
-    computed = {name: metas[name].dtype for name, tensor in originals.items() if metas[name].dtype != tensor.dtype}
+    computed = {name: trace.metas[name].dtype for name, tensor in originals.items() if trace.metas[name].dtype != tensor.dtype}
     if not computed:
         return trace, mutations
-    metas |= {name: dataclasses.replace(metas[name], dtype=originals[name].dtype) for name in computed}
-    storage, ops = min(storages.values(), default=0), list[Traced]()
-
-    def cast(name: str, place: Traced) -> str:
-        nonlocal storage
-        storage -= 1
-        made = trace.names.fresh(f"{name}_{str(computed[name]).removeprefix('torch.')}")
-        metas[made], storages[made] = dataclasses.replace(metas[name], dtype=computed[name]), storage
-        by = place.op
-        op = Op(target=CAST, args=(Ref(name), computed[name]), outputs=(made,), no_grad=by.no_grad, module=by.module, source=by.source)
-        ops.append(dataclasses.replace(place, op=op))
-        return made
-
+    casting = Casting(trace, {**trace.metas, **{n: dataclasses.replace(trace.metas[n], dtype=originals[n].dtype) for n in computed}})
     for traced in trace.ops:
-        made = {name: cast(name, traced) if name in computed else name for name in dict.fromkeys(refs(traced.op))}
-        ops.append(dataclasses.replace(traced, op=_renamed(traced.op, made)))
-    mutations = tuple((buffer, cast(value, trace.ops[-1]) if value in computed else value) for buffer, value in mutations)
-    return dataclasses.replace(trace, ops=tuple(ops), metas=metas, storages=storages), mutations
-
-
-def _renamed(op: Op, names: Mapping[str, str]) -> Op:
-    return map_refs(op, lambda name: Ref(names[name]))
+        wanted = {name: computed[name] for name in dict.fromkeys(refs(traced.op)) if name in computed}
+        casting.add(dataclasses.replace(traced, op=casting.with_operands(traced, wanted)))
+    ends = tuple((b, casting.cast(v, computed[v], trace.ops[-1]) if v in computed else v) for b, v in mutations)
+    return casting.trace(), ends
