@@ -23,14 +23,15 @@ from autopar.capture import capture
 from autopar.errors import Infeasible
 from autopar.ir import Layout, Program, Strategy
 from autopar.planner.axis import AxisProblem, objective_of
-from autopar.planner.candidate import Mesh, Rank
+from autopar.planner.candidate import candidate_of
 from autopar.planner.choices import Choices, Group
 from autopar.planner.estimate import Estimator
 from autopar.planner.partition import UNSOLVED, Partition
 from autopar.planner.plan import Pins
+from autopar.planner.rank import Rank
 from autopar.planner.search import Search
 from autopar.planner.shard import Assignment
-from autopar.planner.space import Choice, Form
+from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.store import Store
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR
@@ -198,7 +199,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                 points = itertools.product(search.space.schedules(mesh, m), search.space.rests(mesh))
                 for (schedule, chunks), (rest, shard) in points:
                     choice = Choice(mesh=mesh, micro_batches=m, schedule=schedule, rest=rest, shard=shard, chunks=chunks)
-                    estimator = search._estimator(rank, choice)
+                    estimator = search.estimator(rank, choice)
                     if isinstance(estimator, str):
                         continue
                     if m * sum(p.forward_s + p.backward_s for p in estimator.pieces) / pp >= best_s:
@@ -206,7 +207,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                     for step_s, part in _parts(estimator):
                         if step_s >= best_s:
                             break
-                        if max(s.memory.total_bytes for s in estimator.candidate(part).stages) <= limit_bytes:
+                        if max(s.memory.total_bytes for s in candidate_of(estimator, part).stages) <= limit_bytes:
                             best_s = step_s
                             at = f"{mesh.sizes()} m={m}{choice.scheduled} rest={rest.name} shard={shard}"
                             what = f"{at} cuts={part.cuts} modes={part.modes} {name}"

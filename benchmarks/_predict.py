@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from autopar.capture import capture
 from autopar.measure import Pricer
 from autopar.planner import Pins
-from autopar.planner.candidate import Candidate, Times
+from autopar.planner.candidate import Candidate
+from autopar.planner.estimate import Times
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from benchmarks._runs import Run, Skip, model_of

@@ -18,11 +18,10 @@ from autopar.ir import I, Layout, Program, R, S, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner import axis
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
-from autopar.planner.candidate import Mesh
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
 from autopar.planner.shard import Assignment, view_of
-from autopar.planner.space import Form
+from autopar.planner.space import Form, Mesh
 from autopar.planner.store import Store, _fits
 from cost_models.cluster import load_cluster
 from tests.planner_programs import Mlp, program_of

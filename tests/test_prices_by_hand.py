@@ -18,11 +18,11 @@ from autopar.measure import Pricer
 from autopar.planner import Pins
 from autopar.planner.axis import AxisProblem, group_cost
 from autopar.planner.bounds import Least
-from autopar.planner.candidate import Candidate, Mesh
+from autopar.planner.candidate import Candidate
 from autopar.planner.choices import choices
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
-from autopar.planner.space import Choice
+from autopar.planner.space import Choice, Mesh
 from cost_models.cluster import OP_CLASSES, Cluster, Gpu, Link
 from cost_models.collectives import collective_time_s
 from cost_models.compute import kernel_time_s

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autopar.ir import TensorType, refs
 from autopar.measure import Pricer
-from autopar.planner.candidate import Rank
+from autopar.planner.rank import Rank
 
 __all__ = ["prologue_bytes", "prologue_s"]
 

@@ -9,17 +9,26 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.candidate import Mesh
 from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS, Rest
 
-__all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Space", "divisors"]
+__all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Mesh", "Space", "divisors"]
 
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
 CHUNKS_TRIED = (2, 4)  # stages on each rank, where a schedule has several and how many is not pinned
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    pp: int
+    dp: int
+    tp: int
+
+    def sizes(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

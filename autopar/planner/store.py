@@ -17,16 +17,16 @@ from autopar.errors import Infeasible
 from autopar.ir import Layout, Program, Strategy
 from autopar.measure import Live, Pricer
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
-from autopar.planner.candidate import Mesh, Rank
 from autopar.planner.choices import Choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.fold import fold, unfold
 from autopar.planner.lower import on_data_axis, on_tensor_axis
 from autopar.planner.moments import Moments, NotSplittable, by_samples, split_into_moments
 from autopar.planner.price import Ledger
 from autopar.planner.problems import data_leaves, data_problem, given_on, tensor_choices, tensor_problem
+from autopar.planner.rank import Rank
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solver import Outcome
-from autopar.planner.space import Form
+from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import legal_cuts
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
