@@ -155,8 +155,8 @@ class Restricted(Store):
     seed: int
     left: int
 
-    def _tensor_problem(self, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
-        problem = super()._tensor_problem(mesh, body, Form(byte_s=form.byte_s))
+    def _inner_problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
+        problem = super()._inner_problem(axis, mesh, body, Form(byte_s=form.byte_s))
         few = restricted(problem.choices, random.Random(f"{self.seed} {mesh.tp}"), self.left)
         if form.sequence is not None:
             raise Infeasible("the forms of transformers are not asked of these")
@@ -223,20 +223,20 @@ def _meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int, int]]:
 
 def _ranks(store: Restricted, mesh: Mesh, m: int) -> Iterator[tuple[str, Rank]]:
     """The program of a rank, for every assignment of the tensor axis."""
-    known = store.whole(dataclasses.replace(mesh, tp=1), m, store.program.batch_size)  # made for this split, not shared with others
+    known = store.whole(Mesh(pp=mesh.pp, dp=mesh.dp), m, store.program.batch_size)  # made for this split, not shared with others
     if isinstance(known, str):
         return
     if mesh.tp == 1:
         yield "", dataclasses.replace(known, mesh=mesh)
         return
-    problem = store._tensor_problem(mesh, known.moments.body, Form())
+    problem = store._inner_problem("tp", mesh, known.moments.body, Form())
     groups = problem.choices.groups
     for combination in itertools.product(*(g.strategies for g in groups.values())):
         chosen = dict(zip(groups, combination, strict=True))
         if objective_of(problem, chosen.__getitem__) == math.inf:
             continue
         assignment = _assignment(problem, chosen)
-        rank = store._priced(mesh, (mesh.dp, m), known.moments, known.data, assignment, known.outcomes, AUTOPAR)
+        rank = store._priced(mesh, (mesh.dp, m), known.moments, known.data, (assignment,), known.outcomes, AUTOPAR)
         yield f"{sum(s.splits_work for s in combination)} operators split", rank
 
 

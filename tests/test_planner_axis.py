@@ -184,7 +184,7 @@ def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:
     def assigned(where: Store, sequence: bool | None) -> Assignment:
         moments = where.moments(1, 1)
         assert not isinstance(moments, str)
-        return where.on_tensor_axis(mesh, moments.body, Form(sequence=sequence))[0]
+        return where.on_axis("tp", mesh, moments.body, Form(sequence=sequence))[0]
 
     shared = store()
     found = {sequence: assigned(shared, sequence) for sequence in (None, True, False)}

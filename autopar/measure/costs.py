@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from autopar.axes import BATCH, LAYERS
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
@@ -57,8 +58,8 @@ class OpCosts:
 
 
 class Pricer:
-    """Times on one cluster with one mesh. mesh: axis -> size, outermost first (pp, dp, tp); tp neighbours are adjacent
-    ranks, so that inner axes lie inside nodes as far as they fit. live: measures the operators of whole programs on this
+    """Times on one cluster with one mesh. mesh: axis -> size, outermost first (as `axes.AXES`); neighbours on the innermost one
+    are adjacent ranks, so that inner axes lie inside nodes as far as they fit. live: measures the operators of whole programs on this
     machine; without it every time is an estimate."""
 
     def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None, recipe: Recipe = AUTOPAR) -> None:
@@ -86,6 +87,19 @@ class Pricer:
             self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
         return self._collective[key]
 
+    def joint_s(self, kind: str, nbytes: float, axes: tuple[str, ...], *, shard: int = 1) -> float:
+        """Seconds of one collective over the ranks of several axes at once. shard: of the data axis those ranks that hold the same parts,
+        of which there are so many."""
+        groups = [(axis, self.mesh[axis] // (shard if axis == BATCH else 1), shard if axis == BATCH else 1) for axis in axes]
+        ranks = math.prod(n for _, n, _ in groups)
+        if ranks == 1 or nbytes == 0:
+            return 0.0
+        key = (kind, int(nbytes), "+".join(axes), ranks, shard)
+        if key not in self._collective:
+            per_node = math.prod(self.per_node(axis, n, every) for axis, n, every in groups)
+            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+        return self._collective[key]
+
     @property
     def _launch_s(self) -> float:
         """Of one operator, beside the device's work; 0 where the host is the device."""
@@ -94,7 +108,7 @@ class Pricer:
     @property
     def contended(self) -> bool:
         """Whether neighbouring stages exchange values over the links between nodes."""
-        return self.mesh.get("pp", 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
+        return self.mesh.get(LAYERS, 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
 
     def host_s(self, kind: str | None, axis: str) -> float:
         """Seconds that the host needs for a collective of the tensor axis, which kernels that run meanwhile hide."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+from autopar.axes import AXES
 from autopar.capture import program_hash
-from autopar.ir import Program, Span, refs
+from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
 from autopar.planner.candidate import GIB, Candidate, Draft
-from autopar.planner.lower import axis_plan, spans_of
+from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
-from autopar.planner.rank import Rank
 from autopar.planner.shard import Assignment
 from autopar.planner.shortfall import shortfall_text
 from autopar.planner.space import Mesh
@@ -27,11 +28,9 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
     positions = [c.segments[k].span.start for k in c.part.cuts]
     recompute, modes = _modes(c)
     cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute})
-    axes: dict[str, AxisPlan] = {}
-    if rank.data is not None:
-        axes["dp"] = axis_plan(program, rank.data)
-    if rank.tensor is not None:
-        axes["tp"] = axis_plan(rank.moments.body, rank.tensor)
+    bodies = list(zip(on_inner_axes(rank.moments.body, rank.inner[:-1]), rank.inner, strict=False))
+    axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
+    axes |= {x.axis: axis_plan(body, x) for body, x in bodies}
     bound_s = min(question.said.bound_s, c.step_time_s) if question.said.bound_s < math.inf else 0.0
     tokens = _tokens(program)
     return Plan(
@@ -65,11 +64,12 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         bound_s=bound_s,
         gap=(c.step_time_s - bound_s) / c.step_time_s if c.step_time_s else 0.0,
         work_per_step=float(tokens or program.batch_size or 0),
-        tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
+        tensor_split_share=_split_share(*bodies[-1]) if bodies else 0.0,
         provenance=rank.ledger.provenance,
         notes=[
-            *program.notes, *question.known.unsplit(c.mesh.dp), *question.known.notes, *_stopped(question.said), *_replicated(rank),
-            *(question.known.split_notes if question.pins.tp is not None else ()),
+            *program.notes, *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
+            *(line for body, x in bodies for line in _replicated(body, x, rank.program.types)),
+            *(question.known.split_notes if question.space.pinned_to_split else ()),
         ],
         limits=_limits(question, c),
         alternatives=_alternatives(question.said, c),
@@ -97,9 +97,9 @@ def _modes(c: Candidate) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
 def why_not(question: Question) -> str:
     """Why no candidate was found: which constraint binds, by how much, what would help."""
     if not any(True for _ in question.space.meshes()):
-        pins = {k: getattr(question.pins, k) for k in ("dp", "tp", "pp") if getattr(question.pins, k) is not None}
-        pinned = ", ".join(f"{k}={v}" for k, v in pins.items())
-        return f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs (pp x dp x tp = {question.gpus})"
+        pinned = ", ".join(f"{axis}={n}" for axis in AXES if (n := question.pins.of_axis(axis)) is not None)
+        product = " x ".join(AXES)
+        return f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs ({product} = {question.gpus})"
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
     short = question.said.short
     lines = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
@@ -109,17 +109,15 @@ def why_not(question: Question) -> str:
     return text
 
 
-def _replicated(rank: Rank) -> list[str]:
-    """Operators that the tensor axis does not split though they compute, by kind."""
-    if rank.tensor is None:
-        return []
+def _replicated(body: Program, assignment: Assignment, types: Mapping[str, TensorType]) -> list[str]:
+    """Operators that an axis does not split though they compute, by kind. body: before the axis; types: on one rank."""
     idle: dict[str, int] = {}
-    for op in rank.moments.body.ops:
-        computes = any(rank.program.types[r].numel > 1 for r in refs(op) if r in rank.program.types)
-        if computes and not rank.tensor.ops[op.name].splits_work:
+    for op in body.ops:
+        computes = any(types[r].numel > 1 for r in refs(op) if r in types)
+        if computes and not assignment.ops[op.name].splits_work:
             idle[op.target] = idle.get(op.target, 0) + 1
     listed = sorted(idle.items(), key=lambda x: -x[1])[:8]
-    return [f"replicated over tp: {', '.join(f'{t} x{n}' for t, n in listed)}"] if listed else []
+    return [f"replicated over {assignment.axis}: {', '.join(f'{t} x{n}' for t, n in listed)}"] if listed else []
 
 
 def _limits(question: Question, c: Candidate) -> list[str]:
@@ -158,9 +156,8 @@ def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
 
 
 def _one_line(d: Draft) -> str:
-    mesh = d.choice.mesh
     return (
-        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {d.choice.resting} micro-batches={d.choice.micro_batches}{d.choice.scheduled}: "
+        f"{d.choice.mesh} {d.choice.resting} micro-batches={d.choice.micro_batches}{d.choice.scheduled}: "
         f"{d.times.step_s * 1e3:.2f} ms{f', {len(d.part.recomputed)} pieces recomputed' if d.part.recomputed else ''}"
     )
 

@@ -111,14 +111,15 @@ class Least:
     def step_s(self, choice: Choice, batch: int | None) -> float:
         """Of a step of this many samples."""
         mesh, m = choice.mesh, choice.micro_batches
-        split = mesh.dp * m * self.batch / (batch or 1)
+        split = mesh.over("batch") * m * self.batch / (batch or 1)
         flops, moved, whole, flops_b, moved_b, whole_b, _ = self.parts
         forward = numpy.maximum(flops / split, moved / split + whole)
         backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
         work_s = float((forward + backward).sum())
-        work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
-        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, mesh.pp, choice.chunks, m)
-        return pipeline_s + self.update_s / (mesh.pp * mesh.tp * choice.shard)
+        ranks, parts = mesh.over("layers"), mesh.over("operators")
+        work_s = work_s / parts + self.launches_s if self.host else max(work_s / parts, self.launches_s)
+        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, ranks, choice.chunks, m)
+        return pipeline_s + self.update_s / (ranks * parts * choice.shard)
 
 
 def _fixed(program: Program) -> frozenset[str]:

@@ -12,7 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir import R, Span, refs
+from autopar.axes import LAYERS
+from autopar.ir import Span, refs
 from autopar.measure import Pricer
 from autopar.planner.exchange import Exchange
 from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
@@ -138,7 +139,7 @@ class Estimator:
     @functools.cached_property
     def _exchange(self) -> Exchange:
         return Exchange(
-            rest=self.rest, shard=self.shard, dp=self.rank.mesh.dp, micro_batches=self.rank.micro_batches, pricer=self.pricer,
+            rest=self.rest, shard=self.shard, micro_batches=self.rank.micro_batches, pricer=self.pricer,
             recipe=self.recipe,
         )  # fmt: skip
 
@@ -159,9 +160,7 @@ class Estimator:
     @functools.cached_property
     def _partial(self) -> frozenset[str]:
         """The parameters whose gradient, as their use gives it, is a term of a sum over ranks."""
-        mesh = self.rank.mesh
-        axes = [axis for axis, n in (("dp", mesh.dp), ("tp", mesh.tp)) if n > 1]
-        return frozenset(p.value for p in self.rank.program.params if any(dict(p.layouts).get(axis) == R for axis in axes))
+        return frozenset(v for v, p in self.params.items() if p.summed)
 
     # --------------------------------------------------------------------------------------------------------- memory
     def _at_rest(self, own: Collection[str]) -> AtRest:
@@ -319,7 +318,7 @@ class Estimator:
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
-            hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
+            hop = max(hop, self.pricer.collective_s("p2p", sent, LAYERS) if sent else 0.0)
         busiest = 0.0
         for r in range(self.flow.ranks):
             held = [s for s, of in enumerate(self.flow.rank_of) if of == r]
@@ -352,7 +351,7 @@ class Estimator:
             types, crossing = self.rank.program.types, self.rank.cuts.crossing
             starts = {x.span.start for x in self.segments.segments}
             sent = min((sum(types[v].nbytes for v in values) for at, values in crossing.items() if at in starts), default=0)
-            hop_s = self.pricer.collective_s("p2p", sent, "pp")
+            hop_s = self.pricer.collective_s("p2p", sent, LAYERS)
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final, Literal, Self
 
+from autopar.axes import LAYERS
 from autopar.errors import Infeasible
 from autopar.ir import Program
 from autopar.measure import Live
@@ -35,7 +36,7 @@ __all__ = ["NO_BETTER", "Ledgers", "Question", "Searched"]
 NO_BETTER: Final = "no better"
 TRIES = 12  # of the stages of one choice, where several pieces together need more than the account of each says (see `pieces.py`)
 AGAIN = 6  # further ones, where what did not fit is refused alone
-Ledgers = dict[tuple[int, int, int], Ledger]  # by data-parallel ranks, micro-batches, tensor-parallel ranks
+Ledgers = dict[tuple[object, ...], Ledger]  # by data-parallel ranks, micro-batches, and the axes that divide operators
 
 
 @dataclass(kw_only=True)
@@ -99,15 +100,16 @@ class Question:
         mesh = choice.mesh
         if isinstance(rank, str):
             return rank
-        stages = mesh.pp * choice.chunks
+        ranks = mesh.over("layers")
+        stages = ranks * choice.chunks
         segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else stages)
-        asked = f"pp={mesh.pp}{choice.scheduled}"
+        asked = f"{LAYERS}={ranks}{choice.scheduled}"
         if len(segments) < stages:
             return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
         dims = zero_dims(rank.program, choice.shard)
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer,
-            flow=flow(choice.schedule, mesh.pp, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
+            flow=flow(choice.schedule, ranks, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
             dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments,
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
             recompute=self.pins.recompute or "auto",
@@ -148,7 +150,7 @@ class Question:
         mesh = choice.mesh
         rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         if ledgers is not None and not isinstance(rank, str):
-            key, program, pricer = (mesh.dp, rank.micro_batches, mesh.tp), rank.program, self.known.pricer(mesh, self.recipe, live)
+            key, program, pricer = (mesh.over("batch"), rank.micro_batches, mesh.inner), rank.program, self.known.pricer(mesh, self.recipe, live)
             if key not in ledgers:
                 ledgers[key] = self.known.timed("measure", lambda: Ledger(program, pricer))
             rank = dataclasses.replace(rank, ledger=ledgers[key])
@@ -204,7 +206,7 @@ class Question:
         """Bytes of the batch as it is given to a rank."""
         captured = sum(self.program.types[x.value].nbytes for x in self.program.inputs)
         whole = captured * (self.batch_size or 1) // (self.program.batch_size or 1)
-        return whole // mesh.dp if self.recipe.local_batches else whole
+        return whole // mesh.over("batch") if self.recipe.local_batches else whole
 
     def pinned_cuts(self, estimator: Estimator) -> tuple[int, ...] | str | None:
         """The first piece of each stage but the first as `Pins.blocks` states them, or why the program has no such stages."""
@@ -225,14 +227,14 @@ class Question:
     def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
         """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
         whole. least: the bytes of its fullest rank, if they are known."""
-        mesh, flow, pieces = choice.mesh, estimator.flow, estimator.pieces
-        state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / mesh.pp
-        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flow.in_flight)
+        flow, pieces = estimator.flow, estimator.pieces
+        state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / flow.ranks
+        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / flow.ranks * max(flow.in_flight)
         if least is None:
             least = estimator.least_bytes
         short = max(1.0, least - room if least > room else over)
         line = (
-            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "
+            f"memory: {choice.mesh} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "
             f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
             f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from autopar.axes import AXES
 from autopar.errors import Infeasible
 from autopar.planner.candidate import GIB, Candidate, candidate_of, gib
 from autopar.planner.estimate import Estimator
@@ -46,12 +47,12 @@ def shortfall_text(question: Question) -> str:
     found = leanest(question)
     if found is None:
         return ""
-    limit, mesh = question.memory_limit_bytes, found.choice.mesh
+    limit = question.memory_limit_bytes
     form = {None: "", True: " sequence_parallel=true", False: " sequence_parallel=false"}[found.choice.form.sequence]
     counts = f"micro-batches={found.choice.micro_batches} {found.choice.resting}{form}"
     text = (
         f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
-        f"GPU. It is pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {counts}; its stage {found.stage} of {found.stages} needs "
+        f"GPU. It is {found.choice.mesh} {counts}; its stage {found.stage} of {found.stages} needs "
         f"{gib(found.needs_bytes)}: {memory_text(found.memory)}."
     )
     changes = changes_that_do(question, found)
@@ -86,13 +87,13 @@ def leanest(question: Question) -> Short | None:
 
 def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
     """Of each mesh the smallest micro-batches and the most that rests in parts, in every form of the tensor axis."""
-    meshes = sorted(question.space.meshes(), key=lambda m: (-m.tp * m.pp, -m.tp))
+    meshes = sorted(question.space.meshes(), key=lambda m: (-m.over("operators") * m.over("layers"), -m.over("operators")))
     for mesh in meshes[:MESHES]:
         counts = question.space.micro_batch_counts(mesh)
         if not counts:
             continue
-        first = question.space.form if mesh.tp > 1 else Form()
-        forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.tp > 1 and first.sequence is None else (first,)
+        first = question.space.form if mesh.has_forms else Form()
+        forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
         for rest, shard in question.space.rests(mesh):
             for form in forms:
                 found = question.space.schedules(mesh, max(counts))
@@ -158,9 +159,9 @@ def _pins_changed(pins: Pins) -> Iterator[tuple[str, Pins]]:
         yield "micro_batch=1", msgspec.structs.replace(pins, micro_batch=1, micro_batches=None)
     if pins.sequence_parallel is False:
         yield "sequence_parallel=true", msgspec.structs.replace(pins, sequence_parallel=True)
-    for axis in ("dp", "tp", "pp"):
-        if getattr(pins, axis) is not None and pins.blocks is None:
-            yield f"{axis} not pinned", msgspec.structs.replace(pins, **{axis: None})
+    for axis in AXES:
+        if pins.of_axis(axis) is not None and pins.blocks is None:
+            yield f"{axis} not pinned", pins.without_axis(axis)
 
 
 def _fits(question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None) -> bool:
