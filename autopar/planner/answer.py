@@ -87,7 +87,7 @@ def _modes(c: Candidate) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
         key = segment.block, mode.name, mode.spans
         if key not in modes:
             ops = [op for s in mode.spans for op in c.rank.program.ops[segment.span.start + s.start : segment.span.start + s.stop]]
-            names = [op.name for op in ops] if mode.name == "selective" else []
+            names = [op.name for op in ops] if len(ops) < len(segment.span) else []
             spans = [(s.start, s.stop) for s in mode.spans]
             modes[key] = BlockMode(name=mode.name, block=segment.block, spans=spans, operators=names)
         found.append((segment.block, segment.instance, list(modes).index(key)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from autopar.ir import Span
 from autopar.planner.estimate import Estimator, Times
-from autopar.planner.liveness import Moment
 from autopar.planner.partition import Partition
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.rank import Rank
@@ -16,6 +16,7 @@ from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stages import Pieces
 from cost_models.memory import held_gathers, stage_memory
 from cost_models.pipeline import Flow
+from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
 __all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib"]
@@ -77,8 +78,8 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
             StagePlan(
                 first_op=program.ops[span.start].name,
                 blocks=[e.prefix(k) for k in range(i, j) if e.segments[k].block >= 0],
-                recomputed=[e.prefix(k) for k in range(i, j) if e.pieces[k].modes[part.modes[k]].name == "full"],
-                selective=[e.prefix(k) for k in range(i, j) if e.pieces[k].modes[part.modes[k]].name == "selective"],
+                recomputed=[e.prefix(k) for k in range(i, j) if _again(e, part, k) == "whole"],
+                selective=[e.prefix(k) for k in range(i, j) if _again(e, part, k) == "part"],
                 forward_s=t.forwards_s[s],
                 backward_s=t.backwards_s[s],
                 communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
@@ -95,35 +96,47 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
     )  # fmt: skip
 
 
+def _again(e: Estimator, part: Partition, k: int) -> str:
+    """How much of piece k runs again."""
+    spans = e.pieces[k].modes[part.modes[k]].spans
+    return "whole" if spans == (Span(0, len(e.segments[k].span)),) else "part" if spans else "nothing"
+
+
 def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]]) -> MemoryPlan:
     """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
     not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it."""
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
-    own = set[str]().union(*reads.values())
-    trained = [e.params[v] for v in sorted(own) if e.params[v].trainable]
+    params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
     activities = [e.activity(span, again, reads[s], s) for s, (span, again) in spans.items()]
     liveness = e.rank.ledger.liveness
     moment = liveness.peak(activities[0]) if len(spans) == 1 else liveness.peak_of_rank(activities, e.flow.on_rank(rank))
-    at_rest = sum(e.gradient(p, p.resting_numel) for p in trained)
-    gathered, copied = e.gathered_for_passes(trained)
-    update = Moment(gradients=0 if e.recipe.accumulates else at_rest, temporary=e.update_temporary(at_rest))
-    updating = update.total + (gathered - copied if copied else 0) > moment.total + gathered - copied
-    moment = update if updating else moment
+    if e.recipe.accumulates:
+        moment = moment._replace(gradients=0)  # what is added to others at once is counted there
+    passes, update = (_by_row(rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
+    for kind, row in MOMENTS.items():
+        passes[row] += getattr(moment, kind)
+    fullest = update if sum(update.values()) > sum(passes.values()) else passes
     terms = stage_memory(
-        param_bytes=sum(e.params[v].resting_bytes for v in own) + (0 if updating and not copied else gathered - copied),
-        trainable_params=sum(p.resting_numel for p in trained),
-        gradient_bytes=e.accumulators(trained) if e.recipe.accumulates else moment.gradients,
-        optimizer_state_bytes=e.states(trained),
+        param_bytes=fullest["parameters"],
+        trainable_params=0,
+        gradient_bytes=fullest["gradients"],
+        optimizer_state_bytes=fullest["optimizer_states"],
         optimizer=e.optimizer,
-        buffer_bytes=e.fixed_bytes,
-        activation_bytes_per_micro_batch=moment.saved,
-        largest_temporary_bytes=moment.temporary,
-        bucket_bytes=moment.communication,
+        activation_bytes_per_micro_batch=fullest["saved_activations"],
+        largest_temporary_bytes=fullest["largest_temporary"],
+        bucket_bytes=fullest["communication_buffers"],
         framework_context_bytes=e.cluster.gpu.context_bytes,
         allocator_slack_fraction=e.recipe.allocator_slack,
         held_bytes=sum(_held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
     )
     return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
+
+
+def _by_row(found: Iterable[tuple[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for row, nbytes in found:
+        total[row] += nbytes
+    return total
 
 
 def _held_bytes(e: Estimator, span: Span, in_flight: int) -> float:

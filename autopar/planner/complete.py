@@ -101,7 +101,7 @@ class _Completion:
                 if block.prefixes[k] in again and recomputable(rank, span):
                     mode, length = again[block.prefixes[k]]
                     whole = BlockMode(name="full", block=b, spans=[(0, len(span))])
-                    mode = msgspec.structs.replace(mode, block=b) if mode.name != "full" and length == len(span) else whole
+                    mode = msgspec.structs.replace(mode, block=b) if length == len(span) else whole
                     modes += [mode] if mode not in modes else []
                     found.append((b, k, modes.index(mode)))
         return found, modes

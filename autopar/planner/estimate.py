@@ -30,6 +30,7 @@ from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES, Flow
+from cost_models.pools import How, OfRank, gradient_bytes, of_parameters, of_rank
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
@@ -163,59 +164,37 @@ class Estimator:
         return frozenset(v for v, p in self.params.items() if p.summed)
 
     # --------------------------------------------------------------------------------------------------------- memory
+    @functools.cached_property
+    def how(self) -> How:
+        return How(rest=self.rest, recipe=self.recipe, optimizer=self.optimizer)
+
     def _at_rest(self, own: Collection[str]) -> AtRest:
-        """Of these parameters with their optimizer states. Which of them rest in parts differs from parameter to parameter, so the figures
+        """Of these parameters with what belongs to them. Which of them rest in parts differs from parameter to parameter, so the figures
         are of one rank already."""
-        trained = [self.params[v] for v in own if self.params[v].trainable]
-        rest = sum(self.params[v].resting_bytes for v in own) + self.states(trained)
-        gradients = sum(self.gradient(p, p.resting_numel) for p in trained)
-        gathered, copied = self.gathered_for_passes(trained)
-        update = self.update_temporary(gradients) + (gathered - copied if copied else 0)
-        if self.recipe.accumulates:
-            rest += self.accumulators(trained)
-        else:
-            update += gradients
-        return AtRest(rest=float(rest), passing=float(gathered - copied), update=float(update))
-
-    def gathered_for_passes(self, trained: Collection[ParamBytes]) -> tuple[int, int]:
-        """Bytes of parameters in parts that are whole while passes run, and of the parts of them that are the optimizer's own copies."""
-        parts = [p for p in trained if p.in_parts] if self.rest.gathered == "step" else []
-        return sum(p.local_bytes for p in parts), sum(p.resting_bytes for p in parts) if self.recipe.master_itemsize else 0
-
-    def update_temporary(self, gradients: int) -> int:
-        """Bytes beside what rests, of an optimizer that updates all parameters together."""
-        return gradients if OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1 else 0
+        params = [self.params[v] for v in own]
+        always, passes, update = (float(of_parameters(params, self.how, lives)) for lives in ("always", "passes", "update"))
+        return AtRest(rest=always, passing=passes, update=update)
 
     def _copied(self, own: Collection[str]) -> frozenset[str]:
         """The parameters whose gradients wait in a bucket, copied, when backward ends: all of them, if they do not fill one."""
         reduced = [v for v in own if v in self._partial and self.params[v].trainable and v not in self._units]
-        total = sum(self.gradient(self.params[v], self.params[v].numel) for v in reduced)
+        total = sum(self._gradient(self.params[v], self.params[v].numel) for v in reduced)
         return frozenset(reduced if self.recipe.overlaps_reduction and total < self.recipe.bucket_bytes else ())
 
-    def gradient(self, p: ParamBytes, numel: int) -> int:
-        """Bytes of the gradient of so many numbers of a parameter."""
-        own = self.recipe.gradient_itemsize is None or self.recipe.accumulates  # what is accumulated elsewhere is made as the parameter is
-        return numel * (p.itemsize if own else self.recipe.gradient_itemsize or p.itemsize)
-
-    def accumulators(self, trained: Collection[ParamBytes]) -> int:
-        item = self.recipe.gradient_itemsize
-        copies = self.recipe.gradient_copies
-        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.rest.gradients else p.numel) for p in trained)
-
-    def states(self, trained: Collection[ParamBytes]) -> int:
-        """Bytes of the optimizer's states, its own copy of the parameters included."""
-        kept, own = OPTIMIZERS[self.optimizer], self.recipe.master_itemsize
-        return sum((kept * (self.recipe.state_itemsize or p.itemsize) + own) * p.resting_numel for p in trained) if kept or own else 0
+    def _gradient(self, p: ParamBytes, numel: int) -> int:
+        """Bytes of the gradient of so many numbers of a parameter, as backward makes it."""
+        return gradient_bytes(numel, p, self.recipe)
 
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces: without what a rank needs whatever lies on it, and the allocator's slack."""
-        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self.fixed_bytes
+        room = (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack)
+        return room - of_rank(self.of_rank, self.how)
 
     @property
-    def fixed_bytes(self) -> int:
-        """The batch, buffers, and what the prologue made of the whole batch."""
+    def of_rank(self) -> OfRank:
         program = self.rank.program
-        return sum(program.types[b.value].nbytes for b in program.buffers) + self.batch_bytes + prologue_bytes(self.rank)
+        buffers = sum(program.types[b.value].nbytes for b in program.buffers)
+        return OfRank(buffers=buffers, batch=self.batch_bytes, prologue=prologue_bytes(self.rank))
 
     def activity(self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0) -> Activity:
         """Of stage s with these operators and parameters."""
@@ -229,7 +208,7 @@ class Estimator:
             sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
             in_flight=self.flow.in_flight[s],
             micro_batches=self.rank.micro_batches,
-            gradients={v: (self.gradient(p, p.numel), self.gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
+            gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
             reduced=self._partial,
             scattered=parts if self.rest.reduced == "step" else (),
             at_once=parts if self.rest.reduced == "pass" else (),

@@ -13,6 +13,7 @@ import msgspec
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.ir import Layout, Strategy
+from autopar.planner.modes import RECOMPUTES
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 
@@ -79,8 +80,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"zero must be one of {', '.join(map(str, stages))}, not {self.zero!r}")
         if self.zero == 0 and self.shard not in (None, 1):
             raise PlanError(f"zero=0 leaves every parameter whole, and shard={self.shard} cuts it into parts: pin zero=1, 2 or 3 with it")
-        if self.recompute is not None and self.recompute not in ("none", "selective", "full", "auto"):
-            raise PlanError(f"recompute must be 'none', 'selective', 'full' or 'auto', not {self.recompute!r}")
+        if self.recompute is not None and self.recompute not in (*RECOMPUTES, "auto"):
+            raise PlanError(f"recompute must be {', '.join(map(repr, RECOMPUTES))} or 'auto', not {self.recompute!r}")
         several = [row.name for row in SCHEDULES.values() if row.several]
         if (self.virtual_stages or 1) > 1 and self.schedule not in (None, *several):
             raise PlanError(f"{self.schedule} has one stage on each rank: virtual_stages={self.virtual_stages} needs schedule={several[0]}")

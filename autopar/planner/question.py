@@ -114,7 +114,7 @@ class Question:
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
             recompute=self.pins.recompute or "auto",
         )  # fmt: skip
-        if self.pins.recompute in ("full", "selective") and not estimator.can_run_again:
+        if self.pins.recompute not in (None, "none", "auto") and not estimator.can_run_again:
             return f"recompute={self.pins.recompute}: the program has no repeated block that can be recomputed"
         if stages > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < stages:
             return f"{asked}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
@@ -150,7 +150,8 @@ class Question:
         mesh = choice.mesh
         rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         if ledgers is not None and not isinstance(rank, str):
-            key, program, pricer = (mesh.over("batch"), rank.micro_batches, mesh.inner), rank.program, self.known.pricer(mesh, self.recipe, live)
+            program, pricer = rank.program, self.known.pricer(mesh, self.recipe, live)
+            key = mesh.over("batch"), rank.micro_batches, mesh.inner
             if key not in ledgers:
                 ledgers[key] = self.known.timed("measure", lambda: Ledger(program, pricer))
             rank = dataclasses.replace(rank, ledger=ledgers[key])

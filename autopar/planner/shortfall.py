@@ -92,7 +92,7 @@ def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
         counts = question.space.micro_batch_counts(mesh)
         if not counts:
             continue
-        first = question.space.form if mesh.has_forms else Form()
+        first = question.space.form if mesh.inner else Form()
         forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
         for rest, shard in question.space.rests(mesh):
             for form in forms:

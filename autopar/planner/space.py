@@ -175,7 +175,7 @@ class Space:
             for count in self.micro_batch_counts(mesh):
                 for schedule, chunks in self.schedules(mesh, count):
                     for rest, shard in self.rests(mesh):
-                        form = self.form if mesh.has_forms else Form()
+                        form = self.form if mesh.inner else Form()
                         yield Choice(
                             mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
                         )  # fmt: skip
@@ -188,8 +188,8 @@ class Space:
 
     @property
     def pinned_to_split(self) -> bool:
-        """Whether an axis that is asked for forms is pinned."""
-        return any(row.forms and self.pins.of_axis(row.name) is not None for row in axes_over("operators"))
+        """Whether an axis that divides operators is pinned."""
+        return any(self.pins.of_axis(row.name) is not None for row in axes_over("operators"))
 
     def leaner(self, choice: Choice, prices: Sequence[float]) -> Iterator[Choice]:
         """The same in the other forms of the tensor axis that may need less memory. prices: of a byte that a micro-batch keeps."""

@@ -194,7 +194,7 @@ class Store:
         """The axes that divide operators, one after the other, or why one cannot."""
         program, found, outcomes = body, list[Assignment](), list[Outcome]()
         for axis, n in mesh.inner:
-            own = form if AXES[axis].forms else FASTEST
+            own = form if AXES[axis].forms else Form(split=form.split)
             try:
                 assignment, outcome = self.on_axis(axis, mesh, program, own, exactly=exactly)
             except Infeasible as e:

@@ -49,7 +49,7 @@ def _recomputed(plan: Plan, blocks: str) -> list[tuple[str, str]]:
     lines = [("recompute", f"{len(whole)} of {blocks}: {_ranges(whole)}")] if whole else []
     if part:
         lines.append(("recompute in part", f"{len(part)} of {blocks}: {_ranges(part)}"))
-        lines += [("", f"of each: {', '.join(mode.operators)}") for mode in plan.modes if mode.name == "selective"]
+        lines += [("", f"of each: {', '.join(mode.operators)}") for mode in plan.modes if mode.operators]
     return lines or [("recompute", "none")]
 
 
