@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from autopar.axes import BATCH, LAYERS
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
@@ -25,10 +25,20 @@ BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torc
 
 GATHER = "autopar.C.all_gather"
 
-# Local code -> its all-reduces in forward and in backward, and how many numbers each has: a dim of an operand, or all of it.
-_EXCHANGES: dict[str, tuple[int, int, int, int | None]] = {
-    "autopar.L.sync_batch_norm": (2, 1, 0, 1),
-    "autopar.L.cross_entropy_sum_vocab": (3, 0, 1, None),
+
+class _Exchanges(NamedTuple):
+    """All-reduces inside local code, in forward and in backward: how many values each has for every number of an operand, or of one of its
+    dims."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    operand: int
+    dim: int | None = None
+
+
+_EXCHANGES = {
+    "autopar.L.sync_batch_norm": _Exchanges((1, 1), (2,), operand=0, dim=1),  # means, variances; two sums at once
+    "autopar.L.cross_entropy_sum_vocab": _Exchanges((1, 1, 1), (), operand=1),
 }
 _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
@@ -157,22 +167,22 @@ class Pricer:
         forward, backward = (s * self.shared for s in self.counted_s(counts, dtype))
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
-        exchange = self._exchanges(op, ins)
+        exchange = self.exchanges_s(op.target, ins, op.kwarg("axis"))
         backward, exchanged = (backward + exchange[1], sum(exchange)) if grad else (0.0, exchange[0])
         return OpCost(
             counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchanged,
             provenance=source, host_s=(0.0, 0.0) if joined else self.launches_s(op, ins, outs),
         )  # fmt: skip
 
-    def _exchanges(self, op: Op, ins: tuple[TensorType, ...]) -> tuple[float, float]:
+    def exchanges_s(self, target: str, ins: tuple[TensorType, ...], axis: object) -> tuple[float, float]:
         """Seconds of the collectives inside local code, in forward and in backward: of statistics by channel (batch norm), of
         numbers by row (a loss over a split vocabulary)."""
-        if op.target not in _EXCHANGES:
+        if target not in _EXCHANGES:
             return 0.0, 0.0
-        forward, backward, operand, dim = _EXCHANGES[op.target]
-        numbers = ins[operand].numel if dim is None else ins[operand].shape[dim]
-        seconds = self.collective_s("all_reduce", 4.0 * numbers, str(op.kwarg("axis")))
-        return forward * seconds, backward * seconds
+        of = _EXCHANGES[target]
+        numbers = ins[of.operand].numel if of.dim is None else ins[of.operand].shape[of.dim]
+        forward, backward = (sum(self.collective_s("all_reduce", 4.0 * n * numbers, str(axis)) for n in each) for each in of[:2])
+        return forward, backward
 
     @property
     def shared(self) -> float:
