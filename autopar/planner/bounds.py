@@ -1,4 +1,4 @@
-"""Below what no plan of a choice can be, before anything of it is priced.
+"""Below what no plan of a choice can be, in seconds and in bytes, before anything of it is priced.
 
 Every operator with a parameter before it runs somewhere, and runs no faster than its own arithmetic at the rate that its class is
 priced with, or its own bytes at the best rate of any class that memory binds, divided by the GPUs that could share it. Splitting an
@@ -6,6 +6,9 @@ operator never lowers the sum of these over its parts; transitions, recompute an
 the busiest rank has at least a p-th of a micro-batch's work m times, and the pipeline fills and drains as its schedule must: with one
 stage on each rank work x (m + p - 1) / p.
 Weights are read whole by every micro-batch and data-parallel rank, and each operator, whole or in part, is launched for every one.
+
+The fullest rank holds at least its share of all parameters, of their gradients and of the optimizer's states, where each of them is split
+over the tensor axis, and rests in parts, if any of its dims divides.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 import numpy
 
-from autopar.ir import Op, Program, refs
+from autopar.ir import Op, Program, TensorType, refs
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import stands_for
@@ -27,6 +30,7 @@ from cost_models.compute import kernel_time_s
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES
 from cost_models.recipe import Recipe
+from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
 
 __all__ = ["Least", "OpLeast", "least_op_s"]
@@ -95,11 +99,14 @@ class Least:
         self.parts = numpy.array(rows or [[0.0] * len(OpLeast._fields)]).T
         self.launches_s = float(self.parts[6].sum())
         self.host = gpu.host
+        self.gpu, self.optimizer, self.recipe = gpu, optimizer, recipe
         self.batch = program.batch_size or 1
         reader: dict[str, int] = {}
         for op, n in zip(program.ops, times, strict=True):
             for r in refs(op):
                 reader[r] = min(n, reader.get(r, n))
+        self._read = [(program.types[p.value], p.trainable, reader[p.value]) for p in program.params if p.value in reader]
+        self._resting: dict[tuple[Rest, int, int], float] = {}
         trained = [(program.types[p.value], reader.get(p.value, 1)) for p in program.params if p.trainable]
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
@@ -119,6 +126,46 @@ class Least:
         work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
         pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, mesh.pp, choice.chunks, m)
         return pipeline_s + self.update_s / (mesh.pp * mesh.tp * choice.shard)
+
+    def bytes(self, choice: Choice) -> float:
+        """Of the fullest rank of a choice."""
+        key = choice.rest, choice.shard, choice.mesh.tp
+        if key not in self._resting:
+            self._resting[key] = self._at_rest(*key)
+        return self._resting[key] / choice.mesh.pp
+
+    def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
+        """What of a GPU's memory there is for that at most."""
+        return (limit_bytes - self.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - batch_bytes
+
+    def _at_rest(self, rest: Rest, shard: int, tp: int) -> float:
+        """Of the whole program on as many ranks as split it over the tensor axis and, in parts, over the data axis. The figures of one
+        parameter are those of `Estimator`."""
+        recipe, states = self.recipe, OPTIMIZERS[self.optimizer]
+        resting = passes = update = 0.0
+        for t, trained, times in self._read:
+            item, used = t.dtype.itemsize, t.numel / _parts(t, tp)
+            if not trained:
+                resting += times * item * used
+                continue
+            rests = used / _parts(t, shard)
+            gradient = rests if rest.reduced == "pass" else used
+            made = item if recipe.gradient_itemsize is None or recipe.accumulates else recipe.gradient_itemsize
+            resting += times * rests * (item + (states * (recipe.state_itemsize or item) if states else 0) + recipe.master_itemsize)
+            if recipe.accumulates:
+                kept = (recipe.gradient_itemsize or item) + recipe.gradient_copies * item
+                resting += times * kept * (rests if rest.gradients else used)
+            else:
+                passes += times * made * gradient
+                update += times * made * rests
+            if states > 1 and recipe.optimizer_passes > 1:
+                update += times * made * rests
+        return resting + max(passes, update)
+
+
+def _parts(t: TensorType, n: int) -> int:
+    """n if any dim of a parameter divides into so many parts, or 1: it is whole then."""
+    return n if any(size and size % n == 0 for size in t.shape) else 1
 
 
 def _fixed(program: Program) -> frozenset[str]:
