@@ -15,7 +15,7 @@
 Lives: always; in the passes, forward and backward; or in the optimizer's update. The most that a rank needs is what is there always, and
 the larger of what is there at the fullest moment of the passes and in the update. A pool is stated for one parameter, or for a rank; the
 planner sums it over pieces, over stages and over ranks, and takes what a rank has always from the room that stages are cut for. A new
-pool is one entry of POOLS.
+pool is one entry of POOLS; of a larger parameter it must not be smaller (planner/bounds.py).
 """
 
 from __future__ import annotations

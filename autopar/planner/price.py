@@ -172,14 +172,16 @@ def zero_dims(program: Program, shard: int) -> dict[str, int]:
     return found
 
 
-def param_bytes(program: Program, dims: Mapping[str, int], shard: int) -> dict[str, ParamBytes]:
-    """value -> its bytes on a rank. program: of one rank (tensor-parallel shapes)."""
+def param_bytes(program: Program, dims: Mapping[str, int], shard: int, *, ranks: int = 1) -> dict[str, ParamBytes]:
+    """value -> its bytes on a rank. program: of one rank (tensor-parallel shapes). ranks: of the data axis; a program that was laid over
+    no such axis and stands for one of several ranks uses every parameter for work of its own."""
+    beside = (BATCH,) if ranks > 1 and BATCH not in program.layouts else ()
     found = {}
     for p in program.params:
         t = program.types[p.value]
         parts = shard if p.fqn in dims else 1
         found[p.value] = ParamBytes(
             local_bytes=t.nbytes, resting_bytes=t.nbytes // parts, numel=t.numel, resting_numel=t.numel // parts, trainable=p.trainable,
-            summed=tuple(axis for axis, layout in p.layouts if layout == R and axis in AXES),
+            summed=(*beside, *(axis for axis, layout in p.layouts if layout == R and axis in AXES)),
         )  # fmt: skip
     return found

@@ -110,7 +110,7 @@ class Question:
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer,
             flow=flow(choice.schedule, ranks, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
-            dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments,
+            dims=dims, params=param_bytes(rank.program, dims, choice.shard, ranks=mesh.over("batch")), segments=segments,
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
             recompute=self.pins.recompute or "auto",
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Program x Cluster -> Plan: the choices in the order of what they could at best be, each priced only as far as it can still win.
 
-    choice    the work divided by the GPUs, and the pipeline's bubble                            bounds.Least
+    choice    the work divided by the GPUs, and the pipeline's bubble; what rests on a rank      bounds.Least
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
     stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
     exact     of the whole program, memory from liveness at every moment of a step               Estimator.candidate
@@ -116,19 +116,25 @@ class Search(Question):
         self.unsure = set[Choice]()
         self._fastest: dict[Choice, Estimator] = {}
         queue: list[_Entry] = []
+        hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
         for choice in self.space.choices():
             least_s = self._least.step_s(choice, self.batch_size)
-            queue.append(_Entry(least_s, choice.simplicity, next(numbers), choice))
+            (queue if self._could_fit(choice) else hopeless).append(_Entry(least_s, choice.simplicity, next(numbers), choice))
         heapq.heapify(queue)
-        said.choices = len(queue)
+        said.choices = len(queue) + len(hopeless)
         bounds: dict[Choice, float] = {}  # of those that were priced: what no cuts of theirs can be faster than
-        while queue:
+        nothing = True
+        while queue or (nothing and hopeless):
+            if not queue:
+                queue, hopeless = hopeless, []
+                heapq.heapify(queue)
             entry = heapq.heappop(queue)
             if entry.exact is not None:
                 said.left = sum(e.draft is None and e.exact is None for e in queue)
                 least = min([entry.least_s, *(e.least_s for e in queue if e.exact is None and e.draft is None)])
                 said.bound_s = min([least, *bounds.values()])
                 said.drafts = sorted((e.draft for e in queue if e.draft is not None), key=lambda d: d.times.step_s)
+                nothing = False
                 yield entry.exact
                 continue
             over_time = self.time_limit_s is not None and time.perf_counter() - start > self.time_limit_s
@@ -204,6 +210,10 @@ class Search(Question):
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
+
+    def _could_fit(self, choice: Choice) -> bool:
+        """Whether what rests on the fullest rank leaves room."""
+        return self._least.bytes(choice) <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
 
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
