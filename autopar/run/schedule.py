@@ -27,7 +27,8 @@ from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
 from autopar.run.weights import Step
-from cost_models.actions import Action, Exchange
+from cost_models.actions import Action
+from cost_models.exchanges import Exchange
 from cost_models.pipeline import SCHEDULES, exchanged, flow
 from cost_models.pipeline import schedule as schedule_of
 
