@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 __all__ = [
-    "UNITS", "Action", "Event", "Fast", "Pass", "Ranks", "ScheduleError", "Timeline", "alone", "order_of", "parse", "peaks",
+    "UNITS", "Action", "Event", "Pass", "Ranks", "ScheduleError", "Timeline", "alone", "order_of", "parse", "peaks",
     "rank_of_stages", "render", "simulate", "validate",
 ]  # fmt: skip
 
@@ -207,32 +207,3 @@ def peaks(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
             held[a.stage] += (a.pass_ == "F") - (a.pass_ == frees)
             most[a.stage] = max(most[a.stage], held[a.stage])
     return tuple(most)
-
-
-class Fast:
-    """The makespan of one step's actions for any seconds, without its events."""
-
-    def __init__(self, ranks: Sequence[Sequence[Action]]) -> None:
-        of = rank_of_stages(ranks)
-        order = order_of(ranks)
-        place = {action: k for k, action in enumerate(order)}
-        before: dict[int, int] = {}
-        self.stages = len(of)
-        self._steps: list[tuple[int, int, int, bool]] = []  # duration, action before it on its rank, action that it waits for, transferred
-        nothing = len(order)
-        for k, action in enumerate(order):
-            rank = of[action.stage]
-            others = [n for n in action.needs(len(of)) if n.stage != action.stage]
-            need = place[others[0]] if others else nothing
-            moved = bool(others) and of[others[0].stage] != rank
-            kind = {"F": 0, "B": 1, "W": 2}[action.pass_]
-            self._steps.append((kind * len(of) + action.stage, before.get(rank, nothing), need, moved))
-            before[rank] = k
-
-    def makespan_s(self, forward_s: Sequence[float], backward_s: Sequence[float], p2p_s: float) -> float:
-        duration = [*forward_s, *backward_s, *[0.0] * self.stages]
-        end = [0.0] * (len(self._steps) + 1)
-        for k, (d, before, need, moved) in enumerate(self._steps):
-            start, arrived = end[before], end[need] + p2p_s if moved else end[need]
-            end[k] = (start if start >= arrived else arrived) + duration[d]
-        return max(end)

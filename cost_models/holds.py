@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_models.actions import Action, Pass
-from cost_models.exchanges import Numbered
+from cost_models.exchanges import posted
+from cost_models.numbered import Numbered
 
 __all__ = ["OnRank", "Situation", "situations"]
 
@@ -31,8 +32,8 @@ class Situation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnRank:
-    """stages: those that a rank holds, in order. situations: those that no other one of them covers. waiting: by stage, the most
-    micro-batches whose activations, and whose gradients, have arrived before they are used."""
+    """stages: those that a rank holds, in order. situations: those that no other one of them covers, and that do not lie between two.
+    waiting: by stage, the most micro-batches whose activations, and whose gradients, have arrived before they are used."""
 
     stages: tuple[int, ...]
     situations: tuple[Situation, ...]
@@ -42,10 +43,10 @@ class OnRank:
 def situations(ranks: Sequence[Sequence[Action]]) -> tuple[OnRank, ...]:
     """What each rank holds."""
     steps = Numbered(ranks)
-    return tuple(_on_rank(r, steps, posted) for r, posted in enumerate(steps.posted()))
+    return tuple(_on_rank(r, steps, own) for r, own in enumerate(posted(steps)))
 
 
-def _on_rank(rank: int, steps: Numbered, posted: Sequence[tuple[list[int], list[int]]]) -> OnRank:
+def _on_rank(rank: int, steps: Numbered, exchanged: Sequence[tuple[list[int], list[int]]]) -> OnRank:
     of, actions = steps.of, [steps.actions[k] for k in steps.ranks[rank]]
     stages = [s for s, r in enumerate(of) if r == rank]
     index = {s: k for k, s in enumerate(stages)}
@@ -53,8 +54,8 @@ def _on_rank(rank: int, steps: Numbered, posted: Sequence[tuple[list[int], list[
     left = [sum(a.stage == s and a.pass_ == frees for a in actions) for s in stages]
     held, reduced = [0] * len(stages), [False] * len(stages)
     waiting, most = [[0, 0] for _ in stages], [[0, 0] for _ in stages]
-    found: dict[tuple[int, Pass, bool], dict[Situation, None]] = {}
-    for number, action, (_, receives) in zip(steps.ranks[rank], actions, posted):
+    found: dict[tuple[int, Pass, bool], dict[tuple[tuple[int, ...], tuple[bool, ...]], None]] = {}
+    for number, action, (_, receives) in zip(steps.ranks[rank], actions, exchanged):
         k, backward = index[action.stage], action.pass_ == "B"
         for m in receives:
             message = steps.actions[m]
@@ -68,14 +69,29 @@ def _on_rank(rank: int, steps: Numbered, posted: Sequence[tuple[list[int], list[
             held[k] -= 1
             left[k] -= 1
         last = action.pass_ == frees and left[k] == 0
-        found.setdefault((k, action.pass_, last), {})[Situation(k, action.pass_, tuple(held), tuple(reduced), last)] = None
+        found.setdefault((k, action.pass_, last), {})[tuple(held), tuple(reduced)] = None
         held[k] += action.pass_ == "F"
         reduced[k] |= action.pass_ == frees
     kept: list[Situation] = []
-    for alike in found.values():
+    for (k, pass_, last), every in found.items():
+        alike = _corners([Situation(k, pass_, *held_and_reduced, last) for held_and_reduced in every])
         uncovered: list[Situation] = []
         for one in sorted(alike, key=lambda x: (-sum(x.held), -sum(x.reduced))):
             if not any(other.covers(one) for other in uncovered):
                 uncovered.append(one)
         kept += uncovered
     return OnRank(stages=tuple(stages), situations=tuple(kept), waiting=tuple((f, b) for f, b in most))
+
+
+def _corners(every: Sequence[Situation]) -> list[Situation]:
+    """Those that do not lie halfway between the one before and the one behind, in the order in which they come: of a straight line, as a
+    steady state is, its ends. What a rank holds is linear in the micro-batches of its stages, so that one of the ends holds most."""
+    kept = []
+    for k, now in enumerate(every):
+        if 0 < k < len(every) - 1:
+            before, behind = every[k - 1], every[k + 1]
+            same = before.reduced == now.reduced == behind.reduced
+            if same and all(a + b == 2 * n for a, b, n in zip(before.held, behind.held, now.held)):
+                continue
+        kept.append(now)
+    return kept

@@ -18,9 +18,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cost_models.actions import Action, Fast, Ranks, alone, peaks, rank_of_stages, simulate
+from cost_models.actions import Action, Ranks, alone, peaks, rank_of_stages, simulate
 from cost_models.exchanges import Exchange, exchanges
 from cost_models.holds import OnRank, situations
+from cost_models.numbered import Fast
 
 __all__ = ["SCHEDULES", "Flow", "Schedule", "exchanged", "flow", "in_flight", "schedule", "simulate", "step_time_s"]
 
