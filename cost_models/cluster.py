@@ -115,9 +115,7 @@ class Link:
     it for large messages. Two protocols: `simple` moves bulk data; `low_latency` carries a flag beside each word, so that it
     needs no synchronisation but reaches only low_latency_fraction of the rate. start_*: once per collective; hop_*: per step.
     peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
-    rate at which it does; 0 where it cannot. contended_step_s: what each step of a collective inside stages takes longer while the
-    transfers between stages of a pipeline are under way on this link, where it stays in a node; contended_hop_s: where it leaves
-    the node. switched: any pair gets the
+    rate at which it does; 0 where it cannot. switched: any pair gets the
     full rate; otherwise the wires are point to point.
     """
 
@@ -132,8 +130,6 @@ class Link:
     peer_s: float
     in_switch_fraction: float
     switched: bool
-    contended_step_s: float = 0.0
-    contended_hop_s: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def source(self, key: str) -> str:
@@ -276,7 +272,6 @@ def _link(table: _Table, name: str) -> Link:
         **{f: table.number(f, least=1e-3, most=1) for f in ("achievable_fraction", "low_latency_fraction")},
         **{f: table.number(f) for f in ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s", "peer_s")},
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
-        **{f: table.number(f) if f in table.data else 0.0 for f in ("contended_step_s", "contended_hop_s")},
     }
     table.done()
     return Link(name=name, switched=switched, sources=(("title", title), *table.sources), **numbers)

@@ -148,7 +148,7 @@ class Store:
             return split
         size = (batch or 1) // mesh.dp // count
         contended = self.pricer(mesh).contended
-        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed, recipe.stops_early)
+        priced_by = (contended, *recipe.of_operators)
         key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), form, *priced_by)
         if key not in self._rank:
             self._rank[key] = self._build(mesh, split, recipe, form)
