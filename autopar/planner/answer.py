@@ -11,6 +11,7 @@ from autopar.ir import Program, Span, refs
 from autopar.measure import count as count_op
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import GIB, Candidate, Draft, Mesh, Rank
+from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.lower import axis_plan, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.shard import Assignment
@@ -58,7 +59,7 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
     if rank.tensor is not None:
         axes["tp"] = axis_plan(rank.moments.body, rank.tensor)
     bound_s = min(search.said.bound_s, c.step_time_s) if search.said.bound_s < math.inf else 0.0
-    tokens = _tokens(program)
+    tokens, kinds = _tokens(program), seconds_by_kind(c)
     return Plan(
         model=program.name,
         program_hash=program_hash(program),
@@ -98,6 +99,8 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         ],
         limits=_limits(search, c),
         alternatives=_alternatives(search.said, c),
+        seconds_by_kind=kinds,
+        step_spread=spread_of(kinds, search.cluster),
         pins={k: v for k, v in _asdict(search.pins).items() if v is not None},
         searched=search.said.counts(),
     )
