@@ -32,7 +32,7 @@ def test_a_spread_is_the_mean_square_of_its_parts() -> None:
     assert half == pytest.approx(math.sqrt(ACCOUNT**2 + 0.15**2 + 0.1**2))
     assert step_spread({}, {}) == step_spread({"a": 1.0}, {"a": 0.0}) == ACCOUNT
     assert interval(2.0, 0.1) == pytest.approx((2 * math.exp(-0.12816), 2 * math.exp(0.12816)))
-    assert CENTRAL == pytest.approx(math.sqrt(2) * 0.906194, abs=1e-4), "the error function is 0.8 at 0.906194"
+    assert pytest.approx(math.sqrt(2) * 0.906194, abs=1e-4) == CENTRAL, "the error function is 0.8 at 0.906194"
 
 
 def test_every_term_of_memory_has_a_spread() -> None:
