@@ -11,7 +11,8 @@ from msgspec import structs
 from autopar.capture import capture
 from autopar.measure import Pricer
 from autopar.planner import Pins
-from autopar.planner.candidate import Candidate, Times
+from autopar.planner.candidate import Candidate
+from autopar.planner.estimate import Times
 from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search

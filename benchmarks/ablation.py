@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autopar.planner.candidate import Times
+from autopar.planner.estimate import Times
 from autopar.planner.plan import MemoryPlan
 from benchmarks._predict import Prediction, predictions, repriced
 from benchmarks._runs import Skip

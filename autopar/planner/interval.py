@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+from autopar.axes import BATCH
 from autopar.planner.candidate import Candidate
 from cost_models.cluster import Cluster
 from cost_models.uncertainty import SPREADS, step_spread
@@ -37,7 +38,7 @@ def seconds_by_kind(c: Candidate) -> dict[str, float]:
     micro_batch_s = sum(busiest.values())
     scale = (c.compute_s + c.bubble_s) / micro_batch_s if micro_batch_s else 0.0
     found = _sum(
-        [{kind: s * scale for kind, s in busiest.items()}, {_links(c, "dp"): c.gradient_sync_s}, {UPDATE: c.optimizer_s}]
+        [{kind: s * scale for kind, s in busiest.items()}, {_links(c, BATCH): c.gradient_sync_s}, {UPDATE: c.optimizer_s}]
     )
     return dict(sorted(((kind, s) for kind, s in found.items() if s > 0), key=lambda item: -item[1]))
 
@@ -53,22 +54,22 @@ def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
     """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
     ledger, span = c.rank.ledger, c.segments[k].span
-    costs = ledger.costs[span.start : span.stop]
+    ops, costs = c.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
     exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop))[:2])
     passes = []
     for way in (0, 1):
         kinds: dict[str, float] = {}
-        for cost in costs:
+        for op, cost in zip(ops, costs, strict=True):
             device_s = (cost.forward_s, cost.backward_s)[way]
             # of both ways together only the sum is known of what is communication
             share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0
             own = MEASURED if cost.measured else cost.counts.op_class
-            kinds = _sum([kinds, {own: device_s * (1 - share)}, {_links(c, "tp"): device_s * share} if share else {}])
+            kinds = _sum([kinds, {own: device_s * (1 - share)}, {_links(c, str(op.kwarg("axis"))): device_s * share} if share else {}])
         host_s = sum(cost.host_s[way] for cost in costs)
         passes.append({LAUNCHES: host_s} if host_s > sum(kinds.values()) else kinds)
     again_s, forward_s = c.estimator.pieces[k].modes[c.part.modes[k]].again_s, sum(passes[0].values())
     again = {kind: s * again_s / forward_s for kind, s in passes[0].items()} if again_s and forward_s else {}
-    return _sum([*passes, again, {_links(c, "dp"): exposed_s} if exposed_s > 0 else {}])
+    return _sum([*passes, again, {_links(c, BATCH): exposed_s} if exposed_s > 0 else {}])
 
 
 def _links(c: Candidate, axis: str) -> str:
