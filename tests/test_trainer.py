@@ -1,0 +1,100 @@
+"""Hugging Face's Trainer under four plans beside the plain Trainer on one process: logs, evaluation, checkpoints, resumption."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="the extra tools is not installed")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from autopar.errors import LaunchError
+from autopar.integrations.trainer import AutoparTrainer
+from autopar.run import WorkerPool
+
+pytestmark = pytest.mark.gloo
+
+PLANS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}}
+LENGTH, WORDS = 8, 32
+Data = list[dict[str, torch.Tensor]]
+
+
+def data(size: int, seed: int) -> Data:
+    """Sequences with labels of which some are ignored, more of them in some samples than in others."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(WORDS, (size, LENGTH), generator=generator)
+    ignored = torch.rand(size, LENGTH, generator=generator) < torch.linspace(0, 0.6, size)[:, None]
+    return [{"input_ids": i, "labels": label} for i, label in zip(ids, ids.masked_fill(ignored, -100), strict=True)]
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    assert found.predictions.shape == (10, LENGTH, WORDS)  # of all samples, once
+    return {"accuracy": float((np.argmax(found.predictions, -1) == found.label_ids).mean()), "logit": float(found.predictions[9, -1, -1])}
+
+
+def trained(folder: str, pins: dict[str, Any] | None, *, resume: str | None = None, compare: bool = True, **more: Any) -> dict[str, Any]:
+    """Train six steps of two batches each. pins: of AutoparTrainer on two processes; None: the plain Trainer on one."""
+    each = 4 if pins is None else 2
+    args = TrainingArguments(
+        output_dir=folder, max_steps=6, per_device_train_batch_size=each, per_device_eval_batch_size=each, gradient_accumulation_steps=2,
+        learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=3,
+        use_cpu=True, report_to=[], disable_tqdm=True, adam_epsilon=1e-4, **more,
+    )  # fmt: skip
+    kind = Trainer if pins is None else functools.partial(AutoparTrainer, compile_options={"pins": pins, "cluster": "cpu"})
+    trainer = kind(model(), args, train_dataset=data(36, 1), eval_dataset=data(10, 2), compute_metrics=accuracy if compare else None)
+    trainer.train(resume_from_checkpoint=resume)
+    timed = ("runtime", "per_second", "preparation", "total_flos")
+    log = [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in trainer.state.log_history]
+    state = trainer.model_wrapped.full_state_dict() if pins is not None else trainer.model.state_dict()
+    return {"log": log, "state": {name: t.clone() for name, t in state.items()}}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], *, after: int = 0) -> None:
+    theirs = [entry for entry in expected["log"] if entry["step"] > after and "train_loss" not in entry]
+    ours = [entry for entry in found["log"] if entry["step"] > after and "train_loss" not in entry]
+    assert len(theirs) >= 3
+    assert len(ours) == len(theirs)
+    for mine, entry in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(entry, rel=2e-6), entry  # the Trainer keeps sums of losses in float32
+    for name, tensor in expected["state"].items():
+        torch.testing.assert_close(found["state"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2, backend="gloo") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("stock")
+    return {**trained(str(folder), None), "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_loss_curve_is_that_of_one_process(pair: WorkerPool, stock: dict[str, Any], folders: Path, plan: str) -> None:
+    for found in pair.run(trained, str(folders / plan), PLANS[plan], timeout_s=300):
+        assert_same(found, stock)
+        assert found["log"][-1]["train_loss"] == pytest.approx(stock["log"][-1]["train_loss"], rel=2e-6)
+    loaded = GPT2LMHeadModel.from_pretrained(folders / plan / "checkpoint-6", dtype=torch.float64).state_dict()
+    for name, tensor in stock["state"].items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-9, atol=1e-9)
