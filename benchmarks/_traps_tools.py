@@ -72,7 +72,8 @@ def trainer_of_hugging_face(compile: Compile) -> Results:
     first.train()
     again = training()
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return {"log": told(first), "resumed": told(again), "state": state(first.model_wrapped), "again": state(again.model_wrapped)}
+    models = [trainer.model if options is None else trainer.model_wrapped for trainer in (first, again)]
+    return {"log": told(first), "resumed": told(again), "states": [state(model) for model in models]}
 
 
 @program(KIND)
@@ -87,7 +88,7 @@ def accelerated(compile: Compile) -> Results:
     folder = str(folder_of_all("accelerated"))
     loader = DataLoader(TensorDataset(*batch(1, size=4 * BATCH)), batch_size=BATCH)
     short = DataLoader(TensorDataset(*batch(2, size=BATCH + 6)), batch_size=BATCH)
-    model = compile(seeded(Net), example_inputs=batch())
+    trained_one = model = compile(seeded(Net), example_inputs=batch())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     model, optimizer, loader, schedule, short = accelerator.prepare(model, optimizer, loader, schedule, short)
@@ -114,7 +115,7 @@ def accelerated(compile: Compile) -> Results:
     after = epoch()
     with torch.no_grad():
         labels = [accelerator.gather_for_metrics(y) for x, y in short if model(x, y).item() > 0]
-    return {"losses": losses, "rate": rate, "before": before, "after": after, "labels": torch.cat(labels), "state": state(model)}
+    return {"losses": losses, "rate": rate, "before": before, "after": after, "labels": torch.cat(labels), "state": state(trained_one)}
 
 
 @program(KIND)

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
-from benchmarks._traps_kit import BATCH, Compile, Net, Results, batch, batches, program, seeded, state, train, trained
+from autopar.data import Batches
+from benchmarks._traps_kit import BATCH, Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
 
 KIND = "training"
 
@@ -147,3 +148,34 @@ def lengths_that_vary(compile: Compile) -> Results:
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randint(16, (2, BATCH, length), generator=generator) for length in (6, 10, 6, 8, 10, 8)]
     return trained(model, inputs=[(ids, labels) for ids, labels in inputs])
+
+
+@program(KIND)
+def lengths_in_buckets(compile: Compile) -> Results:
+    """Samples of many lengths, padded to two of them with labels that are ignored, and a last batch that is filled; without padding on one
+    process."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = [int(n) for n in torch.randint(3, 9, (2 * BATCH + 5,), generator=generator)]
+    data = [tuple(torch.randint(16, (2, n), generator=generator)) for n in lengths]
+    model = compile(seeded(Sequences), example_inputs=(torch.zeros(BATCH, 8, dtype=torch.long),) * 2, local_batch=True)
+    parts = model.data_ranks if isinstance(model, autopar.ParallelModule) else 1
+    options = {"batch_size": BATCH, "lengths": (5, 8), "seed": 4}
+    if isinstance(model, autopar.ParallelModule):
+        pad = autopar.Padding({0: 0, 1: -100}, lengths=(5, 8), batch_size=BATCH // parts, labels=1)
+        return trained(model, inputs=DataLoader(data, batch_sampler=autopar.batches(lengths, model, **options), collate_fn=pad))  # type: ignore[arg-type]
+    chosen = Batches(lengths, part=0, parts=1, shuffle=True, drop_last=False, **options)  # type: ignore[arg-type]
+    losses, optimizer = [], sgd(model)
+    for indices in chosen:
+        words = sum(lengths[i] for i in indices)
+        optimizer.zero_grad()
+        loss = sum(model(*(t[None] for t in data[i])) * (lengths[i] / words) for i in indices)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def stages_compiled(compile: Compile) -> Results:
+    """torch.compile of the emitted stages."""
+    return trained(compile(seeded(Net), example_inputs=batch(), compile_stages="aot_eager"), steps=3)

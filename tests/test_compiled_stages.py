@@ -93,6 +93,7 @@ def _graphs(layers: int) -> int:
 
 
 @pytest.mark.pure
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch's own front end
 def test_a_block_of_many_layers_is_compiled_once() -> None:
     assert _graphs(2) == _graphs(4) > 1
 
