@@ -213,8 +213,9 @@ def compile(  # noqa: A001  (the field's word)
             backend=backend,
         )  # fmt: skip
         module = ParallelModule(
-            load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards, returns=captured.returns,
-            returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype, local_batch=local_batch,
+            load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards,
+            returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
+            local_batch=local_batch,
         )  # fmt: skip
         leave_out(model, captured.written)
         keep = module.__dict__

@@ -38,7 +38,7 @@ def sampler(
 
 
 class Padding:
-    """The collate_fn of a DataLoader: batches of one size, of sequences of a few lengths, so that a module is captured for each length once.
+    """The collate_fn of a DataLoader: batches of one size, of sequences of a few lengths: a module is captured for each length once.
 
         pad = autopar.Padding({"input_ids": 0, "labels": -100}, lengths=(128, 256, 512), batch_size=8, labels="labels")
         DataLoader(dataset, batch_size=8, collate_fn=pad)
@@ -58,13 +58,15 @@ class Padding:
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:  # fmt: skip
         if batch_size is not None and labels not in fill:
-            raise ValueError(f"batch_size={batch_size} needs labels=NAME, one of {list(fill)}: what is added to a batch must not be trained on")
+            raise ValueError(
+                f"batch_size={batch_size} needs labels=NAME, one of {list(fill)}: what is added to a batch must not be trained on"
+            )
         self.lengths = _sorted(lengths) if lengths is not None else None
         self._fill, self._batch_size, self._labels, self._collate = dict(fill), batch_size, labels, collate
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The batch of these samples."""
-        own = [dict(s) if isinstance(s, Mapping) else list(s) for s in samples]
+        own: list[Any] = [dict(s) if isinstance(s, Mapping) else list(s) for s in samples]
         if self._batch_size is not None:
             if len(own) > self._batch_size:
                 raise ValueError(f"a batch of {len(own)} samples is larger than batch_size={self._batch_size} of autopar.Padding")
@@ -79,7 +81,8 @@ class Padding:
 
     def _ignored(self, sample: Any) -> Any:
         made = sample.copy()
-        value, label = self._fill[self._labels], made[self._labels]  # type: ignore[index]
+        assert self._labels is not None
+        value, label = self._fill[self._labels], made[self._labels]
         made[self._labels] = torch.full_like(label, value) if isinstance(label, Tensor) else type(label)(value)
         return made
 

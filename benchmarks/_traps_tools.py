@@ -122,6 +122,7 @@ def accelerated(compile: Compile) -> Results:
 def lightning_trainer(compile: Compile) -> Results:
     """Lightning: accumulation, clipping, a schedule, validation, a checkpoint, and a second fit that goes on from it."""
     import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     from autopar.integrations.lightning import AutoparStrategy
 
@@ -151,6 +152,7 @@ def lightning_trainer(compile: Compile) -> Results:
         strategy: Any = "auto" if options is None else AutoparStrategy("net", **more)
         trainer = pl.Trainer(
             accelerator="cpu", devices=1 if options is None else options["gpus"], strategy=strategy, max_epochs=epochs, logger=False,
+            plugins=[] if options is None else [TorchElasticEnvironment()],
             gradient_clip_val=0.1, accumulate_grad_batches=2, enable_progress_bar=False, enable_model_summary=False,
             enable_checkpointing=False, num_sanity_val_steps=1,
         )  # fmt: skip

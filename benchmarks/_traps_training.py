@@ -22,7 +22,8 @@ KIND = "training"
 
 def folder_of_all(name: str) -> Path:
     """A folder that the processes of one pool of workers see, and no other process."""
-    return Path(tempfile.gettempdir()) / f"autopar-training-{os.getppid()}-{os.environ.get('WORLD_SIZE', '1')}-{name}"
+    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return Path(tempfile.gettempdir()) / f"autopar-training-{os.getppid()}-{count}-{name}"
 
 
 @program(KIND)

@@ -15,7 +15,6 @@ pytest.importorskip("accelerate", reason="the extra tools is not installed")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from autopar.errors import LaunchError
 from autopar.integrations.trainer import AutoparTrainer
 from autopar.run import WorkerPool
 

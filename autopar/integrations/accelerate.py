@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, convert_outputs_to_fp32, recursively_apply
+from accelerate.utils import DistributedType, broadcast_object_list, convert_outputs_to_fp32, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.checkpoint import load, save
+from autopar.integrations.order import shuffled_alike
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
 
@@ -32,7 +33,7 @@ __all__ = ["AutoparAccelerator", "one_process"]
 _OWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class AutoparAccelerator(Accelerator):  # type: ignore[misc]
+class AutoparAccelerator(Accelerator):
     """An Accelerator for a model that autopar.compile has made. Arguments as of Accelerate's.
 
         accelerator = AutoparAccelerator(gradient_accumulation_steps=2)
@@ -63,6 +64,12 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
     def split_batches(self) -> bool:
         """False: a batch is what the DataLoader makes."""
         return False
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        """Every process is given all batches, shuffled in the same order."""
+        if not self.use_seedable_sampler and self.state.num_processes > 1:
+            shuffled_alike(getattr(data_loader, "sampler", None), lambda seed: broadcast_object_list([seed])[0])
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A scheduler that goes on by one at each step of the optimizer."""
@@ -127,7 +134,7 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
         module = getattr(model, "module", None) if isinstance(model, StandIn) and not isinstance(model, ParallelModule) else model
         if isinstance(module, ParallelModule):
             return module.full_state_dict(rank0_only=True)
-        return (model.original if isinstance(model, StandIn) else model).state_dict()
+        return self.unwrap_model(model).state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Collective: what was prepared, what was registered for checkpointing, and the generators of rank 0, to a folder. Returns it.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.checkpoint import load, save
 from autopar.compiler import compile as parallel
+from autopar.integrations.order import shuffled_alike
 from autopar.run.stand_in import StandIn
 
 __all__ = ["AutoparStrategy"]
@@ -60,6 +61,7 @@ class AutoparStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False  # every process is given every batch
         self.model = self.precision_plugin.convert_module(self.model)
         self._compile()
         self.model_to_device()
@@ -121,8 +123,13 @@ class AutoparStrategy(DDPStrategy):
     # ----------------------------------------------------------------------------------------- every process has all samples
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All samples, in the same order on every process."""
+        """All samples."""
         return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Shuffled in the same order on every process."""
+        shuffled_alike(getattr(dataloader, "sampler", None), self.broadcast)
+        return dataloader
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The same: values are global ones."""

@@ -31,7 +31,7 @@ __all__ = ["AutoparTrainer"]
 FOLDER = "autopar"  # of a checkpoint of the Trainer's: the parts of parameters and optimizer states
 
 
-class AutoparTrainer(Trainer):  # type: ignore[misc]
+class AutoparTrainer(Trainer):
     """A Trainer that trains its model in parallel as autopar plans it.
 
         trainer = AutoparTrainer(model, args, train_dataset=..., compile_options={"pins": {"tp": 2}})

@@ -62,11 +62,10 @@ def in_parts(tree: ast.Module) -> ast.Module:
 
 def made_fast(names: dict[str, Any], backend: str) -> None:
     """The parts among the names of a loaded module, compiled when they are first called. Random numbers are those of torch itself."""
-    options = {"fallback_random": True} if backend == "inductor" else None
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = {"fallback_random": True} if backend == "inductor" else None
     for name, value in list(names.items()):
         if PART in name and callable(value):
-            made: Callable[..., Any] = torch.compile(value, backend=backend, options=options, dynamic=False)  # type: ignore[call-overload]
-            names[name] = made
+            names[name] = torch.compile(value, backend=backend, options=options, dynamic=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------ private
@@ -167,7 +166,7 @@ def _part(name: str, statements: Sequence[ast.stmt], rest: Sequence[ast.stmt]) -
     takes: dict[str, None] = {}
     gone: dict[str, None] = {}  # names of the caller's that the part forgets, or gives another value
     body: list[ast.stmt] = []
-    given = {argument: node for argument, node in outside.given.values()}
+    given = dict(outside.given.values())
     for statement in own:
         if isinstance(statement, ast.Delete):
             for target in statement.targets:
@@ -186,10 +185,9 @@ def _part(name: str, statements: Sequence[ast.stmt], rest: Sequence[ast.stmt]) -
     gives = sorted(made & wanted)
     result = ast.Tuple(elts=[ast.Name(id=n, ctx=ast.Load()) for n in gives], ctx=ast.Load())
     arguments = [*takes, *given]
-    part = ast.FunctionDef(
-        name=name, body=[*body, ast.Return(value=result)], decorator_list=[], returns=None, type_comment=None, type_params=[],
-        args=ast.arguments(posonlyargs=[], args=[ast.arg(arg=a) for a in arguments], kwonlyargs=[], kw_defaults=[], defaults=[]),
-    )  # fmt: skip
+    part = ast.parse(f"def {name}({', '.join(arguments)}): pass").body[0]
+    assert isinstance(part, ast.FunctionDef)
+    part.body = [*body, ast.Return(value=result)]
     values: list[ast.expr] = [ast.Name(id=n, ctx=ast.Load()) for n in takes]
     values += given.values()
     call = ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=values, keywords=[])
