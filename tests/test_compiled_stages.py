@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import autopar
 from autopar.render.compiled import PART, check_backend, in_parts
 from autopar.run import WorkerPool
-from tests.checkpoint_model import adamw, batch, difference, plain, trained, whole_state
+from tests.checkpoint_model import Block, D, V, adamw, batch, difference, trained, whole_state
 
 SOURCE = '''
 import torch
@@ -83,10 +85,29 @@ def test_backends_by_name() -> None:
         check_backend(3)  # type: ignore[arg-type]
 
 
+class Decoder(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(V, D)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(D, V)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.wte(ids)
+        for layer in self.layers:
+            h = layer(h)
+        return F.cross_entropy(self.head(h).view(-1, V), labels.view(-1))
+
+
+def decoder(layers: int = 2) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(layers).double()
+
+
 def _graphs(layers: int) -> int:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    model = autopar.compile(plain(layers=layers), 1, example_inputs=batch(0), cluster="cpu", compile_stages="aot_eager")
+    model = autopar.compile(decoder(layers), 1, example_inputs=batch(0), cluster="cpu", compile_stages="aot_eager")
     model(*batch(0)).backward()
     model(*batch(1)).backward()
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -108,7 +129,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def training(pins: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return _trained(autopar.compile(plain(layers=2), 2, example_inputs=batch(0), cluster="cpu", pins=pins, compile_stages="aot_eager"))
+    return _trained(autopar.compile(decoder(), 2, example_inputs=batch(0), cluster="cpu", pins=pins, compile_stages="aot_eager"))
 
 
 def _trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -132,7 +153,7 @@ def pair() -> Iterator[WorkerPool]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_trains_as_on_one_process(pair: WorkerPool, plan: str) -> None:
-    losses, state = _trained(plain(layers=2))
+    losses, state = _trained(decoder())
     for found, whole in pair.run(training, PLANS[plan], timeout_s=500):
         assert found == pytest.approx(losses, rel=1e-11)
         assert difference(whole, state) < 1e-11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import warnings
@@ -240,6 +241,12 @@ class ParallelModule(StandIn):
         loss: Tensor = result if returned is None or not returned.has_loss else returned.loss_in(result)
         loss.backward()
         return loss.detach()
+
+    def profile(self, *args: object, steps: int = 3, **kwargs: object) -> Any:
+        """Collective: the time and memory of `steps` forward and backward passes of a batch, after one that is not counted, beside what the
+        plan predicted (`autopar.watch.Profiled`; printed, a table). Gradients, buffers and random numbers are afterwards what they were."""
+        watch = importlib.import_module("autopar.watch")  # which knows the planner
+        return watch.profiled(self, args, kwargs, steps=steps)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it.
