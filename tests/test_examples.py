@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -14,9 +15,9 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader, DistributedSampler
 
-pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -69,6 +70,7 @@ def of_the_plain_loop(steps: int) -> list[float]:
     return losses[:steps]
 
 
+@pytest.mark.gloo
 def test_a_plain_loop_under_torchrun_on_one_and_on_two_nodes(tmp_path: Path) -> None:
     """Four steps on one node; then two agents, which find each other, go on from the checkpoint under another plan."""
     script = str(ROOT / "examples" / "plain_loop.py")
@@ -85,3 +87,53 @@ def test_a_plain_loop_under_torchrun_on_one_and_on_two_nodes(tmp_path: Path) -> 
     both = [started(*TORCHRUN, *meeting, *train, cwd=tmp_path) for _ in range(2)]
     (said,) = [line for line in printed(both) if line]  # rank 0 is on one of them
     assert json.loads(said) == pytest.approx(expected[4:], rel=1e-9)
+
+
+@pytest.mark.gloo
+def test_ray_train_runs_the_plain_loop_on_local_workers(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install 'autopar[ray]'")
+    script = str(ROOT / "examples" / "ray_train.py")
+    ray = started(sys.executable, script, "--workers", "2", "--pin", "dp=2", "--steps", "3", "--output", str(tmp_path), cwd=tmp_path)
+    (text,) = printed([ray])
+    assert float(text) == pytest.approx(of_the_plain_loop(3)[-1], rel=1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name,package", [("hf_trainer", "accelerate"), ("accelerated", "accelerate"), ("lightning_module", "lightning")])
+def test_examples_of_tools_under_torchrun(name: str, package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'autopar[tools]'")
+    more = ("--devices", "2") if name == "lightning_module" else ()
+    script = str(ROOT / "examples" / f"{name}.py")
+    run = started(*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, "--pin", "tp=2", *more, cwd=tmp_path)
+    (text,) = printed([run])
+    if name == "lightning_module":
+        found = ast.literal_eval(text)
+        assert 0 < found["train_loss"] < 1.4  # below the loss of a guess among four classes
+        assert found["val_accuracy"] > 0.3
+        assert list((tmp_path / "lightning").rglob("rest.ckpt"))
+    else:
+        losses = ast.literal_eval(text)
+        assert losses[-1] < losses[0]
+        assert list(tmp_path.rglob("checkpoint.json"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [{"hf_trainer": "hf-trainer", "lightning_module": "lightning"}.get(name, name)]
+
+
+@pytest.mark.pure
+def test_templates_for_clusters_start_the_script_as_torchrun_reads_them() -> None:
+    batch = (ROOT / "examples" / "slurm.sbatch").read_text(encoding="utf-8")
+    checked = subprocess.run(["bash", "-n"], input=batch, capture_output=True, text=True, check=False, timeout=60)
+    assert checked.returncode == 0, checked.stderr
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text(encoding="utf-8"))
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert (job["kind"], container["name"], container["command"][0]) == ("PyTorchJob", "pytorch", "torchrun")
+    assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["nprocPerNode"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+    options = {word for word in batch.split() if word.startswith("--")}
+    known = subprocess.run([*TORCHRUN, "--help"], capture_output=True, text=True, check=True, timeout=120).stdout
+    for option in ("--nnodes", "--nproc-per-node", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"):
+        assert option in options
+        assert option in known
