@@ -66,7 +66,10 @@ class Variants:
             count = program.batch_size or 0
             size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
             planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
-            remedy = "Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
+            remedy = (
+                "Give batches that divide alike (drop the last short one, or fill it with autopar.Padding), or compile the model for this "
+                "size and mode"
+            )
             if count == plan.global_batch:
                 remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
             raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e

@@ -5,7 +5,7 @@
 
 A decoder is trained by two modules of the same plan, one compiled and one not, whose steps (forward and backward) take turns on the same
 workers. Times are of the processor, of all threads of the slowest rank, and the ratio is that of their medians: below 1 the compiled one is
-faster. Before that the losses of both are compared: exit code 1 if they differ by more than rounding. The first step of the compiled module,
+faster. Before it the losses of both are compared: exit code 1 if they differ by more than rounding. The first step of the compiled module,
 in which everything is compiled, is given apart.
 """
 

@@ -1,7 +1,7 @@
 """Ray Train: python examples/ray_train.py --workers 2 --pin tp=2
 
-Ray starts the workers and makes their process group; autopar compiles in it. On a cluster `ray.init("auto")` finds it; each worker needs the
-environment and a folder for checkpoints that all of them see, and `--gpu` gives each worker a GPU.
+Ray starts the workers and makes their process group; autopar compiles in it. On a cluster `ray.init("auto")` finds it; each worker needs
+the environment and a folder for checkpoints that all of them see, and `--gpu` gives each worker a GPU.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def test_a_plain_loop_under_torchrun_on_one_and_on_two_nodes(tmp_path: Path) -> 
 
 @pytest.mark.gloo
 def test_ray_train_runs_the_plain_loop_on_local_workers(tmp_path: Path) -> None:
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install 'autopar[ray]'")
+    if any(importlib.util.find_spec(name) is None for name in ("ray", "pyarrow")):
+        pytest.skip("ray.train is not installed: pip install 'autopar[ray]'")
     script = str(ROOT / "examples" / "ray_train.py")
     ray = started(sys.executable, script, "--workers", "2", "--pin", "dp=2", "--steps", "3", "--output", str(tmp_path), cwd=tmp_path)
     (text,) = printed([ray])

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from autopar.integrations.trainer import AutoparTrainer
 from autopar.run import WorkerPool
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]  # of transformers
 
 PLANS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}}
 LENGTH, WORDS = 8, 32
@@ -97,3 +97,43 @@ def test_the_loss_curve_is_that_of_one_process(pair: WorkerPool, stock: dict[str
     loaded = GPT2LMHeadModel.from_pretrained(folders / plan / "checkpoint-6", dtype=torch.float64).state_dict()
     for name, tensor in stock["state"].items():
         torch.testing.assert_close(loaded[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def resumed(folder: str, pins: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    return trained(folder, pins, resume=checkpoint)
+
+
+def test_a_checkpoint_is_resumed_under_another_plan_and_so_is_one_of_the_plain_trainer(
+    pair: WorkerPool, stock: dict[str, Any], folders: Path
+) -> None:
+    if not (folders / "zero3" / "checkpoint-3").exists():
+        pair.run(trained, str(folders / "zero3"), PLANS["zero3"], timeout_s=500)
+    for plan, checkpoint in (("tp2", folders / "zero3" / "checkpoint-3"), ("pp2", stock["folder"] / "checkpoint-3")):
+        for found in pair.run(resumed, str(folders / f"{plan}-resumed"), PLANS[plan], str(checkpoint), timeout_s=500):
+            assert_same(found, stock, after=3)
+
+
+def smoothed(folder: str, pins: dict[str, Any] | None) -> dict[str, Any]:
+    """Label smoothing, whose loss the Trainer makes of the logits; and evaluation before the first step."""
+    return trained(folder, pins, compare=False, label_smoothing_factor=0.1, eval_on_start=True)
+
+
+def test_a_loss_outside_of_the_model_and_evaluation_before_training(pair: WorkerPool, tmp_path: Path) -> None:
+    expected = smoothed(str(tmp_path / "stock"), None)
+    for found in pair.run(smoothed, str(tmp_path / "tp2"), PLANS["tp2"], timeout_s=500):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "given,remedy",
+    [
+        ({"gradient_checkpointing": True}, "autopar plans recompute"),
+        ({"torch_compile": True}, "compile_stages"),
+        ({"auto_find_batch_size": True}, "'memory'"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "Use another strategy"),
+    ],
+)
+def test_what_the_trainer_cannot_follow_is_refused_with_the_remedy(given: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given)
+    with pytest.raises(ValueError, match=remedy):
+        AutoparTrainer(model(), args, train_dataset=data(4, 1))

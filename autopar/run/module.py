@@ -420,7 +420,8 @@ class ParallelModule(StandIn):
             if sum(len(known) for known in self._forms.values()) >= FORMS:
                 raise ValueError(
                     f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
-                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
+                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
+                    f"and pad sequences to a few lengths (autopar.Padding)"
                 )
             inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
             try:
