@@ -33,10 +33,10 @@ def data(size: int, seed: int) -> Data:
     return [{"input_ids": i, "labels": label} for i, label in zip(ids, ids.masked_fill(ignored, -100), strict=True)]
 
 
-def model() -> GPT2LMHeadModel:
+def model(dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = dict(vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).to(dtype)
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -44,7 +44,10 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((np.argmax(found.predictions, -1) == found.label_ids).mean()), "logit": float(found.predictions[9, -1, -1])}
 
 
-def trained(folder: str, pins: dict[str, Any] | None, *, resume: str | None = None, compare: bool = True, **more: Any) -> dict[str, Any]:
+def trained(
+    folder: str, pins: dict[str, Any] | None, *, resume: str | None = None, compare: bool = True, dtype: torch.dtype = torch.float64,
+    evaluated: int = 10, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Train six steps of two batches each. pins: of AutoparTrainer on two processes; None: the plain Trainer on one."""
     each = 4 if pins is None else 2
     args = TrainingArguments(
@@ -53,7 +56,8 @@ def trained(folder: str, pins: dict[str, Any] | None, *, resume: str | None = No
         use_cpu=True, report_to=[], disable_tqdm=True, adam_epsilon=1e-4, **more,
     )  # fmt: skip
     kind = Trainer if pins is None else functools.partial(AutoparTrainer, compile_options={"pins": pins, "cluster": "cpu"})
-    trainer = kind(model(), args, train_dataset=data(36, 1), eval_dataset=data(10, 2), compute_metrics=accuracy if compare else None)
+    metrics = accuracy if compare else None
+    trainer = kind(model(dtype), args, train_dataset=data(36, 1), eval_dataset=data(evaluated, 2), compute_metrics=metrics)
     trainer.train(resume_from_checkpoint=resume)
     timed = ("runtime", "per_second", "preparation", "total_flos")
     log = [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in trainer.state.log_history]
@@ -114,14 +118,29 @@ def test_a_checkpoint_is_resumed_under_another_plan_and_so_is_one_of_the_plain_t
 
 
 def smoothed(folder: str, pins: dict[str, Any] | None) -> dict[str, Any]:
-    """Label smoothing, whose loss the Trainer makes of the logits; and evaluation before the first step."""
-    return trained(folder, pins, compare=False, label_smoothing_factor=0.1, eval_on_start=True)
+    """Label smoothing, whose loss the Trainer makes of the logits; and evaluation before the first step, with a last batch of one."""
+    return trained(folder, pins, compare=False, label_smoothing_factor=0.1, eval_on_start=True, evaluated=9)
 
 
 def test_a_loss_outside_of_the_model_and_evaluation_before_training(pair: WorkerPool, tmp_path: Path) -> None:
     expected = smoothed(str(tmp_path / "stock"), None)
     for found in pair.run(smoothed, str(tmp_path / "tp2"), PLANS["tp2"], timeout_s=500):
         assert_same(found, expected)
+
+
+def mixed(folder: str, pins: dict[str, Any] | None, bf16: bool) -> dict[str, Any]:
+    """In mixed precision, evaluated on a last batch of one sample; the loss alone."""
+    return trained(folder, pins, compare=False, bf16=bf16, dtype=torch.float32, evaluated=9)
+
+
+def test_mixed_precision_of_the_arguments_is_in_force(pair: WorkerPool, tmp_path: Path) -> None:
+    expected, plain = (mixed(str(tmp_path / f"stock{bf16}"), None, bf16)["log"] for bf16 in (True, False))
+    for found in pair.run(mixed, str(tmp_path / "dp2"), PLANS["dp2"], True, timeout_s=500):
+        assert found["log"][0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)  # of two batches, before the first step
+        assert abs(plain[0]["loss"] / expected[0]["loss"] - 1) > 5e-5
+        for mine, theirs in zip(found["log"], expected, strict=True):
+            for key in (k for k in theirs if "loss" in k):
+                assert mine[key] == pytest.approx(theirs[key], rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -81,15 +81,18 @@ class AutoparTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """As the Trainer's; where only the loss is wanted no other output is asked for."""
+        """As the Trainer's; where only the loss is wanted no other output is asked for. A last batch that does not divide is computed with
+        whole parameters, with a warning."""
         labelled = len(self.label_names) > 0 and all(inputs.get(name) is not None for name in self.label_names)
-        if not prediction_loss_only or not labelled or self.label_smoother is not None or self.compute_loss_func is not None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            items = self._get_num_items_in_batch([inputs], self.args.device)
-            loss = self.compute_loss(model, inputs, num_items_in_batch=items)
-        return loss.detach().mean(), None, None
+        module = self._started()
+        with module.by_the_original_where_unplanned() if module is not None else contextlib.nullcontext():
+            if not prediction_loss_only or not labelled or self.label_smoother is not None or self.compute_loss_func is not None:
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                items = self._get_num_items_in_batch([inputs], self.args.device)
+                loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+            return loss.detach().mean(), None, None
 
     # ---------------------------------------------------------------------------------------------------------- checkpoints
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -330,6 +330,17 @@ class ParallelModule(StandIn):
             yield
 
     @contextlib.contextmanager
+    def by_the_original_where_unplanned(self) -> Iterator[None]:
+        """Inside, and under torch.no_grad(), what cannot run as it was planned (a batch that does not divide) is computed by the original
+        with whole parameters on every rank, with a warning; as in any case with outputs='all'."""
+        outputs = self._outputs
+        self.__dict__["_outputs"] = "all"
+        try:
+            yield
+        finally:
+            self.__dict__["_outputs"] = outputs
+
+    @contextlib.contextmanager
     def captured_at_home(self) -> Iterator[None]:
         """Collective: inside, the original may be captured: whole, and on the devices where it was."""
         with self._tree.as_whole(write=False, home=True):
