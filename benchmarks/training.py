@@ -47,6 +47,7 @@ def _feature(group: str, *programs: str, needs: Sequence[str] = ()) -> Feature:
 
 FEATURES: Mapping[str, Feature] = {
     "autocast": _feature("precision", "autocast_around_the_call", "lower_precision_inside"),
+    'precision="bf16"': _feature("precision", "computes_in_bf16"),
     "GradScaler": _feature("precision", "grad_scaler"),
     "save and load": _feature("checkpoints", "saved_and_resumed", "saved_beside_training"),
     "state_dict": _feature("checkpoints", "full_state_dict_saved", "loaded_by_the_original_keys", "optimizer_resumed"),

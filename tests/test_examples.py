@@ -101,12 +101,14 @@ def test_ray_train_runs_the_plain_loop_on_local_workers(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name,package", [("hf_trainer", "accelerate"), ("accelerated", "accelerate"), ("lightning_module", "lightning")])
-def test_examples_of_tools_under_torchrun(name: str, package: str, tmp_path: Path) -> None:
+def test_examples_of_tools(name: str, package: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'autopar[tools]'")
-    more = ("--devices", "2") if name == "lightning_module" else ()
     script = str(ROOT / "examples" / f"{name}.py")
-    run = started(*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, "--pin", "tp=2", *more, cwd=tmp_path)
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", script)
+    if name == "lightning_module":  # which starts its processes itself
+        command = (sys.executable, script, "--devices", "2")
+    run = started(*command, "--pin", "tp=2", cwd=tmp_path)
     (text,) = printed([run])
     if name == "lightning_module":
         found = ast.literal_eval(text)

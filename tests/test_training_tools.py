@@ -14,12 +14,7 @@ from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge, Outcome
 
 PLANS = ("dp2", "tp2", "pp2", "zero3")
-OF_TOOLS = {
-    "trainer_of_hugging_face": "accelerate",
-    "accelerated": "accelerate",
-    "lightning_trainer": "lightning",
-    "adapters_of_peft": "peft",
-}
+OF_TOOLS = {"accelerated": "accelerate", "lightning_trainer": "lightning", "adapters_of_peft": "peft"}  # the Trainer: test_trainer.py
 OF_LOOPS = ("scheduled", "groups_by_name", "saved_and_resumed", "local_parts_of_the_batch", "lengths_in_buckets")
 
 
