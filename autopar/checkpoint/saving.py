@@ -21,6 +21,7 @@ from autopar.checkpoint.storage import Writer
 from autopar.checkpoint.subjects import Subject, subject_of
 from autopar.checkpoint.values import encode
 from autopar.errors import CheckpointError, LaunchError
+from autopar.progress import working
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
 from autopar.run.together import done_by_all
@@ -65,7 +66,8 @@ def save(
     held, contents, save_id = prepared_by_all(subject, prepare, "saving")
     writer = Writer(folder, subject.agreed(save_id), subject.rank)
     if not async_save:
-        write(writer, held, contents, subject.group)
+        with working(f"saving {folder}"):
+            write(writer, held, contents, subject.group)
         return None
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autopar-save")
     released_at_exit()
