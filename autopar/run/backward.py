@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.run import record
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.region import Region, without_unreached
@@ -89,10 +90,12 @@ class Backward:
         """The loss as the user is given it."""
 
         def gradients(grad: Tensor) -> list[Tensor | None]:
-            if not loss.requires_grad:  # forward has run backward too, from a gradient of 1
-                return self._gradients(grad)
-            loss.backward(grad)
-            return self._gradients(None)
+            record.phase(record.BACKWARD)
+            if loss.requires_grad:
+                loss.backward(grad)
+            found = self._gradients(None if loss.requires_grad else grad)  # else forward has run backward too, from a gradient of 1
+            record.phase(record.OUTSIDE)
+            return found
 
         return _Deposit.apply(loss.detach(), gradients, *self.leaves)
 
@@ -102,8 +105,11 @@ class Backward:
         names = [name for name in values if name in outputs.differentiable]
 
         def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            record.phase(record.BACKWARD)
             run.backward(outputs.cotangents(dict(zip(names, grads, strict=True)), n))
-            return self._gradients(None)
+            found = self._gradients(None)
+            record.phase(record.OUTSIDE)
+            return found
 
         opened = _Opened.apply(gradients, len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
+from autopar.run import record
 from autopar.run.groups import Group, group_of
 
 __all__ = ["AXES", "MADE_OF", "Axis", "Mesh"]
@@ -124,7 +125,9 @@ class Mesh:
         """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
         boxed = [value]
         if self.talks:
+            record.entered(record.AGREEMENT, self.everyone.name)
             dist.broadcast_object_list(boxed, src=0, group=self.everyone.group, device=device)
+            record.left()
         return boxed[0]
 
     def agree_number(self, value: int | None, device: torch.device) -> int | None:
@@ -133,7 +136,9 @@ class Mesh:
             return value
         number = (value or 0) % 2**64
         boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device=device)
+        record.entered(record.AGREEMENT, self.everyone.name)
         dist.broadcast(boxed, src=0, group=self.everyone.group)
+        record.left()
         there, high, low = boxed.tolist()
         return (high << 32) + low if there else None
 
@@ -142,7 +147,9 @@ class Mesh:
         if not self.talks:
             return
         found = [""] * self.world
+        record.entered(record.AGREEMENT, self.everyone.name)
         dist.all_gather_object(found, repr(value), group=self.everyone.group)
+        record.left()
         for rank, other in enumerate(found):
             if other != found[0]:
                 ranks = f"rank 0 and rank {rank}, which must be given the same data"
@@ -153,7 +160,9 @@ class Mesh:
         if not self.talks:
             return set(values)
         found: list[list[str]] = [[]] * self.world
+        record.entered(record.AGREEMENT, self.everyone.name)
         dist.all_gather_object(found, values, group=self.everyone.group)
+        record.left()
         return {value for one in found for value in one}
 
     def _unflatten(self, rank: int) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, NoLoss
-from autopar.run import comm, state
+from autopar.run import comm, record, state
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
@@ -163,13 +163,18 @@ class ParallelModule(StandIn):
         debug mode of every call).
         """
         close_steps()
+        record.step(self._calls + 1)
+        record.phase(record.FORWARD)
         self._tree.begin_step()
         form = self._form_for(args, kwargs)
         self.__dict__["_calls"] += 1
         if form is None:
-            return self._of_the_original(args, kwargs)
-        with without():  # the program has the casts
-            return self._run(form, args, kwargs)
+            returned = self._of_the_original(args, kwargs)
+        else:
+            with without():  # the program has the casts
+                returned = self._run(form, args, kwargs)
+        record.phase(record.OUTSIDE)
+        return returned
 
     def _run(self, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         mesh, tree = self.mesh, self._tree
