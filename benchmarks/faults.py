@@ -104,7 +104,7 @@ def _run(kills: int, draw: random.Random, folder: Path) -> int:
             print(f"start {number}: a checkpoint of {saved} steps was complete, and {found.began} were loaded")
         saved = max(saved, found.saved)
         if PLANS[plan][0] > 1:
-            wanted = rf"^autopar: rank {kill.rank} of 2 \(process \d+\) was killed, or crashed, .*{_SAYS[phase]}.*$"
+            wanted = rf"^autopar: rank {kill.rank} of 2 \(process \d+\) was killed, or crashed, .*{_SAYS[phase]}"
             said = [line for line in found.text.splitlines() if line.strip()]
             if len(said) != 1 or not re.match(wanted, said[0]):
                 counts["other messages"] += 1

@@ -24,7 +24,7 @@ from autopar.errors import CheckpointError, LaunchError
 from autopar.run import watch
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
-from autopar.run.record import CHECKPOINT, SAVING, doing, entered
+from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
 from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
@@ -77,7 +77,13 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autopar-save")
     released_at_exit()
     finish_first(_wait)
-    going = Saving(executor.submit(write, writer, held, contents, subject.group), folder)
+
+    def write_beside() -> None:
+        saving_beside(True)
+        write(writer, held, contents, subject.group)
+        saving_beside(False)
+
+    going = Saving(executor.submit(write_beside), folder)
     executor.shutdown(wait=False)
     _under_way.append(going)
     return going

@@ -24,10 +24,10 @@ from autopar.errors import AutoparError
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED", "FOLLOWED",
     "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "Own", "Seen", "doing",
-    "entered", "inside", "left", "line", "note_line", "now", "phase", "step", "write_to",
+    "entered", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step", "write_to",
 ]  # fmt: skip
 
-_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH = range(10)
+_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE = range(11)
 _NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -81,6 +81,11 @@ def phase(number: int) -> None:
     _now[_PHASE], _now[_LINE] = number, 0
 
 
+def saving_beside(going: bool) -> None:
+    """Whether a save goes on beside training."""
+    _now[_BESIDE] = going
+
+
 @contextlib.contextmanager
 def doing(number: int, kind: int = 0) -> Iterator[None]:
     """A phase for the time of a block, and perhaps a collective that all of it is; after an error both stay noted."""
@@ -118,7 +123,8 @@ def write_to(view: memoryview) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A record as it was read. waits: whether its watch has found that it waits too long. text: how it ended, or where it is."""
+    """A record as it was read. waits: whether its watch has found that it waits too long. beside: whether it saved beside training. text:
+    how it ended, or where it is."""
 
     pid: int
     state: int
@@ -129,6 +135,7 @@ class Seen:
     count: int
     beat: int
     waits: bool
+    beside: bool
     text: str
 
     @staticmethod
@@ -138,7 +145,8 @@ class Seen:
         text = data[_TEXT : _TEXT + length].decode(errors="replace")
         pid, state, at_step, at_phase, at, at_line, count, beat, waits = numbers[:9]
         return Seen(
-            pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits), text=text
+            pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
+            beside=bool(numbers[_BESIDE]), text=text,
         )  # fmt: skip
 
     @property
@@ -158,9 +166,10 @@ class Seen:
     @property
     def where(self) -> str:
         """'in step 12, backward, in an all-reduce over dp, line 83 of the emitted module'."""
-        steps = f"in step {self.step}, " if self.step and self.phase in (FORWARD, BACKWARD) else f"after step {self.step} began, "
+        steps = f"in step {self.step}, " if self.step and self.phase in (FORWARD, BACKWARD) else f"after step {self.step}, "
         what = PHASES[self.phase] if self.phase < len(PHASES) else ""
-        return f"{steps if self.step else ''}{what}{f', in {self.collective}' if self.at else ''}"
+        beside = ", saving a checkpoint beside" if self.beside else ""
+        return f"{steps if self.step else ''}{what}{f', in {self.collective}' if self.at else ''}{beside}"
 
 
 class Own:

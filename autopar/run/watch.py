@@ -210,11 +210,12 @@ class Watch:
 
     def _look(self, now: float) -> None:
         if self._of_torchrun and os.getppid() != self._parent:
-            self._leave(f"autopar: torchrun, which started rank {self.rank}, has gone; the rank ends")
+            self._leave(f"torchrun, which started rank {self.rank}, has gone; the rank ends")
         self.leaving.go_on()
         if self._store is not None and len(self._others) + 1 < self.world:
             self._over_the_store(lambda store: store.set(f"{self._token}/{self.rank}", self.own.data().hex()))
-        if self.gone():
+        gone = self.gone()
+        if gone:
             self._gone_since = self._gone_since or now
             if now - self._gone_since > _GRACE_S:
                 self.own.mark(record.FOLLOWED)
@@ -227,19 +228,18 @@ class Watch:
         waits_s = now - self._last_since if waiting else 0.0
         late = waits_s > self.timeout_s / 10
         asked = late or any(other.seen().waits for other in self._others.values())
-        if asked:
+        if asked and own.state == record.RUNNING:
             self.own.tell(self._whereabouts())
         self.own.beats(waits=late)
-        if late and not self._told and waits_s > self.timeout_s / 10 + 3 * _PERIOD_S:  # others have told where they are by now
+        if late and not (gone or self._told) and waits_s > self.timeout_s / 10 + 3 * _PERIOD_S:  # others have told where they are by now
             self._told = True
             self.say(self.wait_of(waits_s), "waits")
         if waits_s > self.timeout_s:
             text = f"{self.wait_of(waits_s)}. That is longer than {TIMEOUT}={self.timeout_s:g} allows: the ranks end"
-            self.say(text, "timeout")
-            self.own.mark(record.FAILED, text)
-            self._exit(1)
-        if not asked:
+            self._leave(text)
+        if not asked and self._told:
             self._told = False
+            (self._folder / "waits").unlink(missing_ok=True)
 
     def _leave(self, text: str) -> None:
         self.own.mark(record.FOLLOWED, text)
