@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -404,6 +405,8 @@ class ParallelModule(StandIn):
             return first  # which says what is missing or not known
         shapes = first.batch.shapes(args, kwargs)
         key = self._key(shapes, around := ambient())
+        if self.mesh.talks:
+            record.given(self._number(key))
         if self.debug or self._calls < CHECKED:
             self.mesh.check_equal(key, "the shapes of the inputs, the training mode, or torch.autocast around the call,")
         forms = self._forms.get(key, [])
@@ -452,6 +455,16 @@ class ParallelModule(StandIn):
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _number(self, key: Key) -> int:
+        """For a key, the same on every rank."""
+        known = self.__dict__.setdefault("_numbers", {})
+        if key not in known:
+            if len(known) > FORMS:
+                known.clear()
+            known[key] = zlib.crc32(repr(key).encode())
+        number: int = known[key]
+        return number
 
     def _takes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         """Whether the original's forward can be called so."""

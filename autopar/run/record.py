@@ -24,10 +24,10 @@ from autopar.errors import AutoparError
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED", "FOLLOWED",
     "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "Own", "Seen", "doing",
-    "entered", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step", "write_to",
+    "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step", "write_to",
 ]  # fmt: skip
 
-_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE = range(11)
+_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN = range(12)
 _NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -77,6 +77,11 @@ def step(number: int) -> None:
     _now[_STEP] = number
 
 
+def given(number: int) -> None:
+    """What the call is of, as a number: shapes and modes, which must be the same on all ranks."""
+    _now[_GIVEN] = number
+
+
 def phase(number: int) -> None:
     _now[_PHASE], _now[_LINE] = number, 0
 
@@ -123,8 +128,8 @@ def write_to(view: memoryview) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A record as it was read. waits: whether its watch has found that it waits too long. beside: whether it saved beside training. text:
-    how it ended, or where it is."""
+    """A record as it was read. waits: whether its watch has found that it waits too long. beside: whether it saved beside training. given:
+    a number for the shapes of its call. text: how it ended, or where it is."""
 
     pid: int
     state: int
@@ -136,6 +141,7 @@ class Seen:
     beat: int
     waits: bool
     beside: bool
+    given: int
     text: str
 
     @staticmethod
@@ -146,7 +152,7 @@ class Seen:
         pid, state, at_step, at_phase, at, at_line, count, beat, waits = numbers[:9]
         return Seen(
             pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
-            beside=bool(numbers[_BESIDE]), text=text,
+            beside=bool(numbers[_BESIDE]), given=numbers[_GIVEN], text=text,
         )  # fmt: skip
 
     @property

@@ -336,6 +336,10 @@ class Watch:
         places = [place if len(by_place) == 1 else f"{_ranks(ranks)} {place}" for place, ranks in by_place.items()]
         text += f" {'; '.join(places)}"
         for rank, s in sorted(seen.items()):
+            if rank != self.rank and (s.step, s.phase) == (seen[self.rank].step, seen[self.rank].phase) and s.given != seen[self.rank].given:
+                text += f"; ranks {self.rank} and {rank} were called with inputs of other shapes than each other, or in other modes"
+                break
+        for rank, s in sorted(seen.items()):
             if rank not in waiting:
                 ended = rank in self._others and not self._others[rank].alive()
                 text += f"; rank {rank} {'has ended' if ended else 'is'} {s.where}{f' ({s.text})' if s.text and not ended else ''}"
