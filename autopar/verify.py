@@ -172,8 +172,8 @@ def _not_a_number(model: nn.Module, original: _Original, step: int, loss: float)
     first = next((name for name, t in tensors if t.is_floating_point() and not t.isfinite().all()), "") if step == 0 else ""
     where = f"; {first} has values that are not finite, which may be why" if first else ""
     return (
-        f"the loss of {type(model).__name__} itself is {loss} on the example inputs (step {step + 1}, float64, one process){where}: there is "
-        f"nothing to compare with. Give weights and inputs whose loss is a number"
+        f"the loss of {type(model).__name__} itself is {loss} on the example inputs (step {step + 1}, float64, one process){where}: there "
+        f"is nothing to compare with. Give weights and inputs whose loss is a number"
     )
 
 

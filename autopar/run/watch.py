@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.run import record
+from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
 from autopar.run.record import Other, Own, Seen
 
@@ -229,7 +229,7 @@ class Watch:
         late = waits_s > self.timeout_s / 10
         asked = late or any(other.seen().waits for other in self._others.values())
         if asked and own.state == record.RUNNING:
-            self.own.tell(self._whereabouts())
+            self.own.tell(whereabouts(self._main or 0))
         self.own.beats(waits=late)
         if late and not (gone or self._told) and waits_s > self.timeout_s / 10 + 3 * _PERIOD_S:  # others have told where they are by now
             self._told = True
@@ -253,15 +253,6 @@ class Watch:
             self._store = self.leaving.store = None
             return None
 
-    def _whereabouts(self) -> str:
-        """The line of the user's program, and of the emitted module, at which the main thread is."""
-        frames = traceback.extract_stack(sys._current_frames().get(self._main or 0))
-        emitted = [f for f in frames if f.filename.startswith("<autopar_emitted_")]
-        users = [f for f in frames if not _ours(f.filename)]
-        found = [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in users[-1:]]
-        found += [f"line {f.lineno} of the emitted module (`{f.line}`)" for f in emitted[-1:]]
-        return ", ".join(found)
-
     # ------------------------------------------------------------------------------------------------------------- messages
     def gone(self) -> dict[int, Seen]:
         """Ranks of this machine that have ended otherwise than well, with what they did last."""
@@ -282,31 +273,11 @@ class Watch:
             time.sleep(0.02)
 
     def _culprit(self) -> str:
-        dead = {rank: other.seen() for rank, other in self._others.items() if not other.alive()}
-        failed = {rank: other.seen() for rank, other in self._others.items() if other.seen().state == record.FAILED}
-        for rank, seen in {r: s for r, s in dead.items() if s.state == record.RUNNING}.items():
-            return self._killed(rank, seen)
-        for rank, seen in failed.items():
-            return (
-                f"rank {rank} of {self.world} has failed {seen.where}: {seen.text} (its own traceback is above, or in its log). The other "
-                f"ranks end"
-            )
-        own = self.own.seen()
-        for seen in dead.values():
-            if seen.state == record.FOLLOWED and seen.text:
-                return seen.text
-        for rank, seen in {r: s for r, s in dead.items() if s.state == record.ENDED and own.at}.items():
-            return (
-                f"rank {rank} of {self.world} has ended by itself ({seen.where}), and rank {self.rank} waits for it, {own.where}: all "
-                f"ranks must make the same calls, as many batches, saves and evaluations"
-            )
-        return ""
+        dead = self._dead()
+        return culprit({rank: other.seen() for rank, other in self._others.items()}, dead, self.rank, self.own.seen(), self.world)
 
-    def _killed(self, rank: int, seen: Seen, how: str = "was killed, or crashed,") -> str:
-        return (
-            f"rank {rank} of {self.world} (process {seen.pid}) {how} {seen.where}. What came after the last "
-            f"checkpoint is lost; the other ranks end"
-        )
+    def _dead(self) -> frozenset[int]:
+        return frozenset(rank for rank, other in self._others.items() if not other.alive())
 
     def _far_away(self) -> str:
         """Of ranks on other machines: one whose record does not change any more."""
@@ -322,28 +293,14 @@ class Watch:
         time.sleep(6 * _PERIOD_S)
         for rank, seen in (self._over_the_store(read) or {}).items():
             if rank in before and before[rank].beat == seen.beat and seen.state != record.FOLLOWED:
-                return self._killed(rank, seen, "on another machine is not heard of any more; it was last")
+                return killed(rank, seen, self.world, "on another machine is not heard of any more; it was last")
         return ""
 
     def wait_of(self, waits_s: float) -> str:
         """Which ranks wait for which."""
+        dead = self._dead()
         seen = {rank: other.seen() for rank, other in self._others.items()} | {self.rank: self.own.seen()}
-        waiting = {rank: s for rank, s in seen.items() if s.waits or rank == self.rank}
-        text = f"{_ranks(list(waiting))} of {self.world} {'has' if len(waiting) == 1 else 'have'} waited {waits_s:.0f} s"
-        by_place: dict[str, list[int]] = {}
-        for rank, s in waiting.items():
-            by_place.setdefault(f"{s.where}{f' ({s.text})' if s.text else ''}", []).append(rank)
-        places = [place if len(by_place) == 1 else f"{_ranks(ranks)} {place}" for place, ranks in by_place.items()]
-        text += f" {'; '.join(places)}"
-        for rank, s in sorted(seen.items()):
-            if rank != self.rank and (s.step, s.phase) == (seen[self.rank].step, seen[self.rank].phase) and s.given != seen[self.rank].given:
-                text += f"; ranks {self.rank} and {rank} were called with inputs of other shapes than each other, or in other modes"
-                break
-        for rank, s in sorted(seen.items()):
-            if rank not in waiting:
-                ended = rank in self._others and not self._others[rank].alive()
-                text += f"; rank {rank} {'has ended' if ended else 'is'} {s.where}{f' ({s.text})' if s.text and not ended else ''}"
-        return text
+        return wait_of(seen, dead, self.rank, self.world, waits_s)
 
     def say(self, text: str, what: str = "said") -> None:
         """Once for each machine. In a pool of workers the process that started them says it."""
@@ -381,11 +338,6 @@ class Watch:
         self._tidy()
 
 
-def _ranks(ranks: list[int]) -> str:
-    named = ", ".join(map(str, sorted(ranks)[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
-
-
 def _timeout() -> float:
     text = os.environ.get(TIMEOUT, "")
     try:
@@ -395,13 +347,6 @@ def _timeout() -> float:
     if not value > 0:
         raise ValueError(f"{TIMEOUT} must be a number of seconds above 0, not {text!r}")
     return value
-
-
-_PLACES = tuple(os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in (record.__file__, dist.__file__))
-
-
-def _ours(filename: str) -> bool:
-    return filename.startswith((*_PLACES, "<"))
 
 
 def _is_default(number: int) -> bool:
