@@ -80,7 +80,7 @@ def _check_parts(rank: Program, plan: Plan) -> None:
         shape = shapes[name]
         if plan.shard < 2 or not 0 <= dim < len(shape) or shape[dim] % plan.shard or not shape[dim]:
             raise PlanError(
-                f"the plan cuts the parameter {name!r} along dim {dim} into {plan.shard} parts, and on a rank it is {list(shape)}: plan anew"
+                f"the plan cuts the parameter {name!r} along dim {dim} into {plan.shard} parts; on a rank it is {list(shape)}: plan anew"
             )
 
 

@@ -35,8 +35,8 @@ def culprit(others: Mapping[int, Seen], dead: Set[int], rank: int, own: Seen, wo
     for r, seen in gone.items():
         if seen.state == record.ENDED and own.at:
             return (
-                f"rank {r} of {world} has ended by itself ({seen.where}), and rank {rank} waits for it, {own.where}: all ranks must make the "
-                f"same calls, as many batches, saves and evaluations"
+                f"rank {r} of {world} has ended by itself ({seen.where}), and rank {rank} waits for it, {own.where}: all ranks must make "
+                f"the same calls, as many batches, saves and evaluations"
             )
     return ""
 

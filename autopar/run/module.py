@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.debug import debug_level
 from autopar.errors import CaptureError, NoLoss
 from autopar.run import comm, record, state
 from autopar.run.autocast import Autocast, ambient, without
@@ -129,7 +129,7 @@ class ParallelModule(StandIn):
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
-        keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
+        keep["debug"] = debug if debug is not None else debug_level() >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
             keep |= {name: original.__dict__[name] for name in REGISTRIES}

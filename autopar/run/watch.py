@@ -26,12 +26,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autopar.errors import SettingError
 from autopar.run import record
 from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
 from autopar.run.record import Other, Own, Seen
 
-__all__ = ["TIMEOUT", "Watch", "begin", "current", "end", "followed", "in_pool", "report"]
+__all__ = ["TIMEOUT", "Watch", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
 TIMEOUT = "AUTOPAR_TIMEOUT"  # seconds that a rank may wait in a collective for others; a tenth of it until it says so
 _DEFAULT_S = 600.0
@@ -119,7 +120,7 @@ class Watch:
 
     def __init__(self, own: Own, folder: Path, rank: int, world: int, token: str) -> None:
         self.own, self.rank, self.world = own, rank, world
-        self.timeout_s = _timeout()
+        self.timeout_s = timeout_s()
         self.leaving = Leaving(rank, world, token)
         self._folder, self._token = folder, token
         self._others: dict[int, Other] = {}
@@ -338,14 +339,15 @@ class Watch:
         self._tidy()
 
 
-def _timeout() -> float:
+def timeout_s() -> float:
+    """How long a rank waits in a collective. SettingError if the variable says no number of seconds."""
     text = os.environ.get(TIMEOUT, "")
     try:
-        value = float(text) if text else _DEFAULT_S
+        value = float(text) if text else _DEFAULT_S  # inf: as long as it takes
     except ValueError:
         value = -1.0
     if not value > 0:
-        raise ValueError(f"{TIMEOUT} must be a number of seconds above 0, not {text!r}")
+        raise SettingError(f"{TIMEOUT} must be a number of seconds above 0, not {text!r}")
     return value
 
 
