@@ -19,7 +19,7 @@ from autopar.plan_cache import planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
 from autopar.planner.wishes import PRECISIONS, WishError, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
-from autopar.render import load, make_manifest, positional_names, render
+from autopar.render import check_backend, load, make_manifest, positional_names, render
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
@@ -166,6 +166,7 @@ def compile(  # noqa: A001  (the field's word)
     plan: Plan | str | os.PathLike[str] | None = None,
     outputs: str = "loss",
     local_batch: bool = False,
+    compile_stages: bool | str = False,
     verify: bool = False,
 ) -> ParallelModule | DeferredModule:
     """A module that trains `model` on `gpus` processes with the training loop unchanged.
@@ -182,6 +183,9 @@ def compile(  # noqa: A001  (the field's word)
     local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
     global batch all the same. Without it every rank is called with the global batch.
 
+    compile_stages: give what the emitted module computes between its collectives to torch.compile; the name of a backend, or True for
+    'inductor'. A block is compiled once, when it is first called.
+
     Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
     of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
     the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
@@ -195,7 +199,7 @@ def compile(  # noqa: A001  (the field's word)
         raise ValueError("verify=True calls the module with the global batch, local_batch=True with parts of it: verify without it once")
     check_name("outputs", outputs, ("loss", "all"))
     wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case
-    dtype = compute_dtype(model, precision)
+    dtype, backend = compute_dtype(model, precision), check_backend(compile_stages)
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     wanted = wishes(count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
     if given is not None and as_pins(pins) is not None:
@@ -215,10 +219,12 @@ def compile(  # noqa: A001  (the field's word)
         captured = compiled.captured
         another = Variants(
             model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster, count), outputs=wanted_outputs, dtype=dtype,
+            backend=backend,
         )  # fmt: skip
         module = ParallelModule(
-            load(compiled.source), tensors_of(captured), original=model, another=another, guards=captured.guards, returns=captured.returns,
-            returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype, local_batch=local_batch,
+            load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards,
+            returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
+            local_batch=local_batch,
         )  # fmt: skip
         leave_out(model, captured.written)
         keep = module.__dict__

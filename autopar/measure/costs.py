@@ -74,6 +74,7 @@ class Pricer:
 
     def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None, recipe: Recipe = AUTOPAR) -> None:
         self.cluster, self.mesh, self.live, self.recipe = cluster, dict(mesh), live, recipe
+        self._network = _with_software(cluster, recipe)
         self._collective: dict[tuple[str, int, str, int, int], float] = {}
 
     def per_node(self, axis: str, ranks: int | None = None, every: int = 1) -> int:
@@ -94,7 +95,7 @@ class Pricer:
         key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
             per_node = self.per_node(axis, ranks, every)
-            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
         return self._collective[key]
 
     def joint_s(self, kind: str, nbytes: float, axes: tuple[str, ...], *, shard: int = 1) -> float:
@@ -125,8 +126,8 @@ class Pricer:
         ranks = self.mesh.get(axis, 1)
         if kind is None or ranks == 1:
             return 0.0
-        link, nodes = self.cluster.inter, math.ceil(ranks / self.per_node(axis))
-        contended_s = (ranks - nodes) * link.contended_step_s + (nodes - 1) * link.contended_hop_s if self.contended else 0.0
+        rules, nodes = self.recipe, math.ceil(ranks / self.per_node(axis))
+        contended_s = (ranks - nodes) * rules.contended_step_s + (nodes - 1) * rules.contended_hop_s if self.contended else 0.0
         return self.shared * (self._launch_s + (2 if kind == "all_reduce" else 1) * contended_s)
 
     def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[float, float]:
@@ -252,6 +253,19 @@ class Pricer:
                     costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True
                 )
         return found
+
+
+def _with_software(cluster: Cluster, recipe: Recipe) -> Cluster:
+    """The cluster whose links between nodes are as a software's collectives find them."""
+    if not recipe.between_nodes_s:
+        return cluster
+    link = cluster.inter
+    slower = dataclasses.replace(
+        link,
+        start_simple_s=link.start_simple_s + recipe.between_nodes_s,
+        start_low_latency_s=link.start_low_latency_s + recipe.between_nodes_s,
+    )
+    return dataclasses.replace(cluster, inter=slower)
 
 
 def dtype_of(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:

@@ -10,6 +10,7 @@ from autopar.capture import program_hash
 from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
 from autopar.planner.candidate import GIB, Candidate, Draft
+from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
@@ -32,7 +33,7 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
     axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
     axes |= {x.axis: axis_plan(body, x) for body, x in bodies}
     bound_s = min(question.said.bound_s, c.step_time_s) if question.said.bound_s < math.inf else 0.0
-    tokens = _tokens(program)
+    tokens, kinds = _tokens(program), seconds_by_kind(c)
     return Plan(
         model=program.name,
         program_hash=program_hash(program),
@@ -73,6 +74,8 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         ],
         limits=_limits(question, c),
         alternatives=_alternatives(question.said, c),
+        seconds_by_kind=kinds,
+        step_spread=spread_of(kinds, question.cluster),
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
         searched=question.said.counts(),
     )

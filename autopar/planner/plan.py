@@ -12,10 +12,12 @@ import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
+from autopar.files import write_file
 from autopar.ir import Layout, Strategy
 from autopar.planner.modes import RECOMPUTES
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
+from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
 __all__ = ["AxisPlan", "BlockMode", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
@@ -144,6 +146,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def total_bytes(self) -> int:
         return sum(getattr(self, name) for name in self.__struct_fields__)
 
+    @property
+    def interval_bytes(self) -> tuple[float, float]:
+        """The interval of 80% about the total (cost_models.uncertainty)."""
+        off = CENTRAL * memory_spread_bytes({name.removesuffix("_bytes"): getattr(self, name) for name in self.__struct_fields__})
+        return max(0.0, self.total_bytes - off), self.total_bytes + off
+
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pipeline stage. memory: of one of its ranks, with all the stages that the rank holds. first_op: where it begins. blocks:
@@ -169,7 +177,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share of objective_s that
     it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter lie. virtual_stages:
     how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block,
-    instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides."""
+    instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides.
+    seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation of the step."""
 
     model: str
     program_hash: str
@@ -207,6 +216,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limits: list[str]
     alternatives: list[str] = []
     pins: dict[str, Any] = {}
+    seconds_by_kind: dict[str, Seconds] = {}
+    step_spread: Seconds = 0.0
     planning_s: dict[str, float] = {}
     searched: dict[str, int] = {}
     format: str = FORMAT
@@ -234,16 +245,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return [s.memory.total_bytes for s in self.stages]
 
     @property
+    def step_time_interval_s(self) -> tuple[float, float]:
+        """The interval of 80% about the step time (cost_models.uncertainty)."""
+        return interval(self.step_time_s, self.step_spread)
+
+    @property
     def tokens_or_samples_per_s(self) -> float:
         """Tokens (sequence models) or samples of the global batch per second, over all GPUs."""
         return self.work_per_step / self.step_time_s if self.step_time_s else 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON, atomically."""
-        target = Path(path)
-        scratch = target.with_name(target.name + ".part")
-        scratch.write_bytes(self.to_json())
-        os.replace(scratch, target)
+        """Write as JSON, atomically. OutputError if that cannot be done."""
+        write_file(path, self.to_json())
 
     def to_json(self) -> bytes:
         """As in the file."""
@@ -254,8 +267,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Read and validate. PlanError if the file is missing, no plan, of another version, or inconsistent."""
         try:
             data = Path(path).read_bytes()
-        except OSError as e:
-            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {e.strerror or e}") from e
+        except (OSError, ValueError) as e:  # a name that no file can have
+            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {getattr(e, 'strerror', None) or e}") from e
         return Plan.from_json(data, os.fspath(path))
 
     @staticmethod

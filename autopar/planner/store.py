@@ -150,7 +150,7 @@ class Store:
         ranks = mesh.over("batch")
         size = (batch or 1) // ranks // count
         contended = self.pricer(mesh).contended
-        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed, recipe.stops_early)
+        priced_by = (contended, *recipe.of_operators)
         key = (size, ranks > 1, count > 1, mesh.inner, *self._placed(mesh), form, *priced_by)
         if key not in self._rank:
             self._rank[key] = self._build(mesh, split, recipe, form)

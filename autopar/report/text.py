@@ -92,16 +92,28 @@ def _cost(plan: Plan) -> str:
     parts = {"compute": plan.compute_s, "bubble": plan.bubble_s, "gradient sync": plan.gradient_sync_s, "optimizer": plan.optimizer_s}
     shown = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
     of_limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
+    low, high = plan.stages[place].memory.interval_bytes
     lines = [
         ("step time", f"{seconds_text(plan.step_time_s)} = {shown}"),
+        *_interval(plan),
         ("throughput", f"{plan.tokens_or_samples_per_s:,.4g} {plan.samples_unit} a second"),
-        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}"),
+        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}; 80%: {bytes_text(int(low))} to {bytes_text(int(high))}"),
         ("optimality", f"objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {plan.gap:.2%}"),
         ("figures are", plan.provenance),
     ]
     if plan.planning_s:
         lines.append(("planning took", ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in plan.planning_s.items())))
     return "predicted\n" + _pairs(lines)
+
+
+def _interval(plan: Plan) -> list[tuple[str, str]]:
+    """Between what a step will take in four cases of five, and what its seconds depend on, the most first."""
+    if not plan.seconds_by_kind:
+        return []
+    low, high = (seconds_text(s) for s in plan.step_time_interval_s)
+    most = list(plan.seconds_by_kind.items())[:5]
+    kinds = ", ".join(f"{kind} {s / plan.step_time_s:.0%}" for kind, s in most if s >= 0.01 * plan.step_time_s)
+    return [("80%", f"{low} to {high}"), ("depends on", kinds)]
 
 
 def _stages(plan: Plan) -> str:
