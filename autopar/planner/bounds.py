@@ -29,6 +29,7 @@ from cost_models.cluster import OP_CLASSES, Cluster
 from cost_models.compute import kernel_time_s
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES
+from cost_models.pools import How, gradient_bytes, of_parameters
 from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
@@ -106,7 +107,7 @@ class Least:
             for r in refs(op):
                 reader[r] = min(n, reader.get(r, n))
         self._read = [(program.types[p.value], p.trainable, reader[p.value]) for p in program.params if p.value in reader]
-        self._resting: dict[tuple[Rest, int, int], float] = {}
+        self._resting: dict[tuple[Rest, int, tuple[int, ...]], float] = {}
         trained = [(program.types[p.value], reader.get(p.value, 1)) for p in program.params if p.trainable]
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
@@ -118,49 +119,63 @@ class Least:
     def step_s(self, choice: Choice, batch: int | None) -> float:
         """Of a step of this many samples."""
         mesh, m = choice.mesh, choice.micro_batches
-        split = mesh.dp * m * self.batch / (batch or 1)
+        split = mesh.over("batch") * m * self.batch / (batch or 1)
         flops, moved, whole, flops_b, moved_b, whole_b, _ = self.parts
         forward = numpy.maximum(flops / split, moved / split + whole)
         backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
         work_s = float((forward + backward).sum())
-        work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
-        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, mesh.pp, choice.chunks, m)
-        return pipeline_s + self.update_s / (mesh.pp * mesh.tp * choice.shard)
+        ranks, parts = mesh.over("layers"), mesh.over("operators")
+        work_s = work_s / parts + self.launches_s if self.host else max(work_s / parts, self.launches_s)
+        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, ranks, choice.chunks, m)
+        return pipeline_s + self.update_s / (ranks * parts * choice.shard)
 
     def bytes(self, choice: Choice) -> float:
         """Of the fullest rank of a choice."""
-        key = choice.rest, choice.shard, choice.mesh.tp
+        sizes = tuple(n for _, n in choice.mesh.inner)
+        key = choice.rest, choice.shard, sizes
         if key not in self._resting:
             self._resting[key] = self._at_rest(*key)
-        return self._resting[key] / choice.mesh.pp
+        return self._resting[key] / choice.mesh.over("layers")
 
     def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
         """What of a GPU's memory there is for that at most."""
         return (limit_bytes - self.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - batch_bytes
 
-    def _at_rest(self, rest: Rest, shard: int, tp: int) -> float:
-        """Of the whole program on as many ranks as split it over the tensor axis and, in parts, over the data axis. The figures of one
-        parameter are those of `Estimator`."""
-        recipe, states = self.recipe, OPTIMIZERS[self.optimizer]
-        resting = passes = update = 0.0
+    def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...]) -> float:
+        """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis."""
+        how = How(rest=rest, recipe=self.recipe, optimizer=self.optimizer)
+        always = passes = update = 0.0
         for t, trained, times in self._read:
-            item, used = t.dtype.itemsize, t.numel / _parts(t, tp)
-            if not trained:
-                resting += times * item * used
-                continue
-            rests = used / _parts(t, shard)
-            gradient = rests if rest.reduced == "pass" else used
-            made = item if recipe.gradient_itemsize is None or recipe.accumulates else recipe.gradient_itemsize
-            resting += times * rests * (item + (states * (recipe.state_itemsize or item) if states else 0) + recipe.master_itemsize)
-            if recipe.accumulates:
-                kept = (recipe.gradient_itemsize or item) + recipe.gradient_copies * item
-                resting += times * kept * (rests if rest.gradients else used)
-            else:
-                passes += times * made * gradient
-                update += times * made * rests
-            if states > 1 and recipe.optimizer_passes > 1:
-                update += times * made * rests
-        return resting + max(passes, update)
+            used = t.numel
+            for n in sizes:
+                used //= _parts(t, n)
+            p = _AtLeast(t.dtype.itemsize, used, used // _parts(t, shard) if trained else used, trained)
+            always += times * of_parameters((p,), how, "always")
+            update += times * of_parameters((p,), how, "update")
+            if trained and not self.recipe.accumulates:  # when backward ends
+                passes += times * gradient_bytes(p.resting_numel if rest.reduced == "pass" else used, p, self.recipe)
+        return always + max(passes, update)
+
+
+class _AtLeast(NamedTuple):
+    """A parameter on one rank, as small as it can be. What is gathered of it is not counted: it may rest whole after all."""
+
+    itemsize: int
+    numel: int
+    resting_numel: int
+    trainable: bool
+
+    @property
+    def local_bytes(self) -> int:
+        return self.itemsize * self.numel
+
+    @property
+    def resting_bytes(self) -> int:
+        return self.itemsize * self.resting_numel
+
+    @property
+    def in_parts(self) -> bool:
+        return False
 
 
 def _parts(t: TensorType, n: int) -> int:
