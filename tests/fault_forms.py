@@ -64,9 +64,30 @@ def start() -> int | None:
     return None
 
 
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def other_shapes(rank: int) -> None:
+    """Both sizes are known on both ranks, when the ranks are given one each."""
+    model = autopar.compile(Plain(), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
+    for size in (8, 4, 8, 4, 8, 4, 8 if rank == 0 else 4):
+        with torch.no_grad():
+            model(torch.ones(size, 4))
+        loss = model(torch.ones(size, 4))
+        loss.backward()
+
+
 def train(rank: int) -> None:
     store = dist.FileStore(os.path.join(FOLDER, "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    if FORM == "other shapes":
+        return other_shapes(rank)
     sizes = {"tp": 2} if FORM == "waits in forward" else {"dp": RANKS}
     model = ParallelModule(emitted(**sizes), tensors(Model().double()), device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -74,7 +74,7 @@ def note_line(number: int) -> None:
 
 def step(number: int) -> None:
     """The call of the model that begins."""
-    _now[_STEP] = number
+    _now[_STEP], _now[_GIVEN] = number, 0
 
 
 def given(number: int) -> None:

@@ -294,7 +294,7 @@ class Watch:
         time.sleep(6 * _PERIOD_S)
         for rank, seen in (self._over_the_store(read) or {}).items():
             if rank in before and before[rank].beat == seen.beat and seen.state != record.FOLLOWED:
-                return killed(rank, seen, self.world, "on another machine is not heard of any more; it was last")
+                return killed(rank, seen, self.world, how="on another machine is not heard of any more; it was last")
         return ""
 
     def wait_of(self, waits_s: float) -> str:
