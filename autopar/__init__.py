@@ -9,7 +9,8 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data", "load": "checkpoint", "save": "checkpoint",
+    "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data",
+    "Padding": "data", "StepLine": "watch", "batches": "data", "load": "checkpoint", "save": "checkpoint",
     "interrupted": "run.leaving",
     "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "CheckpointError": "errors", "Infeasible": "errors", "LaunchError": "errors",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from autopar.errors import SettingError
+from autopar.progress import working
 
 __all__ = ["debug_level", "said", "timed"]
 
@@ -29,7 +30,8 @@ def said(level: int, text: Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def timed(name: str) -> Iterator[None]:
-    """Level 1: how long the pass took."""
+    """Level 1: how long the pass took. A bar where it takes long, on a terminal."""
     start = time.perf_counter()
-    yield
+    with working(name):
+        yield
     said(1, lambda: f"autopar: {name} took {time.perf_counter() - start:.2f} s")

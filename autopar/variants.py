@@ -42,10 +42,10 @@ class Variants:
 
     def __init__(
         self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
-        cluster: Cluster, *, outputs: bool | None = None, dtype: torch.dtype | None = None,
+        cluster: Cluster, *, outputs: bool | None = None, dtype: torch.dtype | None = None, backend: str | None = None,
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
-        self._outputs, self._dtype = outputs, dtype
+        self._outputs, self._dtype, self._backend = outputs, dtype, backend
 
     def __call__(
         self, module: ParallelModule, inputs: Any, why: str
@@ -60,13 +60,16 @@ class Variants:
         program = captured.program
         try:
             completed = decided_by_rank_0(lambda: complete(plan, self._program, program, module.manifest, self._cluster).to_json())
-            emitted = load(self._emit(captured, Plan.from_json(completed), positional_names(model)))
+            emitted = load(self._emit(captured, Plan.from_json(completed), positional_names(model)), backend=self._backend)
             self.check(module, emitted)
         except PlanError as e:
             count = program.batch_size or 0
             size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
             planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
-            remedy = "Give batches that divide alike (drop the last short one), or compile the model for this size and mode"
+            remedy = (
+                "Give batches that divide alike (drop the last short one, or fill it with autopar.Padding), or compile the model for this "
+                "size and mode"
+            )
             if count == plan.global_batch:
                 remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
             raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e

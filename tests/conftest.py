@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from autopar.run.launch import WorkerPool
 
 GOLDEN = Path(__file__).parent / "golden"
-LONG = ("test_run_launch.py", "test_checkpoint.py", "test_parts.py", "test_autocast.py", "test_verify.py", "test_local_batches.py")
+LONG = (
+    "test_run_launch.py", "test_checkpoint.py", "test_parts.py", "test_autocast.py", "test_verify.py", "test_local_batches.py",
+    "test_examples.py", "test_trainer.py", "test_training_tools.py",
+)  # fmt: skip
 KINDS = ("pure", "fake", "gloo", "gpu")
 
 

@@ -22,6 +22,7 @@ from autopar.checkpoint.storage import CheckpointReader, told
 from autopar.checkpoint.subjects import Named, Subject, subject_of
 from autopar.checkpoint.values import decode, tensor_keys
 from autopar.errors import CheckpointError
+from autopar.progress import working
 from autopar.run.parts import part_like
 from autopar.run.record import CHECKPOINT, LOADING, doing, entered
 
@@ -63,7 +64,8 @@ def _load(path: Path, model: nn.Module, optimizers: tuple[Any, ...]) -> dict[str
         raise CheckpointError(f"{path} was replaced while ranks were reading it, or is not the same folder on all: load it again")
     try:
         entered(CHECKPOINT, "pp_dp_tp")
-        read(fitted.reader, fitted.metadata, fitted.targets, subject.group)
+        with working(f"loading {path}"):
+            read(fitted.reader, fitted.metadata, fitted.targets, subject.group)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {subject.title} is half loaded now: load another checkpoint before it is used") from error
     return prepared_by_all(subject, lambda: _finished(fitted, subject), "loading")

@@ -21,6 +21,7 @@ from autopar.checkpoint.storage import Writer, told
 from autopar.checkpoint.subjects import Subject, subject_of
 from autopar.checkpoint.values import encode
 from autopar.errors import CheckpointError, LaunchError
+from autopar.progress import working
 from autopar.run import watch
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
@@ -72,7 +73,8 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
     writer = Writer(folder, subject.agreed(save_id), subject.rank)
     if not async_save:
         entered(CHECKPOINT, "pp_dp_tp")
-        write(writer, held, contents, subject.group)
+        with working(f"saving {folder}"):
+            write(writer, held, contents, subject.group)
         return None
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autopar-save")
     released_at_exit()

@@ -1,7 +1,8 @@
 """Lowered program -> Python source that a person reads, steps through and keeps."""
 
 from autopar.render.check import check_source, load
+from autopar.render.compiled import check_backend
 from autopar.render.manifest import make_manifest, positional_names
 from autopar.render.module import manifest_source, render
 
-__all__ = ["check_source", "load", "make_manifest", "manifest_source", "positional_names", "render"]
+__all__ = ["check_backend", "check_source", "load", "make_manifest", "manifest_source", "positional_names", "render"]

@@ -10,6 +10,7 @@ import symtable
 import types
 
 from autopar.errors import RenderError
+from autopar.render.compiled import in_parts, made_fast
 
 __all__ = ["check_source", "load"]
 
@@ -93,8 +94,9 @@ class _Checker(ast.NodeVisitor):
                     self.problems.append(f"{kind} {name!r} is read in {table.get_name()!r} (line {table.get_lineno()})")
 
 
-def load(source: str) -> types.ModuleType:
-    """The emitted module, from its source. Tracebacks, debuggers and inspect show the source under a virtual file name.
+def load(source: str, *, backend: str | None = None) -> types.ModuleType:
+    """The emitted module, from its source. Tracebacks, debuggers and inspect show the source under a virtual file name. backend: of
+    torch.compile, for what it computes between its collectives (`compiled`).
 
     Raises RenderError if the source does not pass `check_source`.
     """
@@ -104,5 +106,9 @@ def load(source: str) -> types.ModuleType:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no mtime: never stale
     module = types.ModuleType(name)
     module.__file__ = filename
+    if backend is not None:
+        tree = in_parts(tree)
     exec(compile(tree, filename, "exec"), module.__dict__)  # noqa: S102  (checked above: the source was written by render)
+    if backend is not None:
+        made_fast(module.__dict__, backend)
     return module

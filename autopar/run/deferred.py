@@ -20,8 +20,8 @@ from autopar.run.tree import REGISTRIES
 __all__ = ["DeferredModule", "world_size"]
 
 _OF_A_STARTED_MODULE = (
-    "train_step", "clip_grad_norm_", "full_state_dict", "full_gradients", "load_full_state_dict", "full_parameters", "manifest", "mesh",
-    "data_rank", "data_ranks",
+    "train_step", "profile", "clip_grad_norm_", "full_state_dict", "full_gradients", "load_full_state_dict", "full_parameters", "manifest",
+    "mesh", "data_rank", "data_ranks",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import warnings
 import zlib
@@ -247,6 +248,12 @@ class ParallelModule(StandIn):
         loss.backward()
         return loss.detach()
 
+    def profile(self, *args: object, steps: int = 3, **kwargs: object) -> Any:
+        """Collective: the time and memory of `steps` forward and backward passes of a batch, after one that is not counted, beside what the
+        plan predicted (`autopar.watch.Profiled`; printed, a table). Gradients, buffers and random numbers are afterwards what they were."""
+        watch = importlib.import_module("autopar.watch")  # which knows the planner
+        return watch.profiled(self, args, kwargs, steps=steps)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it.
         The figures are those of torch.nn.utils.clip_grad_norm_ on the original model."""
@@ -327,6 +334,17 @@ class ParallelModule(StandIn):
         all ranks. Each rank needs the memory of the whole model. The module is not called inside."""
         with self._tree.as_whole(write=write):
             yield
+
+    @contextlib.contextmanager
+    def by_the_original_where_unplanned(self) -> Iterator[None]:
+        """Inside, and under torch.no_grad(), what cannot run as it was planned (a batch that does not divide) is computed by the original
+        with whole parameters on every rank, with a warning; as in any case with outputs='all'."""
+        outputs = self._outputs
+        self.__dict__["_outputs"] = "all"
+        try:
+            yield
+        finally:
+            self.__dict__["_outputs"] = outputs
 
     @contextlib.contextmanager
     def captured_at_home(self) -> Iterator[None]:
@@ -421,7 +439,8 @@ class ParallelModule(StandIn):
             if sum(len(known) for known in self._forms.values()) >= FORMS:
                 raise ValueError(
                     f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
-                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}"
+                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
+                    f"and pad sequences to a few lengths (autopar.Padding)"
                 )
             inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
             try:

@@ -110,7 +110,7 @@ class StandIn(nn.Module):
     def _refuse_copy(self, what: str) -> NoReturn:
         self._refuse(
             f"{what}: it is part of a group of processes. Save full_state_dict(), which loads into the original model, and compile that "
-            "again"
+            "again. A copy that follows it (AveragedModel) is made of the original before it is compiled"
         )
 
     def _refuse_wrapping(self) -> NoReturn:

@@ -1,0 +1,203 @@
+"""Lightning on a parallel module: Trainer(strategy=AutoparStrategy("model")).
+
+The LightningModule keeps its submodule, which autopar has compiled, and everything goes on as with Lightning on one device: each process
+is given every batch (the batch size of a DataLoader is that of the global batch), and losses, metrics and gradients are the global ones on
+every process. What of the LightningModule is not in that submodule is whole on every process, and the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from autopar.checkpoint import load, save
+from autopar.compiler import compile as parallel
+from autopar.integrations.order import shuffled_alike
+from autopar.run.stand_in import StandIn
+
+__all__ = ["AutoparStrategy"]
+
+FOLDER, REST = "autopar", "rest.ckpt"  # of a checkpoint: what is in parts, and what Lightning keeps beside it
+
+
+class AutoparStrategy(DDPStrategy):
+    """Trains one submodule of a LightningModule in parallel as autopar plans it.
+
+        trainer = Trainer(accelerator="gpu", devices=8, strategy=AutoparStrategy("model", pins={"tp": 2}))
+
+    module: the name of the submodule (an attribute, or a path with dots) that training_step calls; it returns its loss, or what the loss is
+    made of. The other arguments are those of autopar.compile, which plans it on the first batch; timeout, process_group_backend,
+    start_method and checkpoint_io are those of DDPStrategy. A submodule that the LightningModule has compiled itself is taken as it is.
+
+    A checkpoint is a folder: parameters and optimizer states of the submodule in parts, for any plan and number of processes, and what
+    Lightning keeps beside. Checkpoints of Lightning's own are loaded as well. Metrics of torchmetrics are not added up over processes, each
+    of which has all samples. Raises AttributeError if there is no such submodule; the rest as autopar.compile.
+    """
+
+    strategy_name = "autopar"
+
+    def __init__(
+        self, module: str = "model", *, timeout: Any = None, process_group_backend: str | None = None, start_method: Any = "popen",
+        checkpoint_io: Any = None, **compile_options: Any,
+    ) -> None:  # fmt: skip
+        options = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            process_group_backend=process_group_backend, start_method=start_method, checkpoint_io=checkpoint_io, **options
+        )  # fmt: skip
+        self._name, self._compile_options = module, compile_options
+        self._folder: Path | None = None  # of the checkpoint that is being loaded
+
+    # ------------------------------------------------------------------------------------------------------------------ set up
+    def setup(self, trainer: Any) -> None:
+        """The submodule is compiled; optimizers are made of its parameters."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False  # every process is given every batch
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._compile()
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _compile(self) -> None:
+        root = self._root
+        try:
+            module = root.get_submodule(self._name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{type(root).__name__} has no submodule {self._name!r} for AutoparStrategy to compile; it has: "
+                f"{', '.join(name for name, _ in root.named_children())}"
+            ) from error
+        if not isinstance(module, StandIn):
+            path, _, name = self._name.rpartition(".")
+            setattr(root.get_submodule(path), name, parallel(module, **self._compile_options))
+
+    @property
+    def _root(self) -> nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _parallel(self) -> StandIn:
+        module = self._root.get_submodule(self._name)
+        assert isinstance(module, StandIn)
+        return module
+
+    def _others(self) -> Iterable[nn.Module]:
+        """The modules that are not in the submodule."""
+        inside = {id(m) for m in self._parallel.modules()}
+        return (m for m in self._root.modules() if id(m) not in inside)
+
+    def model_to_device(self) -> None:
+        """What is not compiled: to the device, with the values of process 0."""
+        for module in self._others():
+            for tensors in (module._parameters, module._buffers):
+                for tensor in filter(None.__ne__, tensors.values()):
+                    assert tensor is not None
+                    tensor.data = tensor.data.to(self.root_device)
+                    if dist.is_initialized():
+                        dist.broadcast(tensor.data, src=0)
+            if hasattr(module, "sync_on_compute") and hasattr(module, "_to_sync"):  # of torchmetrics
+                module.sync_on_compute = module._to_sync = module.dist_sync_on_step = False  # type: ignore[assignment]
+                module.to(self.root_device)
+
+    def teardown(self) -> None:
+        """The model stays where it is: parts on their devices."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ----------------------------------------------------------------------------------------- every process has all samples
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All samples."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Shuffled in the same order on every process."""
+        shuffled_alike(getattr(dataloader, "sampler", None), self.broadcast)
+        return dataloader
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The same: values are global ones."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The same: every process has the whole."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Of the real processes: whether all of them, or any, say so."""
+        if not dist.is_initialized():
+            return decision
+        counted = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(counted)
+        return int(counted) == dist.get_world_size() if all else int(counted) > 0
+
+    # -------------------------------------------------------------------------------------------------------------- checkpoints
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: into the parallel module."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What is not in the submodule."""
+        prefix = f"{self._name}."
+        others = {id(t): t for m in self._others() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+        whole: dict[str, Tensor] = {**dict(self._root.named_parameters()), **dict(self._root.named_buffers())}
+        return {name: t.detach() for name, t in whole.items() if not name.startswith(prefix) and id(t) in others}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: it is saved in parts."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Collective: to the folder `filepath`. Raises CheckpointError."""
+        folder = Path(filepath)
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+        save(folder / FOLDER, self._parallel, self._plain_optimizers())
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, folder / REST, storage_options=storage_options)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What Lightning keeps; the parts are read when they are asked for. Raises CheckpointError then."""
+        folder = Path(os.fspath(checkpoint_path))
+        self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else None
+        return super().load_checkpoint(folder / REST if self._folder is not None else checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Collective."""
+        if self._folder is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        load(self._folder, self._parallel)
+        named: dict[str, Tensor] = {**dict(self._root.named_parameters()), **dict(self._root.named_buffers())}
+        with torch.no_grad():
+            for name, value in checkpoint["state_dict"].items():
+                named[name].copy_(value)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Collective."""
+        if self._folder is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            load(self._folder, self._parallel, self._plain_optimizers())
+
+    def _plain_optimizers(self) -> list[Any]:
+        return [getattr(one, "_optimizer", one) for one in self.optimizers]

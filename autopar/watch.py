@@ -1,0 +1,216 @@
+"""What is seen while training: a line every few steps, and some steps measured beside what the plan predicted.
+
+MFU (model FLOPs utilisation; Chowdhery et al., PaLM, 2022, appendix B): the FLOPs of the model's forward and backward passes in a second,
+without what is recomputed or done by several ranks, divided by the peak of all GPUs at the dtype that is computed in.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.measure.resident import forget_peak, peak_bytes
+from autopar.planner.plan import Plan
+from autopar.report.units import bytes_text, seconds_text, table
+from autopar.run import comm
+from autopar.run.deferred import DeferredModule
+from autopar.run.module import ParallelModule
+from autopar.run.parts import local
+from cost_models.cluster import load_cluster
+
+__all__ = ["Profiled", "StepLine", "model_flops", "profiled"]
+
+
+class StepLine:
+    """Prints a line every `every` steps on process 0: the loss, the throughput, MFU and the memory, beside the plan's figures.
+
+        line = autopar.StepLine(model, every=10)
+        for batch in loader:
+            ...
+            line(loss)  # on every rank
+
+    The time of a step is that between two lines, divided by their steps: with loading, logging and whatever else the loop does. memory:
+    the most of any rank since the line before (allocated memory of GPUs; on CPUs the resident set of the process, in which torch's own
+    libraries are). file: where it goes, by default standard error.
+    """
+
+    def __init__(self, model: ParallelModule | DeferredModule, *, every: int = 10, file: IO[str] | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"every must be a positive number of steps; got {every}")
+        self._model, self._every, self._file = model, every, file
+        self._steps, self._since = 0, time.perf_counter()
+
+    def __call__(self, loss: Tensor | float) -> str | None:
+        """Collective on the steps that have a line: the line, on process 0; None elsewhere."""
+        self._steps += 1
+        if self._steps % self._every:
+            return None
+        module = self._model.module if isinstance(self._model, DeferredModule) else self._model
+        if module is None:
+            raise ValueError("a StepLine is called after a step: its model has not been called yet")
+        value = float(loss)  # which waits for the device
+        seconds, self._since = (time.perf_counter() - self._since) / self._every, time.perf_counter()
+        memory = _most(module, peak_bytes())
+        forget_peak()
+        if module.mesh.rank != 0:
+            return None
+        text = f"step {self._steps}  loss {value:.4f}  {_figures(module, seconds, memory)}"
+        print(text, file=self._file or sys.stderr, flush=True)
+        return text
+
+
+def _figures(module: ParallelModule, seconds: float, memory: int | None) -> str:
+    plan: Plan | None = module.plan
+    parts = [f"{seconds_text(seconds)} a step"]
+    if plan is not None:
+        parts[0] += f" (plan {seconds_text(plan.step_time_s)})"
+        parts.append(f"{plan.work_per_step / seconds:,.4g} {plan.samples_unit}/s")
+        if (share := utilisation(module, plan, seconds)) is not None:
+            parts.append(f"MFU {share:.1%}")
+    if memory is not None:
+        parts.append(f"memory {bytes_text(memory)}" + (f" (plan {bytes_text(max(plan.memory_bytes))})" if plan is not None else ""))
+    return "  ".join(parts)
+
+
+def _most(module: ParallelModule, amount: int | None) -> int | None:
+    """Collective: the largest of all ranks."""
+    known = torch.tensor(-1.0 if amount is None else float(amount), dtype=torch.float64, device=module.device)
+    if module.mesh.talks:
+        comm.all_reduce_(known, module.mesh.everyone, dist.ReduceOp.MAX)
+    return int(known) if float(known) >= 0 else None
+
+
+def model_flops(plan: Plan) -> float:
+    """FLOPs of one step of the model, forward and backward: what all ranks do, without what the tp axis does several times."""
+    tp = plan.mesh["tp"]
+    times = plan.micro_batches * plan.mesh["dp"] / (plan.tensor_split_share / tp + 1 - plan.tensor_split_share)
+    return sum(stage.flops for stage in plan.stages) * times
+
+
+def utilisation(module: ParallelModule, plan: Plan, seconds: float) -> float | None:
+    """MFU, between 0 and 1. None where the plan's cluster is not in the catalogue or states no peak for the dtype."""
+    try:
+        gpu = load_cluster(plan.cluster).gpu
+    except (ValueError, OSError):
+        return None
+    dtype = computed_in(module)
+    return model_flops(plan) / (seconds * plan.gpus * gpu.peak_flops_per_s(dtype)) if gpu.has_rate(dtype) else None
+
+
+def computed_in(module: ParallelModule) -> str:
+    """The dtype in which most of the numbers of the parameters are used."""
+    for around in module._autocast:
+        return str(around.dtype).removeprefix("torch.")
+    counts: Counter[str] = Counter()
+    for spec in module.manifest.params:
+        counts[spec.dtype] += torch.Size(spec.shape).numel()
+    found = max(counts, key=lambda name: counts[name], default="float32")
+    return str(module._dtype).removeprefix("torch.") if module._dtype is not None and found == "float32" else found
+
+
+# --------------------------------------------------------------------------------------------------------------- profile
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profiled:
+    """steps_s: of forward and backward of each step, on the slowest rank. predicted_s: the same by the plan, without the optimizer.
+    memory_bytes: the most on any rank; None where the system does not tell. Bytes and seconds."""
+
+    steps_s: tuple[float, ...]
+    memory_bytes: int | None
+    predicted_s: float | None
+    predicted_memory_bytes: int | None
+    work_per_step: float | None
+    unit: str
+    mfu: float | None
+
+    @property
+    def step_s(self) -> float:
+        """The median."""
+        return sorted(self.steps_s)[len(self.steps_s) // 2]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, str]] = [
+            ("forward and backward", seconds_text(self.step_s), seconds_text(self.predicted_s) if self.predicted_s is not None else "-")
+        ]
+        if self.work_per_step is not None:
+            predicted = f"{self.work_per_step / self.predicted_s:,.4g}" if self.predicted_s else "-"
+            rows.append((f"{self.unit} a second", f"{self.work_per_step / self.step_s:,.4g}", predicted))
+        if self.memory_bytes is not None:
+            predicted = bytes_text(self.predicted_memory_bytes) if self.predicted_memory_bytes is not None else "-"
+            rows.append(("memory of the fullest rank", bytes_text(self.memory_bytes), predicted))
+        if self.mfu is not None:
+            rows.append(("MFU", f"{self.mfu:.1%}", "-"))
+        return table(("", "measured", "predicted"), rows)
+
+
+def profiled(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, steps: int) -> Profiled:
+    """Collective: `steps` forward and backward passes of a batch, after one that is not counted. See ParallelModule.profile."""
+    if steps < 1:
+        raise ValueError(f"steps must be positive; got {steps}")
+    plan: Plan | None = module.plan
+    with _as_it_was(module):
+        _pass(module, args, kwargs)
+        forget_peak()
+        times = [_timed(module, lambda: _pass(module, args, kwargs)) for _ in range(steps)]
+        memory = _most(module, peak_bytes())
+    median = sorted(times)[len(times) // 2]
+    return Profiled(
+        steps_s=tuple(times), memory_bytes=memory,
+        predicted_s=plan.step_time_s - plan.optimizer_s if plan is not None else None,
+        predicted_memory_bytes=max(plan.memory_bytes) if plan is not None else None,
+        work_per_step=plan.work_per_step if plan is not None else None, unit=plan.samples_unit if plan is not None else "samples",
+        mfu=utilisation(module, plan, median) if plan is not None else None,
+    )  # fmt: skip
+
+
+def _pass(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    module.train_step(*args, **kwargs)
+    for param in module.parameters():
+        param.grad = None
+
+
+def _timed(module: ParallelModule, run: Callable[[], None]) -> float:
+    """Seconds on the slowest rank."""
+    _most(module, 0)  # all begin together
+    _wait(module)
+    start = time.perf_counter()
+    run()
+    _wait(module)
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=module.device)
+    if module.mesh.talks:
+        comm.all_reduce_(taken, module.mesh.everyone, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def _wait(module: ParallelModule) -> None:
+    if module.device.type == "cuda":
+        torch.cuda.synchronize(module.device)
+
+
+@contextmanager
+def _as_it_was(module: ParallelModule) -> Iterator[None]:
+    """Afterwards gradients, buffers and random numbers are what they were."""
+    params = list(module.parameters())
+    grads = [param.grad for param in params]
+    buffers = {name: local(b).clone() for name, b in module.named_buffers()}
+    stream, generator = module.random_stream, torch.get_rng_state()
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        now = dict(module.named_buffers())
+        for name, value in buffers.items():
+            local(now[name]).copy_(value)
+        module.random_stream = stream
+        torch.set_rng_state(generator)

@@ -1,0 +1,141 @@
+"""The example scripts as people start them, beside the same training on one process."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from torch.utils.data import DataLoader, DistributedSampler
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def started(*command: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def printed(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """The last line that each has printed; they must all end well."""
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err[-4000:]
+        found.append(out.strip().splitlines()[-1] if out.strip() else "")
+    return found
+
+
+def of_the_plain_loop(steps: int) -> list[float]:
+    """The same training with the original model and torch alone."""
+    loop = example("plain_loop")
+    torch.manual_seed(0)
+    model, data = loop.LanguageModel().double(), loop.dataset()
+    optimizer = torch.optim.AdamW(loop.groups(model), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.98)
+    losses: list[float] = []
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=1)
+    while len(losses) < steps:
+        sampler.set_epoch(len(losses) // 8)
+        for ids, labels in DataLoader(data, batch_size=loop.BATCH, sampler=sampler):
+            loss = model(ids, labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+    return losses[:steps]
+
+
+@pytest.mark.gloo
+def test_a_plain_loop_under_torchrun_on_one_and_on_two_nodes(tmp_path: Path) -> None:
+    """Four steps on one node; then two agents, which find each other, go on from the checkpoint under another plan."""
+    script = str(ROOT / "examples" / "plain_loop.py")
+    one = started(*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, "--pin", "tp=2", "--steps", "4", "--checkpoint", "last",
+                  cwd=tmp_path)  # fmt: skip
+    (text,) = printed([one])
+    expected = of_the_plain_loop(10)  # into the second epoch
+    assert json.loads(text) == pytest.approx(expected[:4], rel=1e-9)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
+    train = (script, "--pin", "dp=2", "--steps", "10", "--checkpoint", "last")
+    both = [started(*TORCHRUN, *meeting, *train, cwd=tmp_path) for _ in range(2)]
+    (said,) = [line for line in printed(both) if line]  # rank 0 is on one of them
+    assert json.loads(said) == pytest.approx(expected[4:], rel=1e-9)
+
+
+@pytest.mark.gloo
+def test_ray_train_runs_the_plain_loop_on_local_workers(tmp_path: Path) -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("ray", "pyarrow")):
+        pytest.skip("ray.train is not installed: pip install 'autopar[ray]'")
+    script = str(ROOT / "examples" / "ray_train.py")
+    ray = started(sys.executable, script, "--workers", "2", "--pin", "dp=2", "--steps", "3", "--output", str(tmp_path), cwd=tmp_path)
+    (text,) = printed([ray])
+    assert float(text) == pytest.approx(of_the_plain_loop(3)[-1], rel=1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name,package", [("hf_trainer", "accelerate"), ("accelerated", "accelerate"), ("lightning_module", "lightning")])
+def test_examples_of_tools(name: str, package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'autopar[tools]'")
+    script = str(ROOT / "examples" / f"{name}.py")
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", script)
+    if name == "lightning_module":  # which starts its processes itself
+        command = (sys.executable, script, "--devices", "2")
+    run = started(*command, "--pin", "tp=2", cwd=tmp_path)
+    (text,) = printed([run])
+    if name == "lightning_module":
+        found = ast.literal_eval(text)
+        assert 0 < found["train_loss"] < 1.4  # below the loss of a guess among four classes
+        assert found["val_accuracy"] > 0.3
+        assert list((tmp_path / "lightning").rglob("rest.ckpt"))
+    else:
+        losses = ast.literal_eval(text)
+        assert losses[-1] < losses[0]
+        assert list(tmp_path.rglob("checkpoint.json"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [{"hf_trainer": "hf-trainer", "lightning_module": "lightning"}.get(name, name)]
+
+
+@pytest.mark.pure
+def test_templates_for_clusters_start_the_script_as_torchrun_reads_them() -> None:
+    batch = (ROOT / "examples" / "slurm.sbatch").read_text(encoding="utf-8")
+    checked = subprocess.run(["bash", "-n"], input=batch, capture_output=True, text=True, check=False, timeout=60)
+    assert checked.returncode == 0, checked.stderr
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text(encoding="utf-8"))
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert (job["kind"], container["name"], container["command"][0]) == ("PyTorchJob", "pytorch", "torchrun")
+    assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["nprocPerNode"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+    options = {word for word in batch.split() if word.startswith("--")}
+    known = subprocess.run([*TORCHRUN, "--help"], capture_output=True, text=True, check=True, timeout=120).stdout
+    for option in ("--nnodes", "--nproc-per-node", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"):
+        assert option in options
+        assert option in known

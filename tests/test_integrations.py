@@ -1,0 +1,130 @@
+"""What the integrations refuse, and that processes with other seeds are given samples in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("accelerate", reason="the extra tools is not installed")
+
+import autopar
+from autopar.run import WorkerPool
+from tests.checkpoint_model import adamw, batch, plain
+
+pytestmark = pytest.mark.gloo
+
+
+def _accelerated(pins: dict[str, Any]) -> dict[str, Any]:
+    """Messages of what is refused, and the order of samples, on a process with a seed of its own."""
+    from accelerate import Accelerator
+
+    from autopar.integrations.accelerate import AutoparAccelerator, one_process
+
+    rank = torch.distributed.get_rank()
+    said = {}
+
+    def refused(name: str, run: Any) -> None:
+        try:
+            run()
+        except (TypeError, ValueError) as error:
+            said[name] = str(error)
+
+    model = autopar.compile(plain(layers=2), 2, example_inputs=batch(0), cluster="cpu", pins=pins)
+    optimizer = adamw(model)
+    refused("stock", lambda: Accelerator(cpu=True).prepare(model))
+    accelerator = AutoparAccelerator(cpu=True)
+    refused("plain", lambda: accelerator.prepare(nn.Linear(2, 2)))
+    prepared: Any = accelerator.prepare(model, optimizer)
+    refused("folder", accelerator.save_state)
+    other = Accelerator(cpu=True)
+    other.state.dynamo_plugin.backend = type(other.state.dynamo_plugin.backend)("INDUCTOR")
+    refused("dynamo", lambda: one_process(other))
+    other.state.dynamo_plugin.backend = type(other.state.dynamo_plugin.backend)("NO")
+    torch.manual_seed(100 + rank)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(32)), batch_size=4, shuffle=True))
+    order = [value for _ in range(2) for (part,) in loader for value in part.tolist()]
+    return {
+        "said": said, "order": order, "same": prepared[0] is model, "unwrapped": type(accelerator.unwrap_model(model)).__name__,
+        "state": sorted(accelerator.get_state_dict(model)), "count": accelerator.num_processes, "main": accelerator.is_main_process,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2, backend="gloo") as pool:
+        yield pool
+
+
+def test_accelerate_beside_its_own_accelerator(pair: WorkerPool) -> None:
+    first, second = pair.run(_accelerated, {"dp": 2}, timeout_s=400)
+    for found in (first, second):
+        assert "cannot be put into DistributedDataParallel" in found["said"]["stock"]
+        assert "autopar has not compiled: prepare what autopar.compile" in found["said"]["plain"]
+        assert "save_state(folder)" in found["said"]["folder"]
+        assert "compile_stages=True" in found["said"]["dynamo"]
+        assert found["same"]
+        assert (found["unwrapped"], found["count"]) == ("Model", 1)
+        assert sorted(found["order"][:32]) == sorted(found["order"][32:]) == list(range(32))
+        assert found["order"][:32] != found["order"][32:]
+    assert first["order"] == second["order"]
+    assert first["state"] == sorted(plain(layers=2).state_dict())
+    assert second["state"] == []
+    assert [first["main"], second["main"]] == [True, False]
+
+
+def _lightning() -> tuple[list[str], list[int]]:
+    """Messages, and the order in which a shuffled loader gives samples, on a process with a seed of its own."""
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from autopar.integrations.lightning import AutoparStrategy
+
+    class Training(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+            self.scale = nn.Parameter(torch.rand(()))
+            self.seen: list[int] = []
+            self.scales: list[float] = []
+
+        def training_step(self, given: Any, index: int) -> Any:
+            (x,) = given
+            self.seen += x.int().flatten().tolist()
+            self.scales.append(self.scale.item())
+            return (self.net(x) * self.scale).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def fit(name: str) -> Any:
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=AutoparStrategy(name, cluster="cpu", pins={"dp": 2}), max_epochs=2, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, plugins=[TorchElasticEnvironment()],
+        )  # fmt: skip
+        torch.manual_seed(50 + torch.distributed.get_rank())
+        module = Training()
+        trainer.fit(module, DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=4, shuffle=True))
+        return module
+
+    said = []
+    try:
+        fit("model")
+    except AttributeError as error:
+        said.append(str(error))
+    module = fit("net")
+    return [*said, *(f"{x:.12f}" for x in module.scales)], module.seen
+
+
+def test_lightning_names_what_it_may_compile_and_gives_all_the_same(pair: WorkerPool) -> None:
+    pytest.importorskip("lightning", reason="the extra tools is not installed")
+    first, second = pair.run(_lightning, timeout_s=400)
+    assert first == second  # samples, and what is outside of the compiled submodule, step by step
+    said, seen = first
+    assert "has no submodule 'model' for AutoparStrategy to compile; it has: net" in said[0]
+    assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8))
+    assert len(set(said[1:])) == 4  # it is trained

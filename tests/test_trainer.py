@@ -1,0 +1,158 @@
+"""Hugging Face's Trainer under four plans beside the plain Trainer on one process: logs, evaluation, checkpoints, resumption."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="the extra tools is not installed")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from autopar.integrations.trainer import AutoparTrainer
+from autopar.run import WorkerPool
+
+pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]  # of transformers
+
+PLANS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}}
+LENGTH, WORDS = 8, 32
+Data = list[dict[str, torch.Tensor]]
+
+
+def data(size: int, seed: int) -> Data:
+    """Sequences with labels of which some are ignored, more of them in some samples than in others."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(WORDS, (size, LENGTH), generator=generator)
+    ignored = torch.rand(size, LENGTH, generator=generator) < torch.linspace(0, 0.6, size)[:, None]
+    return [{"input_ids": i, "labels": label} for i, label in zip(ids, ids.masked_fill(ignored, -100), strict=True)]
+
+
+def model(dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).to(dtype)
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    assert found.predictions.shape == (10, LENGTH, WORDS)  # of all samples, once
+    return {"accuracy": float((np.argmax(found.predictions, -1) == found.label_ids).mean()), "logit": float(found.predictions[9, -1, -1])}
+
+
+def trained(
+    folder: str, pins: dict[str, Any] | None, *, resume: str | None = None, compare: bool = True, dtype: torch.dtype = torch.float64,
+    evaluated: int = 10, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train six steps of two batches each. pins: of AutoparTrainer on two processes; None: the plain Trainer on one."""
+    each = 4 if pins is None else 2
+    args = TrainingArguments(
+        output_dir=folder, max_steps=6, per_device_train_batch_size=each, per_device_eval_batch_size=each, gradient_accumulation_steps=2,
+        learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=3,
+        use_cpu=True, report_to=[], disable_tqdm=True, adam_epsilon=1e-4, **more,
+    )  # fmt: skip
+    kind = Trainer if pins is None else functools.partial(AutoparTrainer, compile_options={"pins": pins, "cluster": "cpu"})
+    metrics = accuracy if compare else None
+    trainer = kind(model(dtype), args, train_dataset=data(36, 1), eval_dataset=data(evaluated, 2), compute_metrics=metrics)
+    trainer.train(resume_from_checkpoint=resume)
+    timed = ("runtime", "per_second", "preparation", "total_flos")
+    log = [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in trainer.state.log_history]
+    state = trainer.model_wrapped.full_state_dict() if pins is not None else trainer.model.state_dict()
+    return {"log": log, "state": {name: t.clone() for name, t in state.items()}}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], *, after: int = 0) -> None:
+    theirs = [entry for entry in expected["log"] if entry["step"] > after and "train_loss" not in entry]
+    ours = [entry for entry in found["log"] if entry["step"] > after and "train_loss" not in entry]
+    assert len(theirs) >= 3
+    assert len(ours) == len(theirs)
+    for mine, entry in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(entry, rel=2e-6), entry  # the Trainer keeps sums of losses in float32
+    for name, tensor in expected["state"].items():
+        torch.testing.assert_close(found["state"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2, backend="gloo") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("stock")
+    return {**trained(str(folder), None), "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_loss_curve_is_that_of_one_process(pair: WorkerPool, stock: dict[str, Any], folders: Path, plan: str) -> None:
+    for found in pair.run(trained, str(folders / plan), PLANS[plan], timeout_s=300):
+        assert_same(found, stock)
+        assert found["log"][-1]["train_loss"] == pytest.approx(stock["log"][-1]["train_loss"], rel=2e-6)
+    loaded = GPT2LMHeadModel.from_pretrained(folders / plan / "checkpoint-6", dtype=torch.float64).state_dict()
+    for name, tensor in stock["state"].items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def resumed(folder: str, pins: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    return trained(folder, pins, resume=checkpoint)
+
+
+def test_a_checkpoint_is_resumed_under_another_plan_and_so_is_one_of_the_plain_trainer(
+    pair: WorkerPool, stock: dict[str, Any], folders: Path
+) -> None:
+    if not (folders / "zero3" / "checkpoint-3").exists():
+        pair.run(trained, str(folders / "zero3"), PLANS["zero3"], timeout_s=500)
+    for plan, checkpoint in (("tp2", folders / "zero3" / "checkpoint-3"), ("pp2", stock["folder"] / "checkpoint-3")):
+        for found in pair.run(resumed, str(folders / f"{plan}-resumed"), PLANS[plan], str(checkpoint), timeout_s=500):
+            assert_same(found, stock, after=3)
+
+
+def smoothed(folder: str, pins: dict[str, Any] | None) -> dict[str, Any]:
+    """Label smoothing, whose loss the Trainer makes of the logits; and evaluation before the first step, with a last batch of one."""
+    return trained(folder, pins, compare=False, label_smoothing_factor=0.1, eval_on_start=True, evaluated=9)
+
+
+def test_a_loss_outside_of_the_model_and_evaluation_before_training(pair: WorkerPool, tmp_path: Path) -> None:
+    expected = smoothed(str(tmp_path / "stock"), None)
+    for found in pair.run(smoothed, str(tmp_path / "tp2"), PLANS["tp2"], timeout_s=500):
+        assert_same(found, expected)
+
+
+def mixed(folder: str, pins: dict[str, Any] | None, bf16: bool) -> dict[str, Any]:
+    """In mixed precision, evaluated on a last batch of one sample; the loss alone."""
+    return trained(folder, pins, compare=False, bf16=bf16, dtype=torch.float32, evaluated=9)
+
+
+def test_mixed_precision_of_the_arguments_is_in_force(pair: WorkerPool, tmp_path: Path) -> None:
+    expected, plain = (mixed(str(tmp_path / f"stock{bf16}"), None, bf16)["log"] for bf16 in (True, False))
+    for found in pair.run(mixed, str(tmp_path / "dp2"), PLANS["dp2"], True, timeout_s=500):
+        assert found["log"][0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)  # of two batches, before the first step
+        assert abs(plain[0]["loss"] / expected[0]["loss"] - 1) > 5e-5
+        for mine, theirs in zip(found["log"], expected, strict=True):
+            for key in (k for k in theirs if "loss" in k):
+                assert mine[key] == pytest.approx(theirs[key], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "given,remedy",
+    [
+        ({"gradient_checkpointing": True}, "autopar plans recompute"),
+        ({"torch_compile": True}, "compile_stages"),
+        ({"auto_find_batch_size": True}, "'memory'"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "Use another strategy"),
+    ],
+)
+def test_what_the_trainer_cannot_follow_is_refused_with_the_remedy(given: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given)
+    with pytest.raises(ValueError, match=remedy):
+        AutoparTrainer(model(), args, train_dataset=data(4, 1))
