@@ -311,7 +311,7 @@ class _Runner:
         from autopar.debug import said
         from autopar.plan_cache import cache_folder
         from autopar.run.deferred import world_size
-        from autopar.run.watch import timeout_s
+        from autopar.run.watchdog import timeout_s
 
         given = inputs.environment(draw)
         os.chdir(out)

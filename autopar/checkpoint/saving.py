@@ -22,7 +22,7 @@ from autopar.checkpoint.subjects import Subject, subject_of
 from autopar.checkpoint.values import encode
 from autopar.errors import CheckpointError, LaunchError
 from autopar.progress import working
-from autopar.run import watch
+from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
 from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
@@ -126,7 +126,7 @@ def finish() -> BaseException | None:
 
 
 def _wait() -> None:
-    if (error := finish()) is not None and not watch.followed():  # another rank has gone, which has been said
+    if (error := finish()) is not None and not watchdog.followed():  # another rank has gone, which has been said
         print(f"autopar: a save that was going on has failed: {error}", file=sys.stderr, flush=True)
 
 

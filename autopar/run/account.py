@@ -50,8 +50,14 @@ def killed(rank: int, seen: Seen, world: int, why: str = "", how: str = "was kil
 
 def _apart(rank: int, own: Seen, others: Mapping[int, Seen]) -> str:
     """What is wrong where two ranks call the model in different ways."""
-    different = (r for r, s in others.items() if s.step == own.step and s.given and own.given and s.given != own.given)
-    if (other := next(different, None)) is None:
+
+    def calls(seen: Seen) -> dict[int, int]:
+        return {step: given for step, given in zip((seen.step - 1, seen.step), seen.given, strict=True) if given}
+
+    def differs(seen: Seen) -> bool:
+        return any(calls(own).get(step, given) != given for step, given in calls(seen).items())
+
+    if (other := next((r for r, seen in others.items() if differs(seen)), None)) is None:
         return ""
     return f"; ranks {min(rank, other)} and {max(rank, other)} are called with inputs of different shapes, or in different modes"
 

@@ -1,4 +1,4 @@
-"""Each rank's watch: a thread that sees whether other ranks have gone or are waited for too long, and ends this one with one message.
+"""Each rank's watchdog: a thread that sees whether other ranks have gone or are waited for too long, and ends this one with one message.
 
 Ranks of one machine read each other's records (`record`), which outlive a killed process; those of other machines are asked for over a
 store, to which each watch copies its own. Nothing is done for each collective but to note it. A rank whose collective fails looks for the
@@ -32,7 +32,7 @@ from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
 from autopar.run.record import Other, Own, Seen
 
-__all__ = ["TIMEOUT", "Watch", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
+__all__ = ["TIMEOUT", "Watchdog", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
 TIMEOUT = "AUTOPAR_TIMEOUT"  # seconds that a rank may wait in a collective for others; a tenth of it until it says so
 _DEFAULT_S = 600.0
@@ -41,7 +41,7 @@ _GRACE_S = 5.0  # for a rank to find out by itself that another has gone
 _FOLDER = "autopar-watch-"
 _UNTIMED = (record.CHECKPOINT, record.PLANNING)  # as long as they take: of rank 0's search, of a slow disk
 
-_watch: Watch | None = None
+_watch: Watchdog | None = None
 _hooked = False
 _pool: Path | None = None  # where the process that started this one looks for records
 
@@ -54,7 +54,7 @@ def begin(group: dist.ProcessGroup) -> None:
     dist.broadcast_object_list(token, src=0, group=group)
     folder = _folder(token[0][0])
     own = Own(folder / f"rank-{dist.get_rank()}")
-    _watch = Watch(own, folder, dist.get_rank(), dist.get_world_size(), token[0][0])
+    _watch = Watchdog(own, folder, dist.get_rank(), dist.get_world_size(), token[0][0])
     hosted: list[Any] = [_watch.host_store()]
     dist.broadcast_object_list(hosted, src=0, group=group)  # after it all records are there
     _watch.start(hosted[0])
@@ -75,7 +75,7 @@ def end(state: int = record.ENDED) -> None:
         watch.close(state)
 
 
-def current() -> Watch | None:
+def current() -> Watchdog | None:
     return _watch
 
 
@@ -115,7 +115,7 @@ def _alive(path: Path) -> bool:
         other.close()
 
 
-class Watch:
+class Watchdog:
     """Of one rank. timeout_s: of a collective."""
 
     def __init__(self, own: Own, folder: Path, rank: int, world: int, token: str) -> None:
@@ -136,7 +136,7 @@ class Watch:
         self._last: tuple[int, int] = (0, 0)  # a collective, by its number, and what it is
         self._last_since = 0.0
         self._told = False
-        self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="autopar-watchdog", daemon=True)
 
     # ------------------------------------------------------------------------------------------------------ beginning, end
     def host_store(self) -> tuple[str, int] | None:
