@@ -31,6 +31,7 @@ import torch.distributed as dist
 from autopar.errors import LaunchError
 from autopar.run import record, watchdog
 from autopar.run.groups import release, released_at_exit
+from autopar.run.rendezvous import kept_over_restarts, store_of_this_start
 
 __all__ = ["WorkerPool", "default_device", "join_process_group", "launch"]
 
@@ -54,7 +55,12 @@ def join_process_group(device: torch.device) -> None:
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if kept_over_restarts():
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store_of_this_start(rank), rank=rank, world_size=ranks)
+        else:
+            dist.init_process_group(backend)
         released_at_exit()
 
 

@@ -1,9 +1,8 @@
 """What this rank is doing, written where it can be read when the rank is gone: a few numbers in a file of shared memory.
 
 Writing a number there takes tens of nanoseconds, so that every collective is noted (`entered`, `left`), and who looks at the numbers
-pays: the rank's own watchdog, which compares them from time to time, and other ranks of the machine after a death (`watchdog`). A rank holds a
-lock on its file; the system lets go of it when the process ends in any way. What an exception has left noted stays: it says where that
-came from.
+pays: the rank's own watchdog, which compares them from time to time, and other ranks of the machine after a death. A rank holds a lock on
+its file; the system lets go of it when the process ends in any way. What an exception has left noted stays: it says where that came from.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ def write_to(view: memoryview) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: whether it saved beside training. given:
-    numbers for the shapes of the call before this step's, and of this; 0 where there is none. text: how it ended, or where it is."""
+    """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: whether it saved beside training.
+    given: numbers for the shapes of the call before this step's, and of this; 0 where there is none. text: how it ended, or where it is."""
 
     pid: int
     state: int
