@@ -34,8 +34,9 @@ from autopar.run.record import Other, Own, Seen
 
 __all__ = ["TIMEOUT", "Watchdog", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
-TIMEOUT = "AUTOPAR_TIMEOUT"  # seconds that a rank may wait in a collective for others; a tenth of it until it says so
-_DEFAULT_S = 600.0
+TIMEOUT = "AUTOPAR_TIMEOUT"  # seconds that a rank may wait in a collective for others
+_DEFAULT_S = 1500.0  # before gloo's process groups give up, which takes 1800 s and names nobody
+_SAYS_S = 60.0  # until it is said who waits for whom; a tenth of the timeout where that is less
 _PERIOD_S = 0.5
 _GRACE_S = 5.0  # for a rank to find out by itself that another has gone
 _FOLDER = "autopar-watch-"
@@ -121,6 +122,7 @@ class Watchdog:
     def __init__(self, own: Own, folder: Path, rank: int, world: int, token: str) -> None:
         self.own, self.rank, self.world = own, rank, world
         self.timeout_s = timeout_s()
+        self._says_s = min(_SAYS_S, self.timeout_s / 10)
         self.leaving = Leaving(rank, world, token)
         self._folder, self._token = folder, token
         self._others: dict[int, Other] = {}
@@ -156,7 +158,7 @@ class Watchdog:
         host, port = address
         if host or self.rank == 0 or 0 in self._others:  # else rank 0 is on another machine, whose address nobody has told
             with contextlib.suppress(RuntimeError):  # a firewall, say
-                wait = datetime.timedelta(seconds=30)
+                wait = datetime.timedelta(seconds=10)
                 self._store = dist.TCPStore(host or "localhost", port, None, False, timeout=wait, wait_for_workers=False)
         self.leaving.store = self._store
         self.listen()
@@ -227,12 +229,12 @@ class Watchdog:
         if not waiting or (own.count, own.at) != self._last:
             self._last, self._last_since = (own.count, own.at), now
         waits_s = now - self._last_since if waiting else 0.0
-        late = waits_s > self.timeout_s / 10
+        late = waits_s > self._says_s
         asked = late or any(other.seen().waits for other in self._others.values())
         if asked and own.state == record.RUNNING:
             self.own.tell(whereabouts(self._main or 0))
         self.own.beats(waits=late)
-        if late and not (gone or self._told) and waits_s > self.timeout_s / 10 + 3 * _PERIOD_S:  # others have told where they are by now
+        if late and not (gone or self._told) and waits_s > self._says_s + 3 * _PERIOD_S:  # others have told where they are by now
             self._told = True
             self.say(self.wait_of(waits_s), "waits")
         if waits_s > self.timeout_s:
