@@ -16,7 +16,7 @@ _HOME = {
     "interrupted": "run.interrupted",
     "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "CheckpointError": "errors", "Infeasible": "errors", "LaunchError": "errors",
-    "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",
+    "PlanError": "errors", "RenderError": "errors", "SettingError": "errors", "UnsupportedOp": "errors",
     "VerificationError": "errors",
 }  # fmt: skip
 __all__ = sorted(_HOME)
