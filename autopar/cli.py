@@ -51,6 +51,7 @@ PinList = Annotated[list[str] | None, typer.Option("--pin", help="fix a choice, 
 Optimizer = Annotated[str, typer.Option("--optimizer", help="its states are priced: adamw, adam, sgd, ...")]
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16, ...")]
 Loss = Annotated[str | None, typer.Option("--loss", help="file.py:name of fn(output) -> scalar, for a model that computes no loss")]
+TimeLimit = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best plan so far, and what was left is said")]
 Json = Annotated[bool, typer.Option("--json", help="the last line of standard output is one JSON object")]
 
 
@@ -65,6 +66,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
     loss: Loss = None,
+    time_limit: TimeLimit = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="write the plan to this file")] = None,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +75,10 @@ def plan(
 
     _writable(out)
     with _answers_only(as_json):
-        made = _plan_of(target, gpus, cluster=cluster, memory=memory, pins=_pins(pin), optimizer=optimizer, precision=precision, loss=loss)
+        made = _plan_of(
+            target, gpus, cluster=cluster, memory=memory, pins=_pins(pin), optimizer=optimizer, precision=precision, loss=loss,
+            time_limit=time_limit,
+        )  # fmt: skip
         if out is not None:
             made.save(out)
     written = {"written": str(out)} if out is not None else {}
@@ -95,6 +100,7 @@ def explain(
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
     loss: Loss = None,
+    time_limit: TimeLimit = None,
     form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
     out: Annotated[Path | None, typer.Option("--out", help="write the explanation to this file instead")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
@@ -107,7 +113,10 @@ def explain(
     form = Format.JSON if as_json else form
     _writable(out)
     with _answers_only(form is Format.JSON):
-        made = _explained(target, gpus, cluster=cluster, memory=memory, pins=pin, optimizer=optimizer, precision=precision, loss=loss)
+        made = _explained(
+            target, gpus, cluster=cluster, memory=memory, pins=pin, optimizer=optimizer, precision=precision, loss=loss,
+            time_limit=time_limit,
+        )  # fmt: skip
     text = _json_line(plan_json(made)) if form is Format.JSON else plan_text(made)
     if out is None:
         print(text)
@@ -288,21 +297,23 @@ def _say_exchanged(done: Any, as_json: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------ options to values
 def _plan_of(
-    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None
-) -> Plan:
+    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
+    time_limit: float | None,
+) -> Plan:  # fmt: skip
     import autopar
     from autopar.targets import load_target
 
     _check_gpus(gpus)
+    _check_time_limit(time_limit)
     memory_bytes, loss_fn = _memory(memory), _loss(loss)
     model, example_inputs = load_target(target)
     return autopar.plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
-        precision=precision, pins=pins,
+        precision=precision, pins=pins, time_limit=time_limit,
     )  # fmt: skip
 
 
-def _explained(target: str, gpus: int | None, *, pins: list[str] | None, **options: Any) -> Plan:
+def _explained(target: str, gpus: int | None, *, pins: list[str] | None, time_limit: float | None, **options: Any) -> Plan:
     """The plan in a file, or the plan made for a TARGET."""
     from autopar.planner import Plan
 
@@ -312,15 +323,22 @@ def _explained(target: str, gpus: int | None, *, pins: list[str] | None, **optio
             raise UsageError(f"{target} is a plan for {loaded.gpus} GPUs, and --gpus says {gpus}")
         if pins:
             raise UsageError(f"{target} is a plan, in which every choice is made; --pin is for a TARGET")
+        if time_limit is not None:
+            raise UsageError(f"{target} is a plan, and nothing is searched; --time-limit is for a TARGET")
         return loaded
     if gpus is None:
         raise UsageError("--gpus N is missing: for how many GPUs is the plan to be?")
-    return _plan_of(target, gpus, pins=_pins(pins), **options)
+    return _plan_of(target, gpus, pins=_pins(pins), time_limit=time_limit, **options)
 
 
 def _check_gpus(gpus: int) -> None:
     if gpus < 1:
         raise UsageError(f"--gpus must be 1 or more, not {gpus}")
+
+
+def _check_time_limit(seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise UsageError(f"--time-limit must be a positive number of seconds, not {seconds:g}")
 
 
 def _memory(text: str | None) -> int | None:
@@ -345,21 +363,25 @@ def _loss(target: str | None) -> Any:
 
 def _pins(texts: list[str] | None) -> Pins | None:
     """['tp=2', 'schedule=1f1b', 'blocks=2,2'] to Pins(tp=2, schedule='1f1b', blocks=(2, 2)); None if there are none."""
+    from autopar.axes import AXES
     from autopar.planner import Pins
     from autopar.targets import did_you_mean
 
     values: dict[str, str | list[str]] = {}
+    known = [name for name in dict.fromkeys((*Pins.__struct_fields__, *AXES)) if name != "axes"]
     for text in texts or ():
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
             raise UsageError(f"--pin {text!r} is not NAME=VALUE, such as --pin tp=2")
-        if name not in Pins.__struct_fields__:
-            raise UsageError(f"--pin {text}: there is no pin {name!r}{did_you_mean(name, Pins.__struct_fields__)}")
+        if name not in known:
+            raise UsageError(f"--pin {text}: there is no pin {name!r}{did_you_mean(name, known)}")
         if name in values:
             raise UsageError(f"--pin {name} is given twice: {values[name]} and {value}")
         values[name] = value.split(",") if name == "blocks" else value
     try:
-        return msgspec.convert(values, Pins, strict=False) if values else None
+        own = {name: value for name, value in values.items() if name in Pins.__struct_fields__}
+        others = {name: value for name, value in values.items() if name not in own}
+        return msgspec.convert({**own, **({"axes": others} if others else {})}, Pins, strict=False) if values else None
     except msgspec.ValidationError as error:
         raise UsageError(f"--pin {' --pin '.join(texts or ())}: {error}") from error
 

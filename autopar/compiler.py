@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from autopar.first_step import check_first_loss, first_loss
 from autopar.plan_cache import planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
-from autopar.planner.wishes import PRECISIONS, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
+from autopar.planner.wishes import PRECISIONS, WishError, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
 from autopar.render import check_backend, load, make_manifest, positional_names, render
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
@@ -56,6 +57,7 @@ def plan(
     optimizer: str = "adamw",
     precision: str = "fp32",
     pins: Pins | Mapping[str, Any] | None = None,
+    time_limit: float | None = None,
 ) -> Plan:
     """The best plan for a model on `gpus` GPUs; no process group and no GPU is needed.
 
@@ -63,9 +65,11 @@ def plan(
     output, where the model does not return its loss. cluster: a name of the catalogue, a TOML file, or 'auto' (this
     machine). memory: bytes of one GPU, or text like '80GiB'. precision: 'bf16' or 'fp16': a model with float32 parameters computes and
     communicates in it, while parameters, sums of gradients and optimizer states stay float32; a model that was built in it stays as it
-    is. 'fp32', 'fp64': nothing is cast. pins: what is decided already. Raises CaptureError, Infeasible, PlanError, ValueError.
+    is. 'fp32', 'fp64': nothing is cast. pins: what is decided already. time_limit: seconds after which the best
+    plan so far is the answer, with a note of what was left (the first one takes as long as it takes); without it nothing depends on the
+    clock. Raises CaptureError, Infeasible, PlanError, ValueError.
     """
-    described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
+    described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins, time_limit=time_limit)
     check_inputs(model, example_inputs)
     with timed("capture"):
         captured = capture(model, example_inputs, loss=loss, dtype=compute_dtype(model, precision))
@@ -81,10 +85,13 @@ def wishes(
     precision: str = "fp32",
     pins: Pins | Mapping[str, Any] | None = None,
     measure: str | None = None,
+    time_limit: float | None = None,
 ) -> Callable[[Captured], Plan]:
     """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
-    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'."""
+    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`."""
     check_gpus(gpus)
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
     described = choose_cluster(cluster, gpus)
     limit, pinned = parse_memory(memory), as_pins(pins)
     check_name("optimizer", optimizer, OPTIMIZERS)
@@ -98,12 +105,14 @@ def wishes(
         }  # fmt: skip
 
         def make() -> Plan:
-            found = make_plan(captured.program, gpus, described, **decisive, measure=measured)
+            found = make_plan(captured.program, gpus, described, **decisive, measure=measured, time_limit_s=time_limit)
             return with_notes(found, captured.program)
 
         with timed("planning"):
             asked = {"gpus": gpus, "cluster": described, **decisive}
-            made = make() if measured == "live" else planned_once(captured.program, asked, make)  # what is measured may differ each time
+            made = make() if measured == "live" else planned_once(
+                captured.program, asked, make, kept=lambda plan: time_limit is None or not plan.searched.get("unexplored")
+            )  # what is measured may differ each time
         said(2, lambda: plan_text(made))
         return made
 

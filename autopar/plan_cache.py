@@ -1,7 +1,7 @@
 """Plans that were made before, kept on disk: the same question is answered without a search.
 
     key     the captured program with its names and dtypes, GPUs, cluster, memory, optimizer, precision, pins; the versions of torch, the
-            solver and Python; autopar's own source, the operators that have rules, the schedules and resting places
+            solver and Python; autopar's own source, the operators that have rules, the tables of what a plan is made of
     entry   a file KEY.plan: the sha256 of the rest in the first line, then the plan as in any plan file
 
 An entry is read, parsed and validated like any plan file, and checked against the program and its rules; it is never executed. One that
@@ -20,19 +20,22 @@ import importlib.metadata
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from autopar.axes import AXES
 from autopar.capture import program_hash
 from autopar.catalog.rule import RULES
 from autopar.debug import said
 from autopar.errors import PlanError
 from autopar.ir import Program
 from autopar.planner import Plan, lower
+from autopar.planner.modes import RECOMPUTES
 from cost_models.pipeline import SCHEDULES
+from cost_models.pools import POOLS
 from cost_models.rests import RESTS
 
 fcntl: Any = None  # no such locks: several processes may plan the same, each for itself
@@ -54,9 +57,12 @@ def cache_folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "plans"
 
 
-def planned_once(program: Program, wishes: Mapping[str, object], make: Callable[[], Plan]) -> Plan:
+def planned_once(
+    program: Program, wishes: Mapping[str, object], make: Callable[[], Plan], *, kept: Callable[[Plan], bool] = lambda plan: True
+) -> Plan:
     """make(), or what it returned when the same was asked before. wishes: everything beside the program that decides the plan, as data
-    whose repr states it. Raises what make raises, which is not kept."""
+    whose repr states it. kept: whether a plan is, which one that a clock has cut short is not. Raises what make raises, which is not
+    kept."""
     folder = cache_folder()
     if folder is None:
         return make()
@@ -76,7 +82,8 @@ def planned_once(program: Program, wishes: Mapping[str, object], make: Callable[
         if found is not None:
             return found
         made = make()
-        _write(entry, made)
+        if kept(made):
+            _write(entry, made)
     if reason:
         return msgspec.structs.replace(made, notes=[*made.notes, f"planned anew: the plan that was kept {reason}"])
     return made
@@ -92,7 +99,8 @@ def identity(program: Program) -> str:
 
 def versions() -> tuple[str, ...]:
     """Of all that makes a plan."""
-    known = _digest(*sorted(RULES), "", *sorted(SCHEDULES), "", *sorted(RESTS))
+    tables: tuple[Iterable[str], ...] = (RULES, AXES, SCHEDULES, RESTS, RECOMPUTES, POOLS)
+    known = _digest(*(name for table in tables for name in (*sorted(table), "")))
     return (platform.python_version(), *map(_version, PACKAGES), _own_source(), known)
 
 

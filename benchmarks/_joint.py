@@ -23,14 +23,15 @@ from autopar.capture import capture
 from autopar.errors import Infeasible
 from autopar.ir import Layout, Program, Strategy
 from autopar.planner.axis import AxisProblem, objective_of
-from autopar.planner.candidate import Mesh, Rank
+from autopar.planner.candidate import candidate_of
 from autopar.planner.choices import Choices, Group
 from autopar.planner.estimate import Estimator
 from autopar.planner.partition import UNSOLVED, Partition
 from autopar.planner.plan import Pins
+from autopar.planner.rank import Rank
 from autopar.planner.search import Search
 from autopar.planner.shard import Assignment
-from autopar.planner.space import Choice, Form
+from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.store import Store
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR
@@ -154,8 +155,8 @@ class Restricted(Store):
     seed: int
     left: int
 
-    def _tensor_problem(self, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
-        problem = super()._tensor_problem(mesh, body, Form(byte_s=form.byte_s))
+    def _inner_problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
+        problem = super()._inner_problem(axis, mesh, body, Form(byte_s=form.byte_s))
         few = restricted(problem.choices, random.Random(f"{self.seed} {mesh.tp}"), self.left)
         if form.sequence is not None:
             raise Infeasible("the forms of transformers are not asked of these")
@@ -198,7 +199,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                 points = itertools.product(search.space.schedules(mesh, m), search.space.rests(mesh))
                 for (schedule, chunks), (rest, shard) in points:
                     choice = Choice(mesh=mesh, micro_batches=m, schedule=schedule, rest=rest, shard=shard, chunks=chunks)
-                    estimator = search._estimator(rank, choice)
+                    estimator = search.estimator(rank, choice)
                     if isinstance(estimator, str):
                         continue
                     if m * sum(p.forward_s + p.backward_s for p in estimator.pieces) / pp >= best_s:
@@ -206,7 +207,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                     for step_s, part in _parts(estimator):
                         if step_s >= best_s:
                             break
-                        if max(s.memory.total_bytes for s in estimator.candidate(part).stages) <= limit_bytes:
+                        if max(s.memory.total_bytes for s in candidate_of(estimator, part).stages) <= limit_bytes:
                             best_s = step_s
                             at = f"{mesh.sizes()} m={m}{choice.scheduled} rest={rest.name} shard={shard}"
                             what = f"{at} cuts={part.cuts} modes={part.modes} {name}"
@@ -222,20 +223,20 @@ def _meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int, int]]:
 
 def _ranks(store: Restricted, mesh: Mesh, m: int) -> Iterator[tuple[str, Rank]]:
     """The program of a rank, for every assignment of the tensor axis."""
-    known = store.whole(dataclasses.replace(mesh, tp=1), m, store.program.batch_size)  # made for this split, not shared with others
+    known = store.whole(Mesh(pp=mesh.pp, dp=mesh.dp), m, store.program.batch_size)  # made for this split, not shared with others
     if isinstance(known, str):
         return
     if mesh.tp == 1:
         yield "", dataclasses.replace(known, mesh=mesh)
         return
-    problem = store._tensor_problem(mesh, known.moments.body, Form())
+    problem = store._inner_problem("tp", mesh, known.moments.body, Form())
     groups = problem.choices.groups
     for combination in itertools.product(*(g.strategies for g in groups.values())):
         chosen = dict(zip(groups, combination, strict=True))
         if objective_of(problem, chosen.__getitem__) == math.inf:
             continue
         assignment = _assignment(problem, chosen)
-        rank = store._priced(mesh, (mesh.dp, m), known.moments, known.data, assignment, known.outcomes, AUTOPAR)
+        rank = store._priced(mesh, (mesh.dp, m), known.moments, known.data, (assignment,), known.outcomes, AUTOPAR)
         yield f"{sum(s.splits_work for s in combination)} operators split", rank
 
 

@@ -6,15 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from autopar.capture import capture
 from autopar.measure import Pricer
 from autopar.planner import Pins
-from autopar.planner.candidate import Candidate, Times
+from autopar.planner.candidate import Candidate
+from autopar.planner.estimate import Times
+from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from benchmarks._runs import Run, Skip, model_of
 from cost_models import Cluster
 from cost_models.recipe import Recipe
+from cost_models.uncertainty import interval
 
 __all__ = ["ANY_MEMORY", "Prediction", "predictions", "repriced", "search_of"]
 
@@ -23,13 +28,17 @@ ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Of one run. memory_bytes: of the fullest stage, or of the first where the source states that; parts: seconds by term."""
+    """Of one run. memory_bytes: of the fullest stage, or of the first where the source states that, without the framework's own;
+    step_interval_s, memory_interval_bytes: of 80%."""
 
     run: Run
     step_time_s: float
     memory_bytes: float
     fullest_bytes: float
+    fullest_interval_bytes: tuple[float, float]
     candidate: Candidate
+    step_interval_s: tuple[float, float]
+    memory_interval_bytes: tuple[float, float]
 
 
 def predictions(runs: Iterable[Run]) -> Iterator[tuple[Run, Prediction | Skip]]:
@@ -66,10 +75,14 @@ def _predict(run: Run, shared: Search) -> Prediction | Skip:
         return Skip("the planner refuses it: " + next(iter(search.refused), "no mesh"))
     best = min(found, key=lambda c: c.step_time_s)
     stages = [s.memory for s in best.stages]
-    context = [m.total_bytes - m.framework_context_bytes for m in stages]
+    own = [structs.replace(m, framework_context_bytes=0) for m in stages]
+    fullest = max(stages, key=lambda m: m.total_bytes)
+    shown = own[0] if run.first_stage else max(own, key=lambda m: m.total_bytes)
     return Prediction(
-        run=run, step_time_s=best.step_time_s, memory_bytes=context[0] if run.first_stage else max(context),
-        fullest_bytes=max(m.total_bytes for m in stages), candidate=best,
+        run=run, step_time_s=best.step_time_s, memory_bytes=shown.total_bytes, fullest_bytes=fullest.total_bytes,
+        fullest_interval_bytes=fullest.interval_bytes,
+        candidate=best, step_interval_s=interval(best.step_time_s, spread_of(seconds_by_kind(best), run.cluster)),
+        memory_interval_bytes=shown.interval_bytes,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autopar.planner.candidate import Times
+from autopar.planner.estimate import Times
 from autopar.planner.plan import MemoryPlan
 from benchmarks._predict import Prediction, predictions, repriced
 from benchmarks._runs import Skip
@@ -86,7 +86,7 @@ TERMS: dict[str, Term] = {
         )
     ),
     "contention of a pipeline's transfers": Term(
-        cluster=_links(lambda link: dataclasses.replace(link, contended_step_s=0.0, contended_hop_s=0.0))
+        recipe=lambda recipe: dataclasses.replace(recipe, contended_step_s=0.0, contended_hop_s=0.0)
     ),
     "overlap of gradient reduction": Term(recipe=lambda recipe: dataclasses.replace(recipe, overlaps_reduction=False)),
     "buckets": Term(recipe=lambda recipe: dataclasses.replace(recipe, bucket_bytes=MIB)),

@@ -1,6 +1,6 @@
 """Fits the constants of one link to measured collectives: prints them beside those of the catalogue, writes nothing.
 
-    python -m benchmarks fit_links LINK [--data FILE.csv ...] [--json]
+    python -m benchmarks fit_links LINK [--data FILE.csv ...] [--start LINK] [--keep CONSTANT ...] [--json]
 
 The rows are those that benchmarks.collectives can predict and that use the link: on one node for a link inside nodes, over
 several for one between them. Rows whose source flags them as doubtful are used only where there are no others, rows in which
@@ -11,6 +11,7 @@ nothing about keeps its value.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -47,10 +48,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fit_links", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("link", help="a link of the catalogue")
     parser.add_argument("--data", type=Path, action="append", help="a CSV file; may be repeated; default: the tables in benchmarks/data")
+    parser.add_argument("--start", help="another link, from whose latencies and fractions the search begins")
+    parser.add_argument("--keep", action="append", default=[], choices=LINK_CONSTANTS, help="a constant that stays; may be repeated")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     options = parser.parse_args(argv)
+    fitted = [name for name in LINK_CONSTANTS if name not in options.keep]
     try:
         before = load_link(options.link)
+        start = dataclasses.replace(before, **{name: getattr(load_link(options.start or before.name), name) for name in fitted})
         rows = on_link(read(options.data or DEFAULT)[0], before)
     except (OSError, UnknownHardware, ValueError) as error:
         print(f"benchmarks fit_links: {error}", file=sys.stderr)
@@ -59,7 +64,7 @@ def main(argv: list[str]) -> int:
         print(f"benchmarks fit_links: no row of the data uses {before.name}", file=sys.stderr)
         return 1
     loss = link_loss([(load_cluster(name), [timed(row) for row in of_cluster]) for name, of_cluster in rows.items()], before.name)
-    after, fitted_loss = fit_link(before, loss)
+    after, fitted_loss = fit_link(start, loss, fitted)
     if not options.json:
         print(f"{before.name}: {sum(map(len, rows.values()))} rows of {', '.join(rows)}")
         for name in LINK_CONSTANTS:

@@ -5,8 +5,9 @@
 Each row is rebuilt (its dimensions as a module on the meta device), captured, and planned with every knob pinned as the row says; rows
 of one model share the capture. Rows that cannot be rebuilt are counted with the reason; rows that their source flags as doubtful are
 listed and not scored. --limit takes N rows spread evenly over each file. Relative errors: |predicted - measured| / measured; bias: the
-median of predicted / measured - 1. kendall_tau: agreement in the order of step times within a group (model, GPUs, global batch), the
-median over groups of at least three runs. Without --data: the tables that the project carries.
+median of predicted / measured - 1; inside: the share of measured figures within the predicted interval of 80%. kendall_tau: agreement in
+the order of step times within a group (model, GPUs, global batch), the median over groups of at least three runs. fit: of runs that ran,
+and of those that did not, the shares that are predicted not to fit. Without --data: the tables that the project carries.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.table import Table
 from benchmarks._predict import Prediction, predictions
 from benchmarks._runs import Run, Skip, read, rebuilt
 
-__all__ = ["DATA", "Score", "load", "main", "score", "tau"]
+__all__ = ["DATA", "Score", "fits", "load", "main", "score", "tau"]
 
 DATA = Path(__file__).parent / "data" / "runs"
 LEAST_GROUP = 3
@@ -36,24 +37,31 @@ WORST = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Of relative errors: their median, their 90th percentile, and the median of the signed ones."""
+    """Of relative errors: their median, their 90th percentile, and the median of the signed ones; inside: the share of the measured
+    figures within their interval."""
 
     count: int
     median_ape: float
     p90_ape: float
     bias: float
+    inside: float | None = None
 
-    def record(self) -> dict[str, float]:
-        return {"count": self.count, "median_ape": self.median_ape, "p90_ape": self.p90_ape, "bias": self.bias}
+    def record(self) -> dict[str, float | None]:
+        return {
+            "count": self.count, "median_ape": self.median_ape, "p90_ape": self.p90_ape, "bias": self.bias, "inside": self.inside,
+        }  # fmt: skip
 
 
-def score(signed: Sequence[float]) -> Score | None:
-    """None where there is nothing to score."""
+def score(signed: Sequence[float], inside: Sequence[bool] = ()) -> Score | None:
+    """None where there is nothing to score. inside: whether each measured figure lies in its interval, where there are intervals."""
     if not signed:
         return None
     sizes = sorted(abs(e) for e in signed)
     p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
-    return Score(count=len(sizes), median_ape=statistics.median(sizes), p90_ape=p90, bias=statistics.median(signed))
+    return Score(
+        count=len(sizes), median_ape=statistics.median(sizes), p90_ape=p90, bias=statistics.median(signed),
+        inside=statistics.fmean(inside) if inside else None,
+    )  # fmt: skip
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -104,17 +112,20 @@ def main(argv: list[str]) -> int:
     except (OSError, Skip, UnicodeDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    skipped["did not run"] += sum(r.failed for r in runs)
-    found = list(_priced([r for r in runs if not r.failed], skipped, console))
+    priced = list(_priced(runs, skipped, console))
+    fit, found = fits(priced), [p for p in priced if not p.run.failed]
+    skipped["did not run"] += len(priced) - len(found)
     doubtful = [p for p in found if p.run.flagged]
     scored = [p for p in found if not p.run.flagged]
     _report(scored, doubtful, skipped, console)
+    _fit_table(fit, console)
     taus = [t for group in _groups(scored).values() if len(group) >= LEAST_GROUP and (t := _tau_of(group)) is not None]
-    times, memories = score(_times(scored)), score(_memories(scored))
+    times, memories = _times(scored), _memories(scored)
     record = {
         "rows": total, "scored": len(scored), "skipped": {k: v for k, v in skipped.most_common() if v}, "doubtful": len(doubtful),
         "time": times.record() if times else None, "memory": memories.record() if memories else None,
-        "kendall_tau": statistics.median(taus) if taus else None, "groups": len(taus), "wall_s": round(time.perf_counter() - start, 1),
+        "kendall_tau": statistics.median(taus) if taus else None, "groups": len(taus), "fit": fit,
+        "wall_s": round(time.perf_counter() - start, 1),
     }  # fmt: skip
     print(json.dumps(record))
     return 0
@@ -130,12 +141,31 @@ def _priced(runs: list[Run], skipped: Counter[str], console: Console) -> Iterabl
                 yield found
 
 
-def _times(found: Iterable[Prediction]) -> list[float]:
-    return [p.step_time_s / p.run.step_time_s - 1 for p in found if p.run.step_time_s]
+def _times(found: Iterable[Prediction]) -> Score | None:
+    ran = [(p, p.run.step_time_s) for p in found if p.run.step_time_s]
+    return score([p.step_time_s / s - 1 for p, s in ran], [p.step_interval_s[0] <= s <= p.step_interval_s[1] for p, s in ran])
 
 
-def _memories(found: Iterable[Prediction]) -> list[float]:
-    return [p.memory_bytes / p.run.memory_bytes - 1 for p in found if p.run.memory_bytes]
+def _memories(found: Iterable[Prediction]) -> Score | None:
+    ran = [(p, p.run.memory_bytes) for p in found if p.run.memory_bytes]
+    inside = [p.memory_interval_bytes[0] <= m <= p.memory_interval_bytes[1] for p, m in ran]
+    return score([p.memory_bytes / m - 1 for p, m in ran], inside)
+
+
+def fits(found: Iterable[Prediction]) -> dict[str, dict[str, float]]:
+    """Of the runs of each status: how many, and the shares of them that are predicted not to fit into the GPU's memory, by the prediction
+    and by the upper end of its interval."""
+    groups: dict[str, list[Prediction]] = {}
+    for p in found:
+        groups.setdefault("ran" if not p.run.failed else p.run.row["status"], []).append(p)
+    return {
+        status: {
+            "count": len(group),
+            "too_large": statistics.fmean(p.fullest_bytes > p.run.cluster.gpu.memory_bytes for p in group),
+            "too_large_at_the_end": statistics.fmean(p.fullest_interval_bytes[1] > p.run.cluster.gpu.memory_bytes for p in group),
+        }
+        for status, group in sorted(groups.items())
+    }
 
 
 def _groups(found: Iterable[Prediction]) -> dict[tuple[object, ...], list[Prediction]]:
@@ -161,15 +191,15 @@ def _report(scored: list[Prediction], doubtful: list[Prediction], skipped: Count
         "stages": lambda p: p.run.pins.pp,
         "ZeRO": lambda p: p.run.pins.zero,
     }
-    table = Table("", "", "runs", "time: median", "90%", "bias", "memory: median", "90%", "bias")
+    table = Table("", "", "runs", "time: median", "90%", "bias", "inside", "memory: median", "90%", "bias", "inside")
     for name, key in views.items():
         groups: dict[object, list[Prediction]] = {}
         for p in scored:
             groups.setdefault(key(p), []).append(p)
         for label, group in sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0])):
-            table.add_row(name, str(label), str(len(group)), *_cells(score(_times(group))), *_cells(score(_memories(group))))
+            table.add_row(name, str(label), str(len(group)), *_cells(_times(group)), *_cells(_memories(group)))
         table.add_section()
-    table.add_row("all", "", str(len(scored)), *_cells(score(_times(scored))), *_cells(score(_memories(scored))))
+    table.add_row("all", "", str(len(scored)), *_cells(_times(scored)), *_cells(_memories(scored)))
     console.print(table)
     worst = sorted((p for p in scored if p.run.step_time_s), key=lambda p: -abs(p.step_time_s / (p.run.step_time_s or 1.0) - 1))[:WORST]
     _rows(f"the {len(worst)} worst of {len(scored)}", worst, console)
@@ -183,8 +213,17 @@ def _report(scored: list[Prediction], doubtful: list[Prediction], skipped: Count
         console.print(table)
 
 
-def _cells(s: Score | None) -> tuple[str, str, str]:
-    return (f"{100 * s.median_ape:.1f}%", f"{100 * s.p90_ape:.1f}%", f"{100 * s.bias:+.1f}%") if s else ("-", "-", "-")
+def _fit_table(fit: dict[str, dict[str, float]], console: Console) -> None:
+    table = Table("runs that", "", "predicted not to fit", "at the upper end", title="does it fit?")
+    for status, f in fit.items():
+        table.add_row(status, str(f["count"]), f"{f['too_large']:.1%}", f"{f['too_large_at_the_end']:.1%}")
+    console.print(table)
+
+
+def _cells(s: Score | None) -> tuple[str, str, str, str]:
+    if s is None:
+        return "-", "-", "-", "-"
+    return f"{100 * s.median_ape:.1f}%", f"{100 * s.p90_ape:.1f}%", f"{100 * s.bias:+.1f}%", f"{100 * (s.inside or 0):.0f}%"
 
 
 def _rows(title: str, found: Sequence[Prediction], console: Console) -> None:

@@ -2,7 +2,8 @@
 
 One file describes one device. Its stem is its name; `aliases` are further names. Every number is written as
 `key_with_unit = { value = ..., source = "kind: where from" }`, the kind being one of KINDS, so that a figure that was derived
-from it can say what it rests on. A name that is not known raises UnknownHardware with near matches; nothing falls back.
+from it can say what it rests on. `spread = ...` in it says how far the value may be off (see uncertainty); without it the kind does.
+A name that is not known raises UnknownHardware with near matches; nothing falls back.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from cost_models.uncertainty import SPREADS, spread_of_kind
 
 __all__ = [
     "KINDS",
@@ -32,7 +35,7 @@ __all__ = [
 ]
 
 CATALOGUE = Path(__file__).parent
-KINDS = ("datasheet", "measured", "fitted", "assumed", "derived")  # what a source string begins with
+KINDS = tuple(SPREADS)  # what a source string begins with
 
 OP_CLASSES = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other")
 """Operator classes with an achievable fraction; 'view' costs nothing and needs none."""
@@ -83,6 +86,7 @@ class Gpu:
     fractions: tuple[tuple[str, float], ...]
     host: bool = False
     sources: tuple[tuple[str, str], ...] = ()
+    spreads: tuple[tuple[str, float], ...] = ()
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Dense peak FLOP/s of a dtype ('bfloat16', 'torch.float32', 'tf32'). Raises ValueError where the file states none."""
@@ -106,6 +110,10 @@ class Gpu:
         """Where a value comes from, e.g. source('memory_bytes') or source('peak_flops_per_s.bfloat16')."""
         return dict(self.sources)[key]
 
+    def spread(self, key: str) -> float:
+        """The relative standard deviation of a value: its own, else that of how it came to be known."""
+        return _spread(self, key)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
@@ -115,9 +123,7 @@ class Link:
     it for large messages. Two protocols: `simple` moves bulk data; `low_latency` carries a flag beside each word, so that it
     needs no synchronisation but reaches only low_latency_fraction of the rate. start_*: once per collective; hop_*: per step.
     peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
-    rate at which it does; 0 where it cannot. contended_step_s: what each step of a collective inside stages takes longer while the
-    transfers between stages of a pipeline are under way on this link, where it stays in a node; contended_hop_s: where it leaves
-    the node. switched: any pair gets the
+    rate at which it does; 0 where it cannot. switched: any pair gets the
     full rate; otherwise the wires are point to point.
     """
 
@@ -132,12 +138,20 @@ class Link:
     peer_s: float
     in_switch_fraction: float
     switched: bool
-    contended_step_s: float = 0.0
-    contended_hop_s: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
+    spreads: tuple[tuple[str, float], ...] = ()
 
     def source(self, key: str) -> str:
         return dict(self.sources)[key]
+
+    def spread(self, key: str) -> float:
+        """As Gpu.spread."""
+        return _spread(self, key)
+
+
+def _spread(item: Gpu | Link, key: str) -> float:
+    stated = dict(item.spreads)
+    return stated[key] if key in stated else spread_of_kind(item.source(key))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +173,7 @@ class Cluster:
     links_per_node: int
     rings_by_ranks: tuple[tuple[int, float], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
+    spreads: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("gpus_per_node", "links_per_gpu", "links_per_node"):
@@ -200,6 +215,7 @@ class _Table:
     def __init__(self, data: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.data, self.where, self.prefix, self.seen = data, where, prefix, set[str]()
         self.sources: list[tuple[str, str]] = []
+        self.spreads: list[tuple[str, float]] = []
 
     def fail(self, key: str, problem: str) -> HardwareFileError:
         return HardwareFileError(f"{self.where}: {self.prefix}{key} {problem}")
@@ -216,18 +232,22 @@ class _Table:
         return value
 
     def number(self, key: str, *, least: float = 0.0, most: float = math.inf) -> float:
-        """The value of `key = { value = number, source = "kind: text" }`."""
+        """The value of `key = { value = number, source = "kind: text" }`, which may also state its spread."""
         entry = self.plain(key, dict)
-        value, source = entry.get("value"), entry.get("source")
+        value, source, spread = entry.get("value"), entry.get("source"), entry.get("spread", 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.fail(key, f"needs a number as its `value`, found {value!r}")
         if not least <= value <= most:
             raise self.fail(key, f"must lie between {least:g} and {most:g}, found {value:g}")
         if not isinstance(source, str) or not source.startswith(tuple(f"{kind}: " for kind in KINDS)):
             raise self.fail(key, f"needs a `source` that begins with one of {', '.join(KINDS)} and a colon, found {source!r}")
-        if extra := set(entry) - {"value", "source"}:
+        if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 <= spread <= 1:
+            raise self.fail(key, f"has a `spread` that is no share of its value between 0 and 1: {spread!r}")
+        if extra := set(entry) - {"value", "source", "spread"}:
             raise self.fail(key, f"has unknown parts {', '.join(sorted(extra))}")
         self.sources.append((self.prefix + key, source))
+        if "spread" in entry:
+            self.spreads.append((self.prefix + key, float(spread)))
         return float(value)
 
     def sub(self, key: str) -> _Table:
@@ -259,6 +279,7 @@ def _gpu(table: _Table, name: str) -> Gpu:
         fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in OP_CLASSES),
         host=table.plain("host", bool, False, required=False),
         sources=(("title", title), *table.sources, *rates.sources, *fractions.sources),
+        spreads=(*table.spreads, *rates.spreads, *fractions.spreads),
     )
     for part in (table, rates, fractions):
         part.done()
@@ -276,10 +297,9 @@ def _link(table: _Table, name: str) -> Link:
         **{f: table.number(f, least=1e-3, most=1) for f in ("achievable_fraction", "low_latency_fraction")},
         **{f: table.number(f) for f in ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s", "peer_s")},
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
-        **{f: table.number(f) if f in table.data else 0.0 for f in ("contended_step_s", "contended_hop_s")},
     }
     table.done()
-    return Link(name=name, switched=switched, sources=(("title", title), *table.sources), **numbers)
+    return Link(name=name, switched=switched, sources=(("title", title), *table.sources), spreads=tuple(table.spreads), **numbers)
 
 
 def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
@@ -311,6 +331,7 @@ def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
         links_per_node=int(table.number("links_per_node")),
         rings_by_ranks=tuple(sorted((int(key), ring_table.number(key, least=1e-3)) for key in rings)),
         sources=(("title", title), *table.sources, *ring_table.sources),
+        spreads=(*table.spreads, *ring_table.spreads),
     )
     table.done()
     return cluster

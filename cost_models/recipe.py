@@ -28,7 +28,11 @@ class Recipe:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
     of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4). fuses:
     pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand). stops_early: what runs
-    again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end."""
+    again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end.
+
+    What a software's own work adds to a link's times, 0 for the link alone: between_nodes_s: to each collective between nodes;
+    contended_step_s: to each step in a node of a collective
+    inside stages, while the stages of a pipeline exchange values between nodes; contended_hop_s: to its steps between nodes."""
 
     gradient_itemsize: int | None = None
     state_itemsize: int | None = None
@@ -47,10 +51,23 @@ class Recipe:
     attention_speed: float = 1.0
     fuses: bool = False
     stops_early: bool = False
+    between_nodes_s: float = 0.0
+    contended_step_s: float = 0.0
+    contended_hop_s: float = 0.0
+
+    @property
+    def of_operators(self) -> tuple[float, ...]:
+        """What the times of a rank's operators and of the collectives between them depend on."""
+        return (
+            self.regathers, self.fuses, self.attention_speed, self.stops_early, self.between_nodes_s, self.contended_step_s,
+            self.contended_hop_s,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if min(self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
+        if min(self.between_nodes_s, self.contended_step_s, self.contended_hop_s) < 0:
+            raise ValueError(f"a recipe whose software makes a network faster than it is: {self}")
         if min(self.bucket_bytes, self.unit_bytes) < 1 or self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 __all__ = ["RESTS", "WHOLE", "Rest", "rest_of"]
 
-Over = Literal["dp", "node"]
+Over = Literal["all", "node"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Rest:
     parameters: bool = False
     gradients: bool = False
     states: bool = False
-    over: Over = "dp"
+    over: Over = "all"
 
     def __post_init__(self) -> None:
         if (self.parameters or self.gradients) and not self.states:
@@ -62,7 +62,7 @@ class Rest:
         found = 1
         if self.states:
             group = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= max(1, node)) if pinned is None else pinned
-            found = dp if self.over == "dp" else group
+            found = dp if self.over == "all" else group
             if not 1 < found <= dp or dp % found or (self.over == "node" and found == dp):
                 return
         if pinned in (None, found):

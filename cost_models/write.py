@@ -15,7 +15,12 @@ _RATE, _FRACTION, _RINGS = "peak_flops_per_s.", "achievable_fraction.", "rings_b
 def figures(item: Cluster | Gpu | Link) -> dict[str, dict[str, Any]]:
     """Every number of a device and its source: {'launch_s': {'value': 5e-5, 'source': 'fitted: ...'}}; those of a table within it
     as 'peak_flops_per_s.float32'. A cluster's GPU and links are not among them."""
-    return {key: {"value": _value(item, key), "source": source} for key, source in item.sources if key != "title"}
+    spreads = dict(item.spreads)
+    return {
+        key: {"value": _value(item, key), "source": source} | ({"spread": spreads[key]} if key in spreads else {})
+        for key, source in item.sources
+        if key != "title"
+    }
 
 
 def _value(item: Cluster | Gpu | Link, key: str) -> float:
@@ -46,7 +51,8 @@ def _device(item: Cluster | Gpu | Link, prefix: str) -> list[str]:
     tables: dict[str, list[str]] = {}
     for key, figure in figures(item).items():
         table, _, name = key.rpartition(".")
-        line = f"{name} = {{ value = {figure['value']!r}, source = {_text(figure['source'])} }}"
+        spread = f", spread = {figure['spread']!r}" if "spread" in figure else ""
+        line = f"{name} = {{ value = {figure['value']!r}, source = {_text(figure['source'])}{spread} }}"
         (tables.setdefault(table, []) if table else lines).append(line)
     for table, inner in tables.items():
         lines += ["", f"[{prefix}{table}]", *inner]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from autopar import cli
+from autopar import cli, compiler
 from autopar.demo import SEQUENCE, corpus, draw_batches
-from autopar.planner import Pins, Plan
+from autopar.planner import Pins, Plan, make_plan
+from autopar.planner.candidate import Draft
 from autopar.planner.plan import AxisPlan, BlockMode, MemoryPlan, StagePlan
+from autopar.planner.question import Question
 from autopar.report.diff import differences
 from autopar.report.doctor import checks, checks_text
 from autopar.report.text import plan_json, plan_text
@@ -255,6 +258,8 @@ def test_help_names_every_command(run) -> None:
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=0"], "Expected `int` >= 1"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "tp=2", "--pin", "tp=1"], "given twice"),
         (["plan", "models.py:net", "--gpus", "2", "--pin", "zero=7"], "zero must be one of 0, 1, 2, 3"),
+        (["plan", "models.py:net", "--gpus", "2", "--pin", "axes=2"], "there is no pin 'axes'"),
+        (["plan", "models.py:net", "--gpus", "2", "--time-limit", "0"], "--time-limit must be a positive number of seconds, not 0"),
         (["plan", "models.py:net", "--gpus", "2", "-o", "no/such/plan.json"], "there is no folder"),
         (["plan", "models.py:net", "--gpus", "2", "-o", "."], "it is a folder"),
         (["plan", "models.py:no_loss", "--gpus", "2", "--loss", "models.py:number"], "needed is a function"),
@@ -267,6 +272,7 @@ def test_help_names_every_command(run) -> None:
         (["explain", "newer.json"], "version 99"),
         (["explain", "good.json", "--gpus", "8"], "is a plan for 4 GPUs, and --gpus says 8"),
         (["explain", "good.json", "--pin", "tp=2"], "--pin is for a TARGET"),
+        (["explain", "good.json", "--time-limit", "3"], "--time-limit is for a TARGET"),
         (["explain", "good.json", "--format", "html"], "not available yet"),
         (["diff", "good.json", "goood.json"], "did you mean good.json"),
         (["verify", "models.py:net", "--gpus", "2", "--plan", "good.json", "--pin", "tp=2"], "exclude each other"),
@@ -336,6 +342,32 @@ def test_the_answer_is_alone_on_its_line_whatever_the_model_prints(models: Path,
     assert ran.code == 0, ran.err
     assert ran.answer["gpus"] == 1
     assert "a line of the model's own" in ran.err
+
+
+def test_what_a_time_limit_cut_off_is_said(models: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def stopped(*args: object, time_limit_s: float | None, **wanted: object) -> Plan:
+        asked.append(time_limit_s)
+        return make_plan(*args, time_limit_s=1e-9, **wanted)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler, "make_plan", stopped)
+    monkeypatch.setattr(Question, "draft", _one_by_one(Question.draft))
+    command = ("plan", "models.py:net", "--gpus", 8, "--cluster", "dgx-h100", "--time-limit", 2.5)
+    ran = run(*command)
+    assert ran.code == 0 and asked == [2.5], ran.err
+    assert "the search was stopped after 1e-09 s" in ran.out and "are unexplored" in ran.out
+    assert run(*command, "--json").answer["searched"]["unexplored"] > 0 and len(asked) == 2, "what a clock has cut short is not kept"
+
+
+def _one_by_one(draft):
+    """Drafts that say that they are slower than all others that there are, so that these would be tried next."""
+
+    def slower(self, *args, **wanted):
+        found = draft(self, *args, **wanted)
+        return found if not isinstance(found, Draft) else dataclasses.replace(found, times=dataclasses.replace(found.times, step_s=1e9))
+
+    return slower
 
 
 def test_a_loss_function_may_be_named(models: Path, run) -> None:

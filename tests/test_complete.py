@@ -130,7 +130,7 @@ def test_what_rests_stays_and_what_is_kept_does_as_before(name: str, change: Any
     before, after = on_axes(old.program, plan), on_axes(now.program, found)
     for a, b, programs in (
         (before.data, after.data, (old.program, now.program)),
-        (before.tensor, after.tensor, (before.moments.body, after.moments.body)),
+        *((a, b, (before.moments.body, after.moments.body)) for a, b in zip(before.inner, after.inner, strict=True)),
     ):
         if a is None or b is None:
             assert a is b

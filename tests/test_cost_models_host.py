@@ -11,7 +11,8 @@ import pytest
 from autopar.ir import refs
 from autopar.measure import Pricer
 from autopar.planner.price import Ledger
-from cost_models.cluster import Cluster, HardwareFileError, Link, load_cluster, load_link
+from cost_models.cluster import Cluster, HardwareFileError, list_links, load_cluster, load_link
+from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.write import cluster_toml
 from tests.planner_programs import program_of
 
@@ -19,11 +20,10 @@ pytestmark = pytest.mark.pure
 ONE = {"pp": 1, "dp": 1, "tp": 1}
 
 
-def cluster(launch_s: float = 0.0, contended_step_s: float = 0.0, contended_hop_s: float = 0.0) -> Cluster:
+def cluster(launch_s: float = 0.0) -> Cluster:
     """Of two GPUs a node."""
     known = load_cluster("p5")
-    inter = dataclasses.replace(known.inter, contended_step_s=contended_step_s, contended_hop_s=contended_hop_s)
-    return dataclasses.replace(known, gpu=dataclasses.replace(known.gpu, launch_s=launch_s), inter=inter, gpus_per_node=2)
+    return dataclasses.replace(known, gpu=dataclasses.replace(known.gpu, launch_s=launch_s), gpus_per_node=2)
 
 
 @functools.cache
@@ -71,32 +71,38 @@ def test_a_slower_host_is_never_faster() -> None:
 @pytest.mark.parametrize("kind,passes", [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
 def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, passes: int) -> None:
     """Four ranks on two nodes: two steps of a ring stay in a node, one leaves it."""
-    of = cluster(1e-5, contended_step_s=2e-4, contended_hop_s=7e-4)
+    of, software = cluster(1e-5), Recipe(contended_step_s=2e-4, contended_hop_s=7e-4)
     crossing = {"pp": 2, "dp": 1, "tp": 4}
-    assert Pricer(of, crossing).contended and Pricer(of, crossing).host_s(kind, "tp") == pytest.approx(1e-5 + passes * (2 * 2e-4 + 7e-4))
+    slowed = Pricer(of, crossing, None, software)
+    assert slowed.contended and slowed.host_s(kind, "tp") == pytest.approx(1e-5 + passes * (2 * 2e-4 + 7e-4))
+    assert Pricer(of, crossing).host_s(kind, "tp") == pytest.approx(1e-5), "it is the software's: ours has none"
     for mesh in ({"pp": 1, "dp": 2, "tp": 4}, {"pp": 2, "dp": 1, "tp": 1}):  # no pipeline; a pipeline inside a node
-        pricer = Pricer(of, mesh)
+        pricer = Pricer(of, mesh, None, software)
         assert not pricer.contended and pricer.host_s(kind, "tp") == pytest.approx(1e-5 if mesh["tp"] > 1 else 0.0)
-    assert Pricer(of, crossing).host_s(None, "tp") == Pricer(of, crossing).host_s(kind, "dp") == 0.0
-    assert Pricer(of, crossing).collective_s(kind, 2**20, "tp") == Pricer(cluster(), crossing).collective_s(kind, 2**20, "tp")
+    assert slowed.host_s(None, "tp") == slowed.host_s(kind, "dp") == 0.0
+    assert slowed.collective_s(kind, 2**20, "tp") == Pricer(cluster(), crossing).collective_s(kind, 2**20, "tp")
+
+
+def test_what_a_software_adds_between_nodes() -> None:
+    """To every collective that leaves a node, once, whatever its size; to none inside of one."""
+    alone, slowed = (Pricer(cluster(), {"pp": 1, "dp": 4, "tp": 2}, None, Recipe(between_nodes_s=s)) for s in (0.0, 3e-4))
+    for nbytes in (2**12, 2**26):
+        plain = alone.collective_s("all_reduce", nbytes, "dp")
+        assert slowed.collective_s("all_reduce", nbytes, "dp") == pytest.approx(plain + 3e-4)
+        assert slowed.collective_s("all_reduce", nbytes, "tp") == alone.collective_s("all_reduce", nbytes, "tp")
+    with pytest.raises(ValueError, match="faster than it is"):
+        Recipe(between_nodes_s=-1e-4)
+
+
+def test_links_are_fitted_to_timings_of_links() -> None:
+    """What training runs took holds their software's own work, which is no property of a link."""
+    for name in list_links():
+        link = load_link(name)
+        assert not [key for key, source in link.sources if "training runs" in source], name
+    assert AUTOPAR.between_nodes_s == AUTOPAR.contended_step_s == AUTOPAR.contended_hop_s == 0.0
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
-@pytest.mark.parametrize("key", ["contended_step_s", "contended_hop_s"])
-def test_optional_constants_of_links(tmp_path: Path, key: str) -> None:
-    known = load_cluster("dgx-a100").inter
-    text = Path(load_link.__globals__["CATALOGUE"], "links", f"{known.name}.toml").read_text(encoding="utf-8")
-    plain = "\n".join(line for line in text.splitlines() if not line.startswith(key))
-    (tmp_path / "plain.toml").write_text(plain + "\n", encoding="utf-8")
-    assert getattr(load_link(tmp_path / "plain.toml"), key) == 0.0
-    (tmp_path / "stated.toml").write_text(plain + f'\n{key} = {{ value = 0.5, source = "assumed: a test" }}\n', encoding="utf-8")
-    stated: Link = load_link(tmp_path / "stated.toml")
-    assert getattr(stated, key) == 0.5 and stated.source(key) == "assumed: a test"
-    (tmp_path / "bad.toml").write_text(plain + f'\n{key} = {{ value = -1, source = "assumed: a test" }}\n', encoding="utf-8")
-    with pytest.raises(HardwareFileError, match=key):
-        load_link(tmp_path / "bad.toml")
-
-
 def test_the_host_is_written_and_read(tmp_path: Path) -> None:
     known = load_cluster("dgx-h100")
     sources = dict(known.gpu.sources) | {"launch_s": "assumed: a test"}

@@ -83,6 +83,19 @@ def test_the_same_question_is_searched_once(searches: list[int], tmp_path: Path)
     assert len(searches) == 1
 
 
+def test_what_a_clock_has_cut_short_is_not_kept(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, short = compiler.make_plan, {"unexplored": 3}
+    monkeypatch.setattr(compiler, "make_plan", lambda *a, **k: msgspec.structs.replace(real(*a, **k), searched=short))
+    for _ in range(2):
+        assert ask(time_limit=5.0).searched == short
+    assert len(searches) == 2
+    short.clear()
+    for _ in range(2):
+        ask(time_limit=5.0)
+    ask()
+    assert len(searches) == 3, "one that it did not reach is the same as without it"
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"gpus": 4}, {"cluster": "dgx-h100"}, {"memory": "20GiB"}, {"optimizer": "sgd"}, {"precision": "bf16"}, {"pins": {"dp": 2}}],

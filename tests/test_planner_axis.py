@@ -18,11 +18,10 @@ from autopar.ir import I, Layout, Program, R, S, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner import axis
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
-from autopar.planner.candidate import Mesh
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
 from autopar.planner.shard import Assignment, view_of
-from autopar.planner.space import Form
+from autopar.planner.space import Form, Mesh
 from autopar.planner.store import Store, _fits
 from cost_models.cluster import load_cluster
 from tests.planner_programs import Mlp, program_of
@@ -185,7 +184,7 @@ def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:
     def assigned(where: Store, sequence: bool | None) -> Assignment:
         moments = where.moments(1, 1)
         assert not isinstance(moments, str)
-        return where.on_tensor_axis(mesh, moments.body, Form(sequence=sequence))[0]
+        return where.on_axis("tp", mesh, moments.body, Form(sequence=sequence))[0]
 
     shared = store()
     found = {sequence: assigned(shared, sequence) for sequence in (None, True, False)}

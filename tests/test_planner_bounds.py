@@ -63,8 +63,8 @@ def test_no_price_is_below_the_bound_that_prunes_it(gpu: str) -> None:
         every = list(search.space.choices())
         for choice in rng.sample(every, min(12, len(every))):
             rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe)
-            estimator = search._estimator(rank, choice)
-            draft = None if isinstance(estimator, str) else search._draft(choice, estimator)
+            estimator = search.estimator(rank, choice)
+            draft = None if isinstance(estimator, str) else search.draft(choice, estimator)
             if isinstance(draft, Draft) and not isinstance(estimator, str):
                 least = search._least.step_s(choice, search.batch_size)
                 assert 0 < least <= estimator.least_s() * (1 + 1e-9), (name, choice)

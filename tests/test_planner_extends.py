@@ -1,4 +1,4 @@
-"""An operator, a GPU and a schedule that the compiler has never heard of: each is one thing that is added in one place."""
+"""What the compiler has never heard of, one of each kind: each is one value that is added in one place."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ import pytest
 import torch
 from torch import Tensor, library, nn
 
+from autopar import axes
+from autopar.axes import AxisSpec
 from autopar.capture import capture
 from autopar.catalog import OpView, rule
 from autopar.catalog.rule import register
 from autopar.compiler import emit
 from autopar.errors import PlanError
-from autopar.ir import Program, R, S, Strategy
-from autopar.planner import Pins, Plan, lower, make_plan
+from autopar.ir import Program, R, S, Span, Strategy
+from autopar.measure import Pricer
+from autopar.planner import Pins, Plan, lower, make_plan, modes
+from autopar.planner.lower import on_axes
+from autopar.planner.modes import Recompute
+from autopar.report.text import plan_text
 from cost_models import cluster as catalogue
-from cost_models import pipeline
+from cost_models import pipeline, pools, rests
 from cost_models.actions import Action, validate
 from cost_models.cluster import load_cluster
+from cost_models.pools import Pool
+from cost_models.rests import Rest
 from tests.planner_programs import captured_of, program_of
 
 pytestmark = pytest.mark.pure
@@ -127,3 +135,90 @@ def test_a_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     plans["eager"].save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plans["eager"]
     assert "eager" in emit(captured, plans["eager"])
+
+
+def _held(plan: Plan) -> list[tuple[int, int, int]]:
+    """Of each stage the bytes of parameters, optimizer states, and in all but the allocator's slack."""
+    memory = [s.memory for s in plan.stages]
+    return [(m.parameters_bytes, m.optimizer_states_bytes, m.total_bytes - m.allocator_slack_bytes) for m in memory]
+
+
+def test_an_axis_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An axis inside tp, over which operators are divided again."""
+    with pytest.raises(PlanError, match="no mesh axis 'toy'"):
+        Pins(axes={"toy": 2})
+    monkeypatch.setitem(axes.AXES, "toy", AxisSpec(name="toy", title="toy parallel", divides="operators", within_node=True))
+    captured, _ = captured_of("wide")
+    cluster = load_cluster("dgx-a100")
+    assert {plan.mesh["toy"] for plan in [make_plan(captured.program, 2, cluster, pins=Pins(dp=1, tp=1, pp=1))]} == {2}
+    plan = make_plan(captured.program, 8, cluster, pins=Pins(dp=2, tp=2, axes={"toy": 2}))
+    assert plan.mesh == {"pp": 1, "dp": 2, "tp": 2, "toy": 2} and set(plan.axes) == {"dp", "tp", "toy"}
+    rank = on_axes(captured.program, plan).rank
+    weights = {p.fqn: dict(p.layouts) for p in rank.params}
+    assert any(x["tp"].is_shard and x["toy"].is_shard for x in weights.values()), "the same parameters are cut over both"
+    moved = [op for op in rank.ops if op.target.startswith("autopar.C.") and op.kwarg("axis") == "toy"]
+    assert moved, "values change their layout over it"
+    pricer = Pricer(cluster, plan.mesh)
+    assert plan.stages[0].communication_s >= sum(pricer.op(op, rank).communication_s for op in moved) > 0
+    assert "toy=2 (toy parallel)" in plan_text(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    emitted = emit(captured, plan)
+    assert "mesh.toy" in emitted and "mesh.tp" in emitted
+
+
+def test_a_rest_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer states and gradients in parts over those of a node, pinned by a number of its own."""
+    with pytest.raises(PlanError, match="zero must be one of 0, 1, 2, 3"):
+        Pins(zero=7)
+    row = Rest(name="toy", zero=7, title="toy parts", states=True, gradients=True, over="node")
+    monkeypatch.setitem(rests.RESTS, "toy", row)
+    captured, _ = captured_of("wide")
+    plans = {zero: make_plan(captured.program, 16, load_cluster("dgx-a100"), pins=Pins(dp=16, zero=zero)) for zero in (0, 7)}
+    assert (plans[7].rest, plans[7].shard) == ("toy", 8)
+    (_, whole, _), (_, parts, _) = _held(plans[0])[0], _held(plans[7])[0]
+    assert parts < whole / 4
+    assert "toy parts" in plan_text(plans[7]) and 'rest="toy"' in emit(captured, plans[7])
+
+
+def test_a_mode_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of every block runs again."""
+    with pytest.raises(PlanError, match="recompute must be 'none', 'selective', 'full' or 'auto'"):
+        Pins(recompute="half")
+    half = Recompute(name="half", offers=lambda ledger, liveness, block: [(Span(block.start, block.start + len(block) // 2),)])
+    monkeypatch.setitem(modes.RECOMPUTES, "half", half)
+    captured, _ = captured_of("stack")
+    cluster = load_cluster("dgx-a100")
+    plans = {
+        name: make_plan(captured.program, 2, cluster, pins=Pins(pp=2, micro_batches=4, recompute=name)) for name in ("none", "half", "full")
+    }
+    assert [m.name for m in plans["half"].modes] == ["half"] and plans["half"].modes[0].operators
+    (span,) = plans["half"].modes[0].spans
+    assert span[0] == 0 and span[1] == plans["full"].modes[0].spans[0][1] // 2
+    seconds = [sum(s.backward_s for s in plans[name].stages) for name in ("none", "half", "full")]
+    kept = [sum(s.memory.saved_activations_bytes for s in plans[name].stages) for name in ("none", "half", "full")]
+    assert seconds[0] < seconds[1] < seconds[2] and kept[0] > kept[1]
+    assert "recompute(" in emit(captured, plans["half"])
+
+
+def test_a_pool_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running average of every parameter, which rests as the parameter's optimizer states do."""
+    captured, _ = captured_of("wide")
+    cluster = load_cluster("dgx-a100")
+
+    def planned(limit: int | None = None, **pins: int) -> Plan:
+        return make_plan(captured.program, 4, cluster, memory_limit_bytes=limit, pins=Pins(dp=4, micro_batches=1, **pins))
+
+    before = {zero: planned(zero=zero) for zero in (0, 3)}
+    average = Pool(
+        name="average", title="averages of parameters", lives="always", row="optimizer_states",
+        of_parameter=lambda p, how: p.resting_bytes if p.trainable else 0,
+    )  # fmt: skip
+    monkeypatch.setitem(pools.POOLS, "average", average)
+    for zero, plan in before.items():
+        (_, states, total), (_, more, in_all) = _held(plan)[0], _held(planned(zero=zero))[0]
+        assert (more - states, in_all - total) == (states // 2, states // 2), "AdamW keeps two numbers for each of a parameter"
+    between = (before[0].memory_bytes[0] + planned(zero=0).memory_bytes[0]) // 2
+    assert planned(limit=between).zero > 0, "what fitted whole does so no more"
+    with pytest.raises(ValueError, match="'averages', which is not one of the account's"):
+        Pool(name="average", title="", lives="always", row="averages", of_parameter=lambda p, how: 0)

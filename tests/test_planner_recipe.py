@@ -15,9 +15,10 @@ from autopar.ir import Program, refs
 from autopar.measure import Pricer
 from autopar.measure.costs import GATHER
 from autopar.planner import Pins, lower, make_plan
-from autopar.planner.candidate import Candidate, Draft, Mesh
+from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
+from autopar.planner.space import Mesh
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR, MIB, Recipe
 from tests.planner_programs import Mlp, Tied, program_of
@@ -226,10 +227,10 @@ def test_equal_micro_batches_cost_what_each_costs_by_itself(gpus: int, tp: int, 
         assert own.made_for == (mesh.dp, count) and (found.mesh, found.micro_batches) == (mesh, count)
         shared += found.made_for != own.made_for
         folded += len(found.program.ops) < len(own.program.ops)
-        estimators = [s._estimator(rank, choice) for s, rank in ((sharing, found), (each, own))]
+        estimators = [s.estimator(rank, choice) for s, rank in ((sharing, found), (each, own))]
         assert not isinstance(estimators[0], str) and not isinstance(estimators[1], str)
         assert estimators[0].pieces == estimators[1].pieces and estimators[0].least_s() == pytest.approx(estimators[1].least_s())
-        drafts = [s._draft(choice, e) for s, e in zip((sharing, each), estimators, strict=True) if not isinstance(e, str)]
+        drafts = [s.draft(choice, e) for s, e in zip((sharing, each), estimators, strict=True) if not isinstance(e, str)]
         assert isinstance(drafts[0], Draft) and isinstance(drafts[1], Draft)
         assert (drafts[0].part.cuts, drafts[0].part.recomputed) == (drafts[1].part.cuts, drafts[1].part.recomputed)
         mine, its = (d.times for d in drafts if isinstance(d, Draft))

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.ir import Program
+from autopar.ir import Program, TensorType
 from autopar.measure import Pricer
 from autopar.planner import Pins
 from autopar.planner.axis import AxisProblem, group_cost
 from autopar.planner.bounds import Least
-from autopar.planner.candidate import Candidate, Mesh
+from autopar.planner.candidate import Candidate
 from autopar.planner.choices import choices
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
-from autopar.planner.space import Choice
+from autopar.planner.space import Choice, Mesh
 from cost_models.cluster import OP_CLASSES, Cluster, Gpu, Link
 from cost_models.collectives import collective_time_s
 from cost_models.compute import kernel_time_s
@@ -227,6 +227,40 @@ def test_data_parallel_ranks_reduce_once_a_step(m: int) -> None:
     slow = priced(program_of("wide"), 4, machine(flops=1e12, link=1e6), recipe=Recipe(bucket_bytes=2 * MIB), dp=4, micro_batches=m)
     first_ready = BACKWARD / 4 / m / 1e12 / math.ceil(nbytes / (2 * MIB))
     assert slow.gradient_sync_s == pytest.approx(1.5 * nbytes / 1e6 + first_ready - BACKWARD / 4 / m / 1e12)
+
+
+NORMS = 4 * 4 * 2 * 16  # bytes of the norms of "stack": four layers, a weight and a bias of 16 each
+OF_TWO = 4 * (32 * 8 + 4 * (32 * 16 + 32 + 16 * 32 + 8))  # of its other parameters on one of two tensor-parallel ranks
+
+
+@pytest.mark.parametrize(
+    ("pins", "sent"),
+    [
+        ({"tp": 4}, 2 * 3 / 4 * NORMS),
+        ({"tp": 2, "dp": 2}, 2 * 3 / 4 * NORMS + OF_TWO),
+        ({"tp": 2, "dp": 4, "zero": 1}, (3 / 4 + 1 / 4) * NORMS + 3 / 4 * OF_TWO + 3 / 4 * (NORMS + OF_TWO)),
+        ({"tp": 2, "dp": 4, "zero": 1, "shard": 2}, (1 / 2 + 2 * 3 / 4 / 2) * NORMS + (1 / 2 + 1 / 2) * OF_TWO + 1 / 2 * (NORMS + OF_TWO)),
+    ],
+    ids=str,
+)
+def test_gradients_are_summed_over_all_ranks_that_use_a_parameter_for_other_work(pins: dict[str, int], sent: float) -> None:
+    """Under sequence parallelism norms are whole on tensor-parallel ranks, each of which reads other tokens: their gradients are summed
+    over these too, together with the data-parallel ones; in parts, the part of each is summed over those that hold the same one. With
+    zero=1 the parameters are gathered beside. Nothing of it runs beside anything else."""
+    gpus = pins["tp"] * pins.get("dp", 1)
+    alone = Recipe(overlaps_reduction=False, overlaps_gathers=False)
+    found = priced(program_of("stack"), gpus, machine(link=1e6), recipe=alone, sequence_parallel=True, **pins)
+    assert found.gradient_sync_s == pytest.approx(sent / 1e6)
+
+
+def test_what_batch_norm_exchanges() -> None:
+    """Over 4 ranks, of 8 channels: sums and sums of squares forward, two sums at once backward; 2 * 3 / 4 of the bytes are sent, each
+    exchange begins once."""
+    pricer = Pricer(machine(link=1e6, start_s=1.0), {"pp": 1, "dp": 4, "tp": 1})
+    x = TensorType((6, 8, 3), torch.float32, True)
+    forward, backward = pricer.exchanges_s("autopar.L.sync_batch_norm", (x,), "dp")
+    assert forward - backward == pytest.approx(1.0), "one exchange less"
+    assert forward - 2.0 == pytest.approx(backward - 1.0) == pytest.approx(1.5 * 4 * 2 * 8 / 1e6)
 
 
 @pytest.mark.parametrize("m", [1, 3])

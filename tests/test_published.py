@@ -152,10 +152,12 @@ def test_kendall_s_tau() -> None:
 def test_scores() -> None:
     assert score([]) is None
     one = score([-0.5])
-    assert one is not None and one.record() == {"count": 1, "median_ape": 0.5, "p90_ape": 0.5, "bias": -0.5}
+    assert one is not None and one.record() == {"count": 1, "median_ape": 0.5, "p90_ape": 0.5, "bias": -0.5, "inside": None}
     many = score([k / 10 * (-1) ** k for k in range(11)])
     assert many is not None and (many.count, many.median_ape, many.p90_ape) == (11, 0.5, pytest.approx(0.9))
     assert many.bias == 0.0
+    of_four = score([0.1, 0.2, 0.3, 0.4], [True, True, True, False])
+    assert of_four is not None and of_four.inside == 0.75
 
 
 def test_a_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +174,7 @@ def test_a_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {"rows", "scored", "skipped", "doubtful", "time", "memory", "kendall_tau", "groups"} <= answer.keys()
     assert (answer["rows"], answer["scored"], answer["doubtful"]) == (10, 6, 1)
     assert answer["skipped"] == {"did not run": 1, "fp8 cannot be planned yet": 1, "several stages on each rank, and no pipeline": 1}
-    assert answer["time"].keys() == answer["memory"].keys() == {"count", "median_ape", "p90_ape", "bias"}
+    assert answer["time"].keys() == answer["memory"].keys() == {"count", "median_ape", "p90_ape", "bias", "inside"}
     assert (answer["time"]["count"], answer["memory"]["count"]) == (5, 5)
 
     found = [p for _, p in predictions([rebuilt(r, 2) for r in rows[:5]] + [rebuilt(rows[6], 2)]) if isinstance(p, Prediction)]
@@ -181,6 +183,10 @@ def test_a_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert answer["time"]["bias"] == pytest.approx(statistics.median(errors))
     memory = [p.memory_bytes / p.run.memory_bytes - 1 for p in found if p.run.memory_bytes]
     assert answer["memory"]["median_ape"] == pytest.approx(statistics.median(map(abs, memory)))
+    inside = [p.step_interval_s[0] <= (p.run.step_time_s or 0.0) <= p.step_interval_s[1] for p in found if p.run.step_time_s]
+    assert answer["time"]["inside"] == pytest.approx(statistics.fmean(inside))
+    assert answer["fit"].keys() == {"ran", "oom"} and answer["fit"]["oom"]["count"] == 1
+    assert answer["fit"]["ran"]["too_large"] == 0.0
     assert answer["kendall_tau"] is None, "all were measured to take the same"
 
 

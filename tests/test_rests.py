@@ -123,7 +123,7 @@ def test_groups_exchange_on_two_levels(name: str) -> None:
     param = ParamBytes(local_bytes=nbytes, resting_bytes=nbytes // 8, numel=nbytes // 4, resting_numel=nbytes // 32, trainable=True)
     recipe = Recipe(overlaps_reduction=False, overlaps_gathers=False, bucket_bytes=nbytes)
     pricer = Pricer(cluster, {"pp": 1, "dp": 16, "tp": 1}, None, recipe)
-    made = Exchange(rest=RESTS[name], shard=8, dp=16, micro_batches=1, pricer=pricer, recipe=recipe)
+    made = Exchange(rest=RESTS[name], shard=8, micro_batches=1, pricer=pricer, recipe=recipe)
     gather, scatter = (collective_time_s(kind, nbytes, 8, cluster, ranks_per_node=8) for kind in ("all_gather", "reduce_scatter"))
     summed = collective_time_s("all_reduce", nbytes // 8, 2, cluster, ranks_per_node=1)
     everything = made.step_s([param], 1.0, 1.0) + made.pass_s([param], 1.0)

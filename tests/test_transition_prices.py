@@ -29,6 +29,7 @@ from autopar.planner.price import Ledger
 from autopar.render import load
 from autopar.run import Mesh, comm
 from autopar.run import collectives as C
+from autopar.run import local_ops as L
 from autopar.run.mesh import Axis
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.collectives import collective_time_s
@@ -137,6 +138,19 @@ def test_a_change_of_layout_sends_what_the_table_says(
         assert tuple(y.shape) == want.local_shape(SHAPE, axis.size)
         assert ahead == ([Sent(forward, nbytes, axis.ranks)] if forward else [])
         assert sent == ([Sent(backward, nbytes, axis.ranks)] if backward else [])
+
+
+def test_batch_norm_sends_statistics(fake_group: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 channels: sums, then sums of squares; in backward two sums at once."""
+    fake_group(4, rank=1)
+    axis = Mesh({"dp": 4}).dp
+    x = torch.randn(6, 8, 3, requires_grad=True)
+    with recorded(monkeypatch) as sent:
+        y = L.sync_batch_norm(x, None, None, None, None, axis, 0.1, 1e-5)
+        ahead = list(sent)
+        sent.clear()
+        y.backward(torch.ones_like(y))
+    assert ahead == [Sent("all_reduce", 4 * 8, axis.ranks)] * 2 and sent == [Sent("all_reduce", 4 * 2 * 8, axis.ranks)]
 
 
 # ------------------------------------------------------------------------------------------------------------- its price

@@ -7,8 +7,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
+from autopar.axes import BATCH, LAYERS
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
@@ -24,10 +25,20 @@ BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torc
 
 GATHER = "autopar.C.all_gather"
 
-# Local code -> its all-reduces in forward and in backward, and how many numbers each has: a dim of an operand, or all of it.
-_EXCHANGES: dict[str, tuple[int, int, int, int | None]] = {
-    "autopar.L.sync_batch_norm": (2, 1, 0, 1),
-    "autopar.L.cross_entropy_sum_vocab": (3, 0, 1, None),
+
+class _Exchanges(NamedTuple):
+    """All-reduces inside local code, in forward and in backward: how many values each has for every number of an operand, or of one of its
+    dims."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    operand: int
+    dim: int | None = None
+
+
+_EXCHANGES = {
+    "autopar.L.sync_batch_norm": _Exchanges((1, 1), (2,), operand=0, dim=1),  # means, variances; two sums at once
+    "autopar.L.cross_entropy_sum_vocab": _Exchanges((1, 1, 1), (), operand=1),
 }
 _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
@@ -57,12 +68,13 @@ class OpCosts:
 
 
 class Pricer:
-    """Times on one cluster with one mesh. mesh: axis -> size, outermost first (pp, dp, tp); tp neighbours are adjacent
-    ranks, so that inner axes lie inside nodes as far as they fit. live: measures the operators of whole programs on this
+    """Times on one cluster with one mesh. mesh: axis -> size, outermost first (as `axes.AXES`); neighbours on the innermost one
+    are adjacent ranks, so that inner axes lie inside nodes as far as they fit. live: measures the operators of whole programs on this
     machine; without it every time is an estimate."""
 
     def __init__(self, cluster: Cluster, mesh: Mapping[str, int], live: Live | None = None, recipe: Recipe = AUTOPAR) -> None:
         self.cluster, self.mesh, self.live, self.recipe = cluster, dict(mesh), live, recipe
+        self._network = _with_software(cluster, recipe)
         self._collective: dict[tuple[str, int, str, int, int], float] = {}
 
     def per_node(self, axis: str, ranks: int | None = None, every: int = 1) -> int:
@@ -83,6 +95,19 @@ class Pricer:
         key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
             per_node = self.per_node(axis, ranks, every)
+            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
+        return self._collective[key]
+
+    def joint_s(self, kind: str, nbytes: float, axes: tuple[str, ...], *, shard: int = 1) -> float:
+        """Seconds of one collective over the ranks of several axes at once. shard: of the data axis those ranks that hold the same parts,
+        of which there are so many."""
+        groups = [(axis, self.mesh[axis] // (shard if axis == BATCH else 1), shard if axis == BATCH else 1) for axis in axes]
+        ranks = math.prod(n for _, n, _ in groups)
+        if ranks == 1 or nbytes == 0:
+            return 0.0
+        key = (kind, int(nbytes), "+".join(axes), ranks, shard)
+        if key not in self._collective:
+            per_node = math.prod(self.per_node(axis, n, every) for axis, n, every in groups)
             self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
         return self._collective[key]
 
@@ -94,15 +119,15 @@ class Pricer:
     @property
     def contended(self) -> bool:
         """Whether neighbouring stages exchange values over the links between nodes."""
-        return self.mesh.get("pp", 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
+        return self.mesh.get(LAYERS, 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
 
     def host_s(self, kind: str | None, axis: str) -> float:
         """Seconds that the host needs for a collective of the tensor axis, which kernels that run meanwhile hide."""
         ranks = self.mesh.get(axis, 1)
         if kind is None or ranks == 1:
             return 0.0
-        link, nodes = self.cluster.inter, math.ceil(ranks / self.per_node(axis))
-        contended_s = (ranks - nodes) * link.contended_step_s + (nodes - 1) * link.contended_hop_s if self.contended else 0.0
+        rules, nodes = self.recipe, math.ceil(ranks / self.per_node(axis))
+        contended_s = (ranks - nodes) * rules.contended_step_s + (nodes - 1) * rules.contended_hop_s if self.contended else 0.0
         return self.shared * (self._launch_s + (2 if kind == "all_reduce" else 1) * contended_s)
 
     def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[float, float]:
@@ -143,22 +168,22 @@ class Pricer:
         forward, backward = (s * self.shared for s in self.counted_s(counts, dtype))
         grad = any(t.grad for t in outs) and not op.no_grad
         source = self._roofline(counts.op_class, dtype)
-        exchange = self._exchanges(op, ins)
+        exchange = self.exchanges_s(op.target, ins, op.kwarg("axis"))
         backward, exchanged = (backward + exchange[1], sum(exchange)) if grad else (0.0, exchange[0])
         return OpCost(
             counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchanged,
             provenance=source, host_s=(0.0, 0.0) if joined else self.launches_s(op, ins, outs),
         )  # fmt: skip
 
-    def _exchanges(self, op: Op, ins: tuple[TensorType, ...]) -> tuple[float, float]:
+    def exchanges_s(self, target: str, ins: tuple[TensorType, ...], axis: object) -> tuple[float, float]:
         """Seconds of the collectives inside local code, in forward and in backward: of statistics by channel (batch norm), of
         numbers by row (a loss over a split vocabulary)."""
-        if op.target not in _EXCHANGES:
+        if target not in _EXCHANGES:
             return 0.0, 0.0
-        forward, backward, operand, dim = _EXCHANGES[op.target]
-        numbers = ins[operand].numel if dim is None else ins[operand].shape[dim]
-        seconds = self.collective_s("all_reduce", 4.0 * numbers, str(op.kwarg("axis")))
-        return forward * seconds, backward * seconds
+        of = _EXCHANGES[target]
+        numbers = ins[of.operand].numel if of.dim is None else ins[of.operand].shape[of.dim]
+        forward, backward = (sum(self.collective_s("all_reduce", 4.0 * n * numbers, str(axis)) for n in each) for each in of[:2])
+        return forward, backward
 
     @property
     def shared(self) -> float:
@@ -228,6 +253,19 @@ class Pricer:
                     costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True
                 )
         return found
+
+
+def _with_software(cluster: Cluster, recipe: Recipe) -> Cluster:
+    """The cluster whose links between nodes are as a software's collectives find them."""
+    if not recipe.between_nodes_s:
+        return cluster
+    link = cluster.inter
+    slower = dataclasses.replace(
+        link,
+        start_simple_s=link.start_simple_s + recipe.between_nodes_s,
+        start_low_latency_s=link.start_low_latency_s + recipe.between_nodes_s,
+    )
+    return dataclasses.replace(cluster, inter=slower)
 
 
 def dtype_of(outs: tuple[TensorType, ...], ins: tuple[TensorType, ...]) -> str:

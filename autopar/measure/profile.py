@@ -190,7 +190,8 @@ def _stated(item: D, values: Values) -> D:
         for field, table in (("rates", "peak_flops_per_s."), ("fractions", "achievable_fraction.")):
             stated = {key.removeprefix(table): value for key, (value, _) in values.items() if key.startswith(table)}
             changes[field] = tuple((dict(getattr(item, field)) | stated).items())
-    return dataclasses.replace(item, sources=tuple(sources.items()), **changes)
+    spreads = tuple((key, spread) for key, spread in item.spreads if key not in values)
+    return dataclasses.replace(item, sources=tuple(sources.items()), spreads=spreads, **changes)
 
 
 def _titled(item: D, title: str) -> D:

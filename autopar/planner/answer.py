@@ -3,70 +3,45 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from autopar.axes import AXES
 from autopar.capture import program_hash
-from autopar.ir import Program, Span, refs
+from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
-from autopar.planner.bounds import Least
-from autopar.planner.candidate import GIB, Candidate, Draft, Mesh, Rank
-from autopar.planner.lower import axis_plan, spans_of
+from autopar.planner.candidate import GIB, Candidate, Draft
+from autopar.planner.interval import seconds_by_kind, spread_of
+from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
+from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
 from autopar.planner.shortfall import shortfall_text
+from autopar.planner.space import Mesh
 from autopar.planner.stages import cut_stages
 
-if TYPE_CHECKING:
-    from autopar.planner.search import Search
-
-__all__ = ["Searched", "plan_of", "why_not"]
+__all__ = ["plan_of", "why_not"]
 
 
-@dataclass(kw_only=True)
-class Searched:
-    """What a search can tell at its end. choices: in the space; explored: priced; cut: into stages; unexplored: given up when it was
-    stopped; left: never looked at, because they could not be better. short: of each line of `refused` about
-    memory, the bytes that are missing. bound_s: no plan of the space is faster."""
-
-    refused: dict[str, None] = field(default_factory=dict)
-    short: dict[str, float] = field(default_factory=dict)
-    least: Least | None = None
-    drafts: list[Draft] = field(default_factory=list)
-    choices: int = 0
-    explored: int = 0
-    cut: int = 0
-    unexplored: int = 0
-    left: int = 0
-    stopped: str = ""
-    bound_s: float = math.inf
-
-    def counts(self) -> dict[str, int]:
-        return {"choices": self.choices, "explored": self.explored, "cut": self.cut, "left": self.left, "unexplored": self.unexplored}
-
-
-def plan_of(search: Search, found: list[Candidate]) -> Plan:
+def plan_of(question: Question, found: list[Candidate]) -> Plan:
     """The plan of the first of the candidates found, which are in order of step time."""
     c = found[0]
-    program, rank = search.program, c.rank
+    program, rank = question.program, c.rank
     positions = [c.segments[k].span.start for k in c.part.cuts]
     recompute, modes = _modes(c)
     cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute})
-    axes: dict[str, AxisPlan] = {}
-    if rank.data is not None:
-        axes["dp"] = axis_plan(program, rank.data)
-    if rank.tensor is not None:
-        axes["tp"] = axis_plan(rank.moments.body, rank.tensor)
-    bound_s = min(search.said.bound_s, c.step_time_s) if search.said.bound_s < math.inf else 0.0
-    tokens = _tokens(program)
+    bodies = list(zip(on_inner_axes(rank.moments.body, rank.inner[:-1]), rank.inner, strict=False))
+    axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
+    axes |= {x.axis: axis_plan(body, x) for body, x in bodies}
+    bound_s = min(question.said.bound_s, c.step_time_s) if question.said.bound_s < math.inf else 0.0
+    tokens, kinds = _tokens(program), seconds_by_kind(c)
     return Plan(
         model=program.name,
         program_hash=program_hash(program),
-        gpus=search.gpus,
-        cluster=search.cluster.name,
-        memory_limit_bytes=search.memory_limit_bytes,
-        optimizer=search.optimizer,
-        precision=search.precision,
+        gpus=question.gpus,
+        cluster=question.cluster.name,
+        memory_limit_bytes=question.memory_limit_bytes,
+        optimizer=question.optimizer,
+        precision=question.precision,
         global_batch=program.batch_size or 0,
         samples_unit="tokens" if tokens else "samples",
         mesh=c.mesh.sizes(),
@@ -90,16 +65,19 @@ def plan_of(search: Search, found: list[Candidate]) -> Plan:
         bound_s=bound_s,
         gap=(c.step_time_s - bound_s) / c.step_time_s if c.step_time_s else 0.0,
         work_per_step=float(tokens or program.batch_size or 0),
-        tensor_split_share=_split_share(rank.moments.body, rank.tensor) if rank.tensor is not None else 0.0,
+        tensor_split_share=_split_share(*bodies[-1]) if bodies else 0.0,
         provenance=rank.ledger.provenance,
         notes=[
-            *program.notes, *search.known.unsplit(c.mesh.dp), *search.known.notes, *_stopped(search.said), *_replicated(rank),
-            *(search.known.split_notes if search.pins.tp is not None else ()),
+            *program.notes, *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
+            *(line for body, x in bodies for line in _replicated(body, x, rank.program.types)),
+            *(question.known.split_notes if question.space.pinned_to_split else ()),
         ],
-        limits=_limits(search, c),
-        alternatives=_alternatives(search.said, c),
-        pins={k: v for k, v in _asdict(search.pins).items() if v is not None},
-        searched=search.said.counts(),
+        limits=_limits(question, c),
+        alternatives=_alternatives(question.said, c),
+        seconds_by_kind=kinds,
+        step_spread=spread_of(kinds, question.cluster),
+        pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
+        searched=question.said.counts(),
     )
 
 
@@ -112,42 +90,40 @@ def _modes(c: Candidate) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
         key = segment.block, mode.name, mode.spans
         if key not in modes:
             ops = [op for s in mode.spans for op in c.rank.program.ops[segment.span.start + s.start : segment.span.start + s.stop]]
-            names = [op.name for op in ops] if mode.name == "selective" else []
+            names = [op.name for op in ops] if len(ops) < len(segment.span) else []
             spans = [(s.start, s.stop) for s in mode.spans]
             modes[key] = BlockMode(name=mode.name, block=segment.block, spans=spans, operators=names)
         found.append((segment.block, segment.instance, list(modes).index(key)))
     return sorted(found), list(modes.values())
 
 
-def why_not(search: Search) -> str:
+def why_not(question: Question) -> str:
     """Why no candidate was found: which constraint binds, by how much, what would help."""
-    if not any(True for _ in search.space.meshes()):
-        pins = {k: getattr(search.pins, k) for k in ("dp", "tp", "pp") if getattr(search.pins, k) is not None}
-        pinned = ", ".join(f"{k}={v}" for k, v in pins.items())
-        return f"no mesh of {search.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs (pp x dp x tp = {search.gpus})"
+    if not any(True for _ in question.space.meshes()):
+        pinned = ", ".join(f"{axis}={n}" for axis in AXES if (n := question.pins.of_axis(axis)) is not None)
+        product = " x ".join(AXES)
+        return f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs ({product} = {question.gpus})"
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
-    short = search.said.short
-    lines = sorted(search.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
+    short = question.said.short
+    lines = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
     text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12] or ["no candidate satisfies the pins"])
     if short:
-        text += f"\n{shortfall_text(search)}"
+        text += f"\n{shortfall_text(question)}"
     return text
 
 
-def _replicated(rank: Rank) -> list[str]:
-    """Operators that the tensor axis does not split though they compute, by kind."""
-    if rank.tensor is None:
-        return []
+def _replicated(body: Program, assignment: Assignment, types: Mapping[str, TensorType]) -> list[str]:
+    """Operators that an axis does not split though they compute, by kind. body: before the axis; types: on one rank."""
     idle: dict[str, int] = {}
-    for op in rank.moments.body.ops:
-        computes = any(rank.program.types[r].numel > 1 for r in refs(op) if r in rank.program.types)
-        if computes and not rank.tensor.ops[op.name].splits_work:
+    for op in body.ops:
+        computes = any(types[r].numel > 1 for r in refs(op) if r in types)
+        if computes and not assignment.ops[op.name].splits_work:
             idle[op.target] = idle.get(op.target, 0) + 1
     listed = sorted(idle.items(), key=lambda x: -x[1])[:8]
-    return [f"replicated over tp: {', '.join(f'{t} x{n}' for t, n in listed)}"] if listed else []
+    return [f"replicated over {assignment.axis}: {', '.join(f'{t} x{n}' for t, n in listed)}"] if listed else []
 
 
-def _limits(search: Search, c: Candidate) -> list[str]:
+def _limits(question: Question, c: Candidate) -> list[str]:
     fullest = max(range(len(c.stages)), key=lambda s: c.stages[s].memory.total_bytes)
     used = c.stages[fullest].memory.total_bytes
     share = {
@@ -160,7 +136,7 @@ def _limits(search: Search, c: Candidate) -> list[str]:
     slow = max(range(len(c.stages)), key=lambda s: c.stages[s].forward_s + c.stages[s].backward_s)
     return [
         f"time: {top} takes {100 * share[top] / c.step_time_s:.0f}% of the step; the slowest stage is {slow}",
-        f"memory: stage {fullest} uses {used / GIB:.2f} of {search.memory_limit_bytes / GIB:.2f} GiB",
+        f"memory: stage {fullest} uses {used / GIB:.2f} of {question.memory_limit_bytes / GIB:.2f} GiB",
     ]
 
 
@@ -183,9 +159,8 @@ def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
 
 
 def _one_line(d: Draft) -> str:
-    mesh = d.choice.mesh
     return (
-        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {d.choice.resting} micro-batches={d.choice.micro_batches}{d.choice.scheduled}: "
+        f"{d.choice.mesh} {d.choice.resting} micro-batches={d.choice.micro_batches}{d.choice.scheduled}: "
         f"{d.times.step_s * 1e3:.2f} ms{f', {len(d.part.recomputed)} pieces recomputed' if d.part.recomputed else ''}"
     )
 

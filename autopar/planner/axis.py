@@ -122,7 +122,8 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     if not any(t.grad for t in group.outs):
         backward = 0.0
     if s.collective:
-        forward += 3 * problem.pricer.collective_s("all_reduce", min(local_in, default=0), problem.axis)
+        exchange = problem.pricer.exchanges_s(f"autopar.L.{s.local}", group.ins, problem.axis)
+        forward, backward = forward + exchange[0], backward + (exchange[1] if any(t.grad for t in group.outs) else 0.0)
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
     saved += counts.saved_other_bytes // parts
     return group.times * (forward + backward + problem.memory_price_s_per_byte * saved)

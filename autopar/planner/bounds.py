@@ -1,4 +1,4 @@
-"""Below what no plan of a choice can be, before anything of it is priced.
+"""Below what no plan of a choice can be, in seconds and in bytes, before anything of it is priced.
 
 Every operator with a parameter before it runs somewhere, and runs no faster than its own arithmetic at the rate that its class is
 priced with, or its own bytes at the best rate of any class that memory binds, divided by the GPUs that could share it. Splitting an
@@ -6,6 +6,9 @@ operator never lowers the sum of these over its parts; transitions, recompute an
 the busiest rank has at least a p-th of a micro-batch's work m times, and the pipeline fills and drains as its schedule must: with one
 stage on each rank work x (m + p - 1) / p.
 Weights are read whole by every micro-batch and data-parallel rank, and each operator, whole or in part, is launched for every one.
+
+The fullest rank holds at least its share of all parameters, of their gradients and of the optimizer's states, where each of them is split
+over the tensor axis, and rests in parts, if any of its dims divides.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 import numpy
 
-from autopar.ir import Op, Program, refs
+from autopar.ir import Op, Program, TensorType, refs
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import stands_for
@@ -26,7 +29,9 @@ from cost_models.cluster import OP_CLASSES, Cluster
 from cost_models.compute import kernel_time_s
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES
+from cost_models.pools import How, gradient_bytes, of_parameters
 from cost_models.recipe import Recipe
+from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
 
 __all__ = ["Least", "OpLeast", "least_op_s"]
@@ -95,11 +100,14 @@ class Least:
         self.parts = numpy.array(rows or [[0.0] * len(OpLeast._fields)]).T
         self.launches_s = float(self.parts[6].sum())
         self.host = gpu.host
+        self.gpu, self.optimizer, self.recipe = gpu, optimizer, recipe
         self.batch = program.batch_size or 1
         reader: dict[str, int] = {}
         for op, n in zip(program.ops, times, strict=True):
             for r in refs(op):
                 reader[r] = min(n, reader.get(r, n))
+        self._read = [(program.types[p.value], p.trainable, reader[p.value]) for p in program.params if p.value in reader]
+        self._resting: dict[tuple[Rest, int, tuple[int, ...]], float] = {}
         trained = [(program.types[p.value], reader.get(p.value, 1)) for p in program.params if p.trainable]
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
@@ -111,14 +119,68 @@ class Least:
     def step_s(self, choice: Choice, batch: int | None) -> float:
         """Of a step of this many samples."""
         mesh, m = choice.mesh, choice.micro_batches
-        split = mesh.dp * m * self.batch / (batch or 1)
+        split = mesh.over("batch") * m * self.batch / (batch or 1)
         flops, moved, whole, flops_b, moved_b, whole_b, _ = self.parts
         forward = numpy.maximum(flops / split, moved / split + whole)
         backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
         work_s = float((forward + backward).sum())
-        work_s = work_s / mesh.tp + self.launches_s if self.host else max(work_s / mesh.tp, self.launches_s)
-        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, mesh.pp, choice.chunks, m)
-        return pipeline_s + self.update_s / (mesh.pp * mesh.tp * choice.shard)
+        ranks, parts = mesh.over("layers"), mesh.over("operators")
+        work_s = work_s / parts + self.launches_s if self.host else max(work_s / parts, self.launches_s)
+        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, ranks, choice.chunks, m)
+        return pipeline_s + self.update_s / (ranks * parts * choice.shard)
+
+    def bytes(self, choice: Choice) -> float:
+        """Of the fullest rank of a choice."""
+        sizes = tuple(n for _, n in choice.mesh.inner)
+        key = choice.rest, choice.shard, sizes
+        if key not in self._resting:
+            self._resting[key] = self._at_rest(*key)
+        return self._resting[key] / choice.mesh.over("layers")
+
+    def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
+        """What of a GPU's memory there is for that at most."""
+        return (limit_bytes - self.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - batch_bytes
+
+    def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...]) -> float:
+        """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis."""
+        how = How(rest=rest, recipe=self.recipe, optimizer=self.optimizer)
+        always = passes = update = 0.0
+        for t, trained, times in self._read:
+            used = t.numel
+            for n in sizes:
+                used //= _parts(t, n)
+            p = _AtLeast(t.dtype.itemsize, used, used // _parts(t, shard) if trained else used, trained)
+            always += times * of_parameters((p,), how, "always")
+            update += times * of_parameters((p,), how, "update")
+            if trained and not self.recipe.accumulates:  # when backward ends
+                passes += times * gradient_bytes(p.resting_numel if rest.reduced == "pass" else used, p, self.recipe)
+        return always + max(passes, update)
+
+
+class _AtLeast(NamedTuple):
+    """A parameter on one rank, as small as it can be. What is gathered of it is not counted: it may rest whole after all."""
+
+    itemsize: int
+    numel: int
+    resting_numel: int
+    trainable: bool
+
+    @property
+    def local_bytes(self) -> int:
+        return self.itemsize * self.numel
+
+    @property
+    def resting_bytes(self) -> int:
+        return self.itemsize * self.resting_numel
+
+    @property
+    def in_parts(self) -> bool:
+        return False
+
+
+def _parts(t: TensorType, n: int) -> int:
+    """n if any dim of a parameter divides into so many parts, or 1: it is whole then."""
+    return n if any(size and size % n == 0 for size in t.shape) else 1
 
 
 def _fixed(program: Program) -> frozenset[str]:

@@ -1,27 +1,25 @@
-"""What the search builds on its way to a plan: a mesh, the program of one rank of it, a priced candidate."""
+"""A choice as far as it was priced: its stages by the account of their pieces (a draft), and as they will run (a candidate)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
-from autopar.ir import Program
-from autopar.planner.moments import Moments
+from autopar.ir import Span
+from autopar.planner.estimate import Estimator, Times
 from autopar.planner.partition import Partition
-from autopar.planner.plan import StagePlan
-from autopar.planner.price import Ledger
-from autopar.planner.shard import Assignment
-from autopar.planner.solver import Outcome
-from autopar.planner.stages import Cuts, Pieces
+from autopar.planner.plan import MemoryPlan, StagePlan
+from autopar.planner.rank import Rank
+from autopar.planner.space import Choice, Form, Mesh
+from autopar.planner.stages import Pieces
+from cost_models.memory import held_gathers, stage_memory
 from cost_models.pipeline import Flow
+from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
-if TYPE_CHECKING:
-    from autopar.planner.estimate import Estimator
-    from autopar.planner.space import Choice, Form
-
-__all__ = ["GIB", "Candidate", "Draft", "Mesh", "Rank", "Times", "gib"]
+__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib"]
 
 GIB = float(2**30)
 
@@ -29,47 +27,6 @@ GIB = float(2**30)
 def gib(nbytes: float) -> str:
     """Bytes as messages say them: '12.34 GiB', with more places where there is less."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / GIB:.5f} GiB"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mesh:
-    pp: int
-    dp: int
-    tp: int
-
-    def sizes(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """The program of one rank and one micro-batch for a (dp, micro-batches, tp), priced. made_for: the (dp, micro-batches) that it was
-    made for. Another split into micro-batches of the same size has the same operators, so that it costs the same, but states other
-    counts of ranks and moments: a plan is made from its own."""
-
-    mesh: Mesh
-    moments: Moments
-    program: Program
-    data: Assignment | None
-    tensor: Assignment | None
-    ledger: Ledger
-    cuts: Cuts
-    outcomes: tuple[Outcome, ...]
-    micro_batches: int
-    made_for: tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
-    """Seconds of a step: of each stage's forward and backward of one micro-batch, and of the terms that make up the step."""
-
-    forwards_s: tuple[float, ...]
-    backwards_s: tuple[float, ...]
-    compute_s: float
-    bubble_s: float
-    sync_s: float
-    optimizer_s: float
-    step_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +59,90 @@ class Candidate:
     gradient_sync_s: float
     optimizer_s: float
     form: Form | None = None
+
+
+def candidate_of(e: Estimator, part: Partition) -> Candidate:
+    """The stages of a partition, as they will run: costs and memory of each from its own operators. Of a whole program only."""
+    rank, program = e.rank, e.rank.program
+    assert not any(e.segments.copies), "a folded program has no stages of its own"
+    again = [e.again(k, mode) for k, mode in enumerate(part.modes)]
+    bounds = (0, *part.cuts, len(e.segments))
+    t = e.times(part)
+    spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
+    memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}) for r in range(e.flow.ranks)]
+    stages = []
+    for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        span = spans[s][0]
+        own = e.read(span)
+        stages.append(
+            StagePlan(
+                first_op=program.ops[span.start].name,
+                blocks=[e.prefix(k) for k in range(i, j) if e.segments[k].block >= 0],
+                recomputed=[e.prefix(k) for k in range(i, j) if _again(e, part, k) == "whole"],
+                selective=[e.prefix(k) for k in range(i, j) if _again(e, part, k) == "part"],
+                forward_s=t.forwards_s[s],
+                backward_s=t.backwards_s[s],
+                communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
+                flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
+                memory=memory[e.flow.rank_of[s]],
+                parameters=sum(e.params[v].numel for v in own),
+                micro_batches_in_flight=e.flow.in_flight[s],
+            )
+        )
+    return Candidate(
+        estimator=e, rank=rank, mesh=rank.mesh, flow=e.flow, rest=e.rest, shard=e.shard, zero_dims=e.dims,
+        segments=e.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
+        bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
+    )  # fmt: skip
+
+
+def _again(e: Estimator, part: Partition, k: int) -> str:
+    """How much of piece k runs again."""
+    spans = e.pieces[k].modes[part.modes[k]].spans
+    return "whole" if spans == (Span(0, len(e.segments[k].span)),) else "part" if spans else "nothing"
+
+
+def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]]) -> MemoryPlan:
+    """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
+    not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it."""
+    reads = {s: e.read(span) for s, (span, _) in spans.items()}
+    params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
+    activities = [e.activity(span, again, reads[s], s) for s, (span, again) in spans.items()]
+    liveness = e.rank.ledger.liveness
+    moment = liveness.peak(activities[0]) if len(spans) == 1 else liveness.peak_of_rank(activities, e.flow.on_rank(rank))
+    if e.recipe.accumulates:
+        moment = moment._replace(gradients=0)  # what is added to others at once is counted there
+    passes, update = (_by_row(rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
+    for kind, row in MOMENTS.items():
+        passes[row] += getattr(moment, kind)
+    fullest = update if sum(update.values()) > sum(passes.values()) else passes
+    terms = stage_memory(
+        param_bytes=fullest["parameters"],
+        trainable_params=0,
+        gradient_bytes=fullest["gradients"],
+        optimizer_state_bytes=fullest["optimizer_states"],
+        optimizer=e.optimizer,
+        activation_bytes_per_micro_batch=fullest["saved_activations"],
+        largest_temporary_bytes=fullest["largest_temporary"],
+        bucket_bytes=fullest["communication_buffers"],
+        framework_context_bytes=e.cluster.gpu.context_bytes,
+        allocator_slack_fraction=e.recipe.allocator_slack,
+        held_bytes=sum(_held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
+    )
+    return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
+
+
+def _by_row(found: Iterable[tuple[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for row, nbytes in found:
+        total[row] += nbytes
+    return total
+
+
+def _held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
+    share, program = e.recipe.held_gathers, e.rank.program
+    if not share:
+        return 0.0
+    made = {o for op in program.ops[span.start : span.stop] for o in op.outputs}
+    total = sum(program.types[v].nbytes for v in e.rank.ledger.gathered if v in made)
+    return held_gathers(share, total, in_flight, e.rank.micro_batches)

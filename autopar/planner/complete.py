@@ -9,25 +9,27 @@ checked against the rules as every plan is, when it is lowered.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from autopar.axes import AXES, BATCH
 from autopar.capture import program_hash
 from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible, PlanError
-from autopar.ir import Buffer, I, Layout, Op, Param, Program, R, Strategy, refs
+from autopar.ir import Buffer, I, Layout, Op, Param, Program, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner.axis import AxisProblem, solve_axis
 from autopar.planner.choices import Choices, members_of, with_layouts
-from autopar.planner.lower import OnAxes, axis_plan, on_axes, on_data_axis, on_tensor_axis, split
+from autopar.planner.lower import OnAxes, axis_plan, on_axes, on_data_axis, on_inner_axes, split
 from autopar.planner.match import matched
 from autopar.planner.moments import NotSplittable, by_samples, derived_from_inputs
 from autopar.planner.plan import BlockMode, Plan
-from autopar.planner.problems import data_problem, given_on, tensor_problem
-from autopar.planner.shard import Assignment, view_of
+from autopar.planner.problems import axis_problem, given_on
+from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import OutOfBudget
+from autopar.planner.space import Mesh
 from autopar.planner.stages import cut_stages, legal_cuts, recomputable, used_on
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from cost_models.cluster import Cluster
@@ -64,9 +66,6 @@ def _named(program: Program) -> dict[str, str]:
     return {x.fqn: x.value for x in leaves if x.fqn is not None}
 
 
-Asked = Callable[[Program, int, Mapping[str, Layout]], AxisProblem]
-
-
 class _Completion:
     def __init__(self, plan: Plan, old: Program, new: Program, manifest: Manifest, cluster: Cluster) -> None:
         self.plan, self.new, self.cluster = plan, new, cluster
@@ -84,8 +83,8 @@ class _Completion:
         ]
         recompute, modes = self.recomputed(over.rank)
         self.check_stages(over, cuts)
-        bodies = {"dp": (self.new, over.data), "tp": (over.moments.body, over.tensor)}
-        axes = {axis: axis_plan(body, found) for axis, (body, found) in bodies.items() if found is not None}
+        axes = {} if over.data is None else {over.data.axis: axis_plan(self.new, over.data)}
+        axes |= {x.axis: axis_plan(body, x) for body, x in zip(on_inner_axes(over.moments.body, over.inner), over.inner, strict=False)}
         return msgspec.structs.replace(
             self.plan, program_hash=program_hash(self.new), global_batch=self.new.batch_size or 0, axes=axes, cuts=list(cuts),
             stages=stages, recompute=recompute, modes=modes,
@@ -102,7 +101,7 @@ class _Completion:
                 if block.prefixes[k] in again and recomputable(rank, span):
                     mode, length = again[block.prefixes[k]]
                     whole = BlockMode(name="full", block=b, spans=[(0, len(span))])
-                    mode = msgspec.structs.replace(mode, block=b) if mode.name != "full" and length == len(span) else whole
+                    mode = msgspec.structs.replace(mode, block=b) if length == len(span) else whole
                     modes += [mode] if mode not in modes else []
                     found.append((b, k, modes.index(mode)))
         return found, modes
@@ -117,40 +116,36 @@ class _Completion:
                 raise
             data = self.by_samples()
             moments = split(on_data_axis(self.new, data), self.plan.micro_batches)
-        tensor = self.tensor_axis(moments.body)
-        return OnAxes(data=data, moments=moments, tensor=tensor, rank=on_tensor_axis(moments, tensor))
+        rank, inner = moments.body, list[Assignment]()
+        for before, old in zip(self.before.inner, on_inner_axes(self.before.moments.body, self.before.inner), strict=False):
+            inner.append(self.assigned(before.axis, old, rank, before))
+            rank = shard(rank, inner[-1])
+        return OnAxes(data=data, moments=moments, inner=tuple(inner), rank=rank)
 
     def data_axis(self) -> Assignment | None:
         if self.before.data is None:
             return None
-        return self.assigned("dp", self.old, self.new, self.before.data, self.data_problem)
+        return self.assigned(BATCH, self.old, self.new, self.before.data)
 
     def by_samples(self) -> Assignment:
         """Every operator on the rank's samples as it would run on a micro-batch, which needs no exchange."""
-        n = self.plan.mesh["dp"]
+        n = self.plan.mesh[BATCH]
         try:
             wanted = by_samples(self.new, n)
         except NotSplittable as e:
             raise PlanError(f"the plan splits the step into {self.plan.micro_batches} micro-batches, but {e}") from e
-        problem = self.data_problem(self.new, n, self.rest.on(self.new, "dp"))
+        problem = self.problem(BATCH, self.new, n, self.rest.on(self.new, BATCH))
         return _solved(problem, (with_layouts(problem.choices, wanted), problem.choices))
 
-    def tensor_axis(self, body: Program) -> Assignment | None:
-        if self.before.tensor is None:
-            return None
-        return self.assigned("tp", self.before.moments.body, body, self.before.tensor, self.tensor_problem)
+    def problem(self, axis: str, program: Program, n: int, rest: Mapping[str, Layout]) -> AxisProblem:
+        allowed = AXES[axis].leaves
+        leaves: dict[str, tuple[Layout, ...]] = {b.value: allowed for b in program.buffers} if allowed is not None else {}
+        leaves |= {v: (x,) for v, x in (given_on(program, axis) | dict(rest)).items()}
+        mesh = Mesh(**{BATCH: n}).sizes() if axis == BATCH else self.plan.mesh
+        found = axis_problem(program, axis, n, Pricer(self.cluster, mesh), self.plan.optimizer, leaves)
+        return dataclasses.replace(found, sequence_parallel=self.plan.pins.get("sequence_parallel")) if AXES[axis].forms else found
 
-    def data_problem(self, program: Program, n: int, rest: Mapping[str, Layout]) -> AxisProblem:
-        leaves: dict[str, tuple[Layout, ...]] = {b.value: (R, I) for b in program.buffers}
-        leaves |= {v: (x,) for v, x in (given_on(program, "dp") | dict(rest)).items()}
-        return data_problem(program, n, Pricer(self.cluster, {"pp": 1, "dp": n, "tp": 1}), leaves)
-
-    def tensor_problem(self, body: Program, n: int, rest: Mapping[str, Layout]) -> AxisProblem:
-        leaves = {v: (x,) for v, x in (given_on(body, "tp") | dict(rest)).items()}
-        found = tensor_problem(body, n, Pricer(self.cluster, self.plan.mesh), self.plan.optimizer, leaves)
-        return dataclasses.replace(found, sequence_parallel=self.plan.pins.get("sequence_parallel"))
-
-    def assigned(self, axis: str, old: Program, new: Program, before: Assignment, problem: Asked) -> Assignment:
+    def assigned(self, axis: str, old: Program, new: Program, before: Assignment) -> Assignment:
         """Each operator as before, where it can be; if not all can, the rest are solved."""
         same = matched(old, new)
         rest = self.rest.on(new, axis)
@@ -164,7 +159,7 @@ class _Completion:
         whole = Assignment(axis=axis, n=before.n, ops=kept, leaves=leaves)
         if _is_complete(new, whole):
             return whole
-        asked = problem(new, before.n, rest)
+        asked = self.problem(axis, new, before.n, rest)
         held = _held(asked.choices, kept)
         loose = dataclasses.replace(asked, sequence_parallel=None)
         try:

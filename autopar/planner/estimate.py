@@ -1,4 +1,4 @@
-"""What a candidate costs: seconds and bytes of its pieces, its stages and its step.
+"""What a choice costs: seconds and bytes of its pieces, its stages and its step.
 
 Everything here gathers arguments; the arithmetic is that of `cost_models` (memory.stage_memory, step, pipeline), which
 checker and explain use too.
@@ -11,32 +11,46 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from autopar.ir import R, Span, refs
+from autopar.axes import LAYERS
+from autopar.ir import Span, refs
 from autopar.measure import Pricer
-from autopar.planner.candidate import Candidate, Rank, Times
 from autopar.planner.exchange import Exchange
 from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
-from autopar.planner.liveness import Activity, Moment
+from autopar.planner.liveness import Activity
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import AtRest, PieceMaker
-from autopar.planner.plan import MemoryPlan, StagePlan
+from autopar.planner.plan import StagePlan
 from autopar.planner.price import ParamBytes
 from autopar.planner.prologue import prologue_bytes, prologue_s
+from autopar.planner.rank import Rank
 from autopar.planner.stage_account import Piece, stage_bytes
 from autopar.planner.stages import Pieces, recomputable
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
-from cost_models.memory import OPTIMIZERS, held_gathers, stage_memory
+from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES, Flow
+from cost_models.pools import How, OfRank, gradient_bytes, of_parameters, of_rank
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
 
-__all__ = ["Estimator"]
+__all__ = ["Estimator", "Times"]
 
 MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Seconds of a step: of each stage's forward and backward of one micro-batch, and of the terms that make up the step."""
+
+    forwards_s: tuple[float, ...]
+    backwards_s: tuple[float, ...]
+    compute_s: float
+    bubble_s: float
+    sync_s: float
+    optimizer_s: float
+    step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +77,20 @@ class Estimator:
     def pieces(self) -> tuple[Piece, ...]:
         """The segments as the program over stages sees them, in the modes that the pin on recompute leaves."""
         segments, seen = self.segments.segments, set[str]()
-        at_rest, reads = [], [self._read(x.span) for x in segments]
+        at_rest, reads = [], [self.read(x.span) for x in segments]
         for own in reads:
             at_rest.append(self._at_rest(own - seen))
             seen |= own
         return PieceMaker(
             ledger=self.rank.ledger, cuts=self.rank.cuts, segments=self.segments, seconds=self._seconds, at_rest=at_rest, reads=reads,
-            activity=self._activity(Span(0, len(self.rank.program.ops)), (), seen), recompute=self.recompute,
+            activity=self.activity(Span(0, len(self.rank.program.ops)), (), seen), recompute=self.recompute,
             trains=self.trains, reduced=self._copied(seen),
         ).pieces()  # fmt: skip
 
     @functools.cached_property
     def trains(self) -> list[bool]:
         """Of each segment, whether it reads a trainable parameter."""
-        return [any(self.params[v].trainable for v in self._read(x.span)) for x in self.segments.segments]
+        return [any(self.params[v].trainable for v in self.read(x.span)) for x in self.segments.segments]
 
     @property
     def can_run_again(self) -> bool:
@@ -85,7 +99,7 @@ class Estimator:
         spans = [x.span for x in self.segments.segments if x.block >= 0 and recomputable(program, x.span)]
         return any(ledger.kept_bytes(span) > ledger.entering_bytes(span) for span in spans)
 
-    def _read(self, span: Span) -> set[str]:
+    def read(self, span: Span) -> set[str]:
         """The parameters that the operators of a span read."""
         return {r for k in range(span.start, span.stop) for r in refs(self.rank.program.ops[k]) if r in self.params}
 
@@ -94,10 +108,10 @@ class Estimator:
         """For each segment its parameters, and whether every copy of the segment has one of its own."""
         program = self.rank.program
         spans = [s for b in program.blocks for s, n in zip(b.spans, b.times, strict=False) if n > 1]
-        inside = {v for s in spans for v in self._read(s)}
+        inside = {v for s in spans for v in self.read(s)}
         covered = {k for s in spans for k in range(s.start, s.stop)}
         outside = {r for k, op in enumerate(program.ops) if inside and k not in covered for r in refs(op)}
-        return [tuple((v, v in inside and v not in outside) for v in sorted(self._read(x.span))) for x in self.segments.segments]
+        return [tuple((v, v in inside and v not in outside) for v in sorted(self.read(x.span))) for x in self.segments.segments]
 
     def _own(self, i: int, j: int) -> list[tuple[str, int]]:
         """The parameters of the pieces [i, j): (value, which of its copies)."""
@@ -126,7 +140,7 @@ class Estimator:
     @functools.cached_property
     def _exchange(self) -> Exchange:
         return Exchange(
-            rest=self.rest, shard=self.shard, dp=self.rank.mesh.dp, micro_batches=self.rank.micro_batches, pricer=self.pricer,
+            rest=self.rest, shard=self.shard, micro_batches=self.rank.micro_batches, pricer=self.pricer,
             recipe=self.recipe,
         )  # fmt: skip
 
@@ -147,33 +161,19 @@ class Estimator:
     @functools.cached_property
     def _partial(self) -> frozenset[str]:
         """The parameters whose gradient, as their use gives it, is a term of a sum over ranks."""
-        mesh = self.rank.mesh
-        axes = [axis for axis, n in (("dp", mesh.dp), ("tp", mesh.tp)) if n > 1]
-        return frozenset(p.value for p in self.rank.program.params if any(dict(p.layouts).get(axis) == R for axis in axes))
+        return frozenset(v for v, p in self.params.items() if p.summed)
 
     # --------------------------------------------------------------------------------------------------------- memory
+    @functools.cached_property
+    def how(self) -> How:
+        return How(rest=self.rest, recipe=self.recipe, optimizer=self.optimizer)
+
     def _at_rest(self, own: Collection[str]) -> AtRest:
-        """Of these parameters with their optimizer states. Which of them rest in parts differs from parameter to parameter, so the figures
+        """Of these parameters with what belongs to them. Which of them rest in parts differs from parameter to parameter, so the figures
         are of one rank already."""
-        trained = [self.params[v] for v in own if self.params[v].trainable]
-        rest = sum(self.params[v].resting_bytes for v in own) + self._states(trained)
-        gradients = sum(self._gradient(p, p.resting_numel) for p in trained)
-        gathered, copied = self._gathered_for_passes(trained)
-        update = self._update_temporary(gradients) + (gathered - copied if copied else 0)
-        if self.recipe.accumulates:
-            rest += self._accumulators(trained)
-        else:
-            update += gradients
-        return AtRest(rest=float(rest), passing=float(gathered - copied), update=float(update))
-
-    def _gathered_for_passes(self, trained: Collection[ParamBytes]) -> tuple[int, int]:
-        """Bytes of parameters in parts that are whole while passes run, and of the parts of them that are the optimizer's own copies."""
-        parts = [p for p in trained if p.in_parts] if self.rest.gathered == "step" else []
-        return sum(p.local_bytes for p in parts), sum(p.resting_bytes for p in parts) if self.recipe.master_itemsize else 0
-
-    def _update_temporary(self, gradients: int) -> int:
-        """Bytes beside what rests, of an optimizer that updates all parameters together."""
-        return gradients if OPTIMIZERS[self.optimizer] > 1 and self.recipe.optimizer_passes > 1 else 0
+        params = [self.params[v] for v in own]
+        always, passes, update = (float(of_parameters(params, self.how, lives)) for lives in ("always", "passes", "update"))
+        return AtRest(rest=always, passing=passes, update=update)
 
     def _copied(self, own: Collection[str]) -> frozenset[str]:
         """The parameters whose gradients wait in a bucket, copied, when backward ends: all of them, if they do not fill one."""
@@ -182,31 +182,21 @@ class Estimator:
         return frozenset(reduced if self.recipe.overlaps_reduction and total < self.recipe.bucket_bytes else ())
 
     def _gradient(self, p: ParamBytes, numel: int) -> int:
-        """Bytes of the gradient of so many numbers of a parameter."""
-        own = self.recipe.gradient_itemsize is None or self.recipe.accumulates  # what is accumulated elsewhere is made as the parameter is
-        return numel * (p.itemsize if own else self.recipe.gradient_itemsize or p.itemsize)
-
-    def _accumulators(self, trained: Collection[ParamBytes]) -> int:
-        item = self.recipe.gradient_itemsize
-        copies = self.recipe.gradient_copies
-        return sum(((item or p.itemsize) + copies * p.itemsize) * (p.resting_numel if self.rest.gradients else p.numel) for p in trained)
-
-    def _states(self, trained: Collection[ParamBytes]) -> int:
-        """Bytes of the optimizer's states, its own copy of the parameters included."""
-        kept, own = OPTIMIZERS[self.optimizer], self.recipe.master_itemsize
-        return sum((kept * (self.recipe.state_itemsize or p.itemsize) + own) * p.resting_numel for p in trained) if kept or own else 0
+        """Bytes of the gradient of so many numbers of a parameter, as backward makes it."""
+        return gradient_bytes(numel, p, self.recipe)
 
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces: without what a rank needs whatever lies on it, and the allocator's slack."""
-        return (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - self._fixed_bytes
+        room = (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack)
+        return room - of_rank(self.of_rank, self.how)
 
     @property
-    def _fixed_bytes(self) -> int:
-        """The batch, buffers, and what the prologue made of the whole batch."""
+    def of_rank(self) -> OfRank:
         program = self.rank.program
-        return sum(program.types[b.value].nbytes for b in program.buffers) + self.batch_bytes + prologue_bytes(self.rank)
+        buffers = sum(program.types[b.value].nbytes for b in program.buffers)
+        return OfRank(buffers=buffers, batch=self.batch_bytes, prologue=prologue_bytes(self.rank))
 
-    def _activity(self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0) -> Activity:
+    def activity(self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0) -> Activity:
         """Of stage s with these operators and parameters."""
         cuts, program = self.rank.cuts.crossing, self.rank.program
         params = {v: self.params[v] for v in own}
@@ -228,79 +218,7 @@ class Estimator:
             accumulates=self.recipe.accumulates,
         )
 
-    def _memory(self, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]]) -> MemoryPlan:
-        """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
-        not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it."""
-        reads = {s: self._read(span) for s, (span, _) in spans.items()}
-        own = set[str]().union(*reads.values())
-        trained = [self.params[v] for v in sorted(own) if self.params[v].trainable]
-        activities = [self._activity(span, again, reads[s], s) for s, (span, again) in spans.items()]
-        liveness = self.rank.ledger.liveness
-        moment = liveness.peak(activities[0]) if len(spans) == 1 else liveness.peak_of_rank(activities, self.flow.on_rank(rank))
-        at_rest = sum(self._gradient(p, p.resting_numel) for p in trained)
-        gathered, copied = self._gathered_for_passes(trained)
-        update = Moment(gradients=0 if self.recipe.accumulates else at_rest, temporary=self._update_temporary(at_rest))
-        updating = update.total + (gathered - copied if copied else 0) > moment.total + gathered - copied
-        moment = update if updating else moment
-        terms = stage_memory(
-            param_bytes=sum(self.params[v].resting_bytes for v in own) + (0 if updating and not copied else gathered - copied),
-            trainable_params=sum(p.resting_numel for p in trained),
-            gradient_bytes=self._accumulators(trained) if self.recipe.accumulates else moment.gradients,
-            optimizer_state_bytes=self._states(trained),
-            optimizer=self.optimizer,
-            buffer_bytes=self._fixed_bytes,
-            activation_bytes_per_micro_batch=moment.saved,
-            largest_temporary_bytes=moment.temporary,
-            bucket_bytes=moment.communication,
-            framework_context_bytes=self.cluster.gpu.context_bytes,
-            allocator_slack_fraction=self.recipe.allocator_slack,
-            held_bytes=sum(self._held_bytes(span, self.flow.in_flight[s]) for s, (span, _) in spans.items()),
-        )
-        return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
-
-    def _held_bytes(self, span: Span, in_flight: int) -> float:
-        share, program = self.recipe.held_gathers, self.rank.program
-        if not share:
-            return 0.0
-        made = {o for op in program.ops[span.start : span.stop] for o in op.outputs}
-        total = sum(program.types[v].nbytes for v in self.rank.ledger.gathered if v in made)
-        return held_gathers(share, total, in_flight, self.rank.micro_batches)
-
     # ----------------------------------------------------------------------------------------------------------- time
-    def candidate(self, part: Partition) -> Candidate:
-        """The stages of a partition, as they will run: costs and memory of each from its own operators. Of a whole program only."""
-        rank, program = self.rank, self.rank.program
-        assert not any(self.segments.copies), "a folded program has no stages of its own"
-        again = [self._again(k, mode) for k, mode in enumerate(part.modes)]
-        bounds = (0, *part.cuts, len(self.segments))
-        t = self.times(part)
-        spans = {s: (self._span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
-        memory = [self._memory(r, {s: spans[s] for s in self.flow.on_rank(r).stages}) for r in range(self.flow.ranks)]
-        stages = []
-        for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            span = spans[s][0]
-            own = self._read(span)
-            stages.append(
-                StagePlan(
-                    first_op=program.ops[span.start].name,
-                    blocks=[self._prefix(k) for k in range(i, j) if self.segments[k].block >= 0],
-                    recomputed=[self._prefix(k) for k in range(i, j) if self.pieces[k].modes[part.modes[k]].name == "full"],
-                    selective=[self._prefix(k) for k in range(i, j) if self.pieces[k].modes[part.modes[k]].name == "selective"],
-                    forward_s=t.forwards_s[s],
-                    backward_s=t.backwards_s[s],
-                    communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
-                    flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
-                    memory=memory[self.flow.rank_of[s]],
-                    parameters=sum(self.params[v].numel for v in own),
-                    micro_batches_in_flight=self.flow.in_flight[s],
-                )
-            )
-        return Candidate(
-            estimator=self, rank=rank, mesh=rank.mesh, flow=self.flow, rest=self.rest, shard=self.shard, zero_dims=self.dims,
-            segments=self.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
-            bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
-        )  # fmt: skip
-
     @property
     def prices(self) -> tuple[float, ...]:
         """Of a byte that a micro-batch keeps, in seconds: what running the pieces again costs for each byte less (running all again, where
@@ -365,7 +283,7 @@ class Estimator:
         """Of these stages and modes."""
         return self.times(Partition(cuts=cuts, modes=modes, outcome=UNSOLVED)).step_s
 
-    def _again(self, k: int, mode: int) -> tuple[Span, ...]:
+    def again(self, k: int, mode: int) -> tuple[Span, ...]:
         """The operators of piece k that run again in a mode."""
         start = self.segments[k].span.start
         return tuple(Span(start + x.start, start + x.stop) for x in self.pieces[k].modes[mode].spans)
@@ -379,7 +297,7 @@ class Estimator:
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
-            hop = max(hop, self.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
+            hop = max(hop, self.pricer.collective_s("p2p", sent, LAYERS) if sent else 0.0)
         busiest = 0.0
         for r in range(self.flow.ranks):
             held = [s for s, of in enumerate(self.flow.rank_of) if of == r]
@@ -412,7 +330,7 @@ class Estimator:
             types, crossing = self.rank.program.types, self.rank.cuts.crossing
             starts = {x.span.start for x in self.segments.segments}
             sent = min((sum(types[v].nbytes for v in values) for at, values in crossing.items() if at in starts), default=0)
-            hop_s = self.pricer.collective_s("p2p", sent, "pp")
+            hop_s = self.pricer.collective_s("p2p", sent, LAYERS)
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
@@ -431,7 +349,7 @@ class Estimator:
         gpu = dataclasses.replace(self.cluster.gpu, launch_s=0.0)
         return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / self.flow.ranks
 
-    def _span(self, i: int, j: int) -> Span:
+    def span(self, i: int, j: int) -> Span:
         return Span(self.segments[i].span.start, self.segments[j - 1].span.stop)
 
     def seconds(self) -> list[tuple[float, float]]:
@@ -448,14 +366,14 @@ class Estimator:
                 found.append(known[segment.block])
                 continue
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
-            own = self._read(segment.span)
+            own = self.read(segment.span)
             exposed = self._gather_s(own, backward, and_scatter=True) + self._exchange.pass_s([self.params[v] for v in own], backward)
             found.append((forward + self._gather_s(own, forward), backward + exposed))
             if segment.block >= 0:
                 known[segment.block] = found[-1]
         return found
 
-    def _prefix(self, k: int) -> str:
+    def prefix(self, k: int) -> str:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
 
     def _optimizer_s(self, own: Collection[tuple[str, int]]) -> float:

@@ -1,7 +1,10 @@
-"""What it costs to gather parameters and to bring gradients together over the data axis, as a row of cost_models.rests has it done.
+"""What it costs to gather parameters and to bring gradients together, as a row of cost_models.rests has it done.
 
-Where a parameter is in parts its gradient is reduce-scattered over the ranks that share the parts, then summed over the groups of ranks
-that hold the same parts (one group: nothing to sum). Where it is whole its gradient is all-reduced over all data-parallel ranks.
+A gradient is summed over every axis whose ranks use the parameter for different work (ParamBytes.summed): the data axis, and an axis that
+divides operators where the parameter lies whole and its reader's work is divided (a norm's weight under sequence parallelism). Where a
+parameter is in parts its gradient is reduce-scattered over the data-parallel ranks that share the parts, then summed over the groups of
+ranks that hold the same parts and those other axes (nothing to sum if there are none). Where it is whole its gradient is all-reduced over
+all of these axes at once.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from autopar.axes import BATCH
 from autopar.measure import Pricer
 from autopar.planner.price import ParamBytes
 from cost_models.recipe import Recipe
@@ -20,11 +24,10 @@ __all__ = ["Exchange"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """dp: the data-parallel ranks; shard: how many of them share the parts of one parameter."""
+    """shard: how many data-parallel ranks share the parts of one parameter."""
 
     rest: Rest
     shard: int
-    dp: int
     micro_batches: int
     pricer: Pricer
     recipe: Recipe
@@ -48,15 +51,21 @@ class Exchange:
         trained = [p for p in params if p.trainable]
         parts = [p for p in trained if p.in_parts]
         sharded = self._sent_bytes(parts)
-        reduced = [(n, self.pricer.collective_s("all_reduce", x, "dp")) for n, x in self._buckets(self._sent_bytes(trained) - sharded)]
+        reduced: list[tuple[int, float]] = []
+        for axes, nbytes in self._by_axes([p for p in trained if not p.in_parts]).items():
+            reduced += [(n, self.pricer.joint_s("all_reduce", x, axes)) for n, x in self._buckets(nbytes)]
+        copies = self._by_axes(parts)
         last_s = 0.0  # what nothing hides
         if self.rest.reduced == "pass":
             hidden = self.rest.gathered == "use" or not self.recipe.overlaps_reduction  # or counted already
             last = 0.0 if hidden else min(sharded, self.recipe.bucket_bytes)
             last_s = self.micro_batches * self._parts_s("reduce_scatter", last)
-            last_s += sum(n * self._copies_s(x) for n, x in self._buckets(sharded))
+            last_s += sum(n * self._copies_s(x, axes) for axes, nbytes in copies.items() for n, x in self._buckets(nbytes))
         else:
-            in_parts = [(n, self._parts_s("reduce_scatter", x) + self._copies_s(x)) for n, x in self._buckets(sharded)]
+            in_parts = [
+                (n, self._parts_s("reduce_scatter", x) + self._copies_s(x, axes))
+                for axes, nbytes in copies.items() for n, x in self._buckets(nbytes)
+            ]  # fmt: skip
             if self.rest.gathered == "use":  # such gradients are complete when the backward pass is over
                 last_s = sum(n * s for n, s in in_parts)
             else:
@@ -76,11 +85,19 @@ class Exchange:
 
     def _parts_s(self, kind: str, nbytes: float) -> float:
         """Of a collective over the ranks that share the parts of one parameter."""
-        return self.pricer.collective_s(kind, nbytes, "dp", ranks=self.shard)
+        return self.pricer.collective_s(kind, nbytes, BATCH, ranks=self.shard)
 
-    def _copies_s(self, nbytes: float) -> float:
-        """Of summing parts of gradients, of so many bytes when whole, over the groups that hold the same parts."""
-        return self.pricer.collective_s("all_reduce", nbytes / self.shard, "dp", ranks=self.dp // self.shard, every=self.shard)
+    def _copies_s(self, nbytes: float, axes: tuple[str, ...]) -> float:
+        """Of summing parts of gradients, of so many bytes when whole, over the ranks of these axes that hold the same parts."""
+        return self.pricer.joint_s("all_reduce", nbytes / self.shard, axes, shard=self.shard)
+
+    def _by_axes(self, params: Collection[ParamBytes]) -> dict[tuple[str, ...], float]:
+        """Bytes of the gradients of parameters as they are reduced, by the axes over which they are summed: these share buckets."""
+        found: dict[tuple[str, ...], float] = {}
+        for p in params:
+            if p.summed:
+                found[p.summed] = found.get(p.summed, 0.0) + self._sent_bytes((p,))
+        return found
 
     def _sent_bytes(self, params: Collection[ParamBytes]) -> float:
         """Of the gradients of parameters as they are reduced."""

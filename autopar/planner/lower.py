@@ -1,4 +1,4 @@
-"""Program x decisions -> Lowered: the data axis, the moments, the tensor axis, the cuts, in this order.
+"""Program x decisions -> Lowered: the data axis, the moments, the axes that divide operators, the cuts, in this order.
 
 The same functions serve the search (which prices what they return) and a plan read from a file (whose every strategy is
 checked against the rules before it is used).
@@ -7,8 +7,10 @@ checked against the rules before it is used).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.axes import BATCH, axes_over
 from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible, PlanError
 from autopar.ir import I, Layout, Lowered, Op, P, Program, Span, Strategy, refs
@@ -19,17 +21,19 @@ from autopar.planner.problems import given_on
 from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.stages import cut_stages
 
-__all__ = ["OnAxes", "axis_plan", "lower", "on_axes", "on_data_axis", "on_tensor_axis", "spans_of", "split"]
+__all__ = ["Inner", "OnAxes", "axis_plan", "inner_axes", "lower", "on_axes", "on_data_axis", "on_inner_axes", "spans_of", "split"]
+
+Inner = tuple[Assignment, ...]  # of the axes that divide operators, in the order in which a program is laid over them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnAxes:
-    """A program over the axes of a plan, before it is cut. data, tensor: the assignments, None on an axis of one rank. rank: the program of
-    one rank and one micro-batch."""
+    """A program over the axes of a plan, before it is cut. data: the assignment of the axis that divides the batch, None if it has one
+    rank; inner: of those that divide operators. rank: the program of one rank and one micro-batch."""
 
     data: Assignment | None
     moments: Moments
-    tensor: Assignment | None
+    inner: Inner
     rank: Program
 
 
@@ -40,9 +44,17 @@ def on_data_axis(program: Program, assignment: Assignment | None) -> Program:
     return shard(program, assignment).replace(batch_size=(program.batch_size or 0) // assignment.n or None)
 
 
-def on_tensor_axis(moments: Moments, assignment: Assignment | None) -> Program:
-    """The body over the tensor axis (None: an axis of one rank)."""
-    return moments.body if assignment is None else shard(moments.body, assignment)
+def on_inner_axes(body: Program, assignments: Inner) -> tuple[Program, ...]:
+    """The body, and what it is after each axis."""
+    found = [body]
+    for assignment in assignments:
+        found.append(shard(found[-1], assignment))
+    return tuple(found)
+
+
+def inner_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The axes of several ranks that divide operators, and their sizes, in the order in which a program is laid over them."""
+    return tuple((row.name, n) for row in axes_over("operators") if (n := sizes.get(row.name, 1)) > 1)
 
 
 def split(local: Program, count: int) -> Moments:
@@ -55,10 +67,13 @@ def split(local: Program, count: int) -> Moments:
 
 def on_axes(program: Program, plan: Plan) -> OnAxes:
     """The program over the plan's axes. PlanError if the plan does not fit the program or states something unsound."""
-    data = _assignment(program, plan, "dp")
+    data = _assignment(program, plan, BATCH) if plan.mesh[BATCH] > 1 else None
     moments = split(on_data_axis(program, data), plan.micro_batches)
-    tensor = _assignment(moments.body, plan, "tp")
-    return OnAxes(data=data, moments=moments, tensor=tensor, rank=on_tensor_axis(moments, tensor))
+    rank, inner = moments.body, list[Assignment]()
+    for axis, _ in inner_axes(plan.mesh):
+        inner.append(_assignment(rank, plan, axis))
+        rank = shard(rank, inner[-1])
+    return OnAxes(data=data, moments=moments, inner=tuple(inner), rank=rank)
 
 
 def lower(program: Program, plan: Plan) -> Lowered:
@@ -109,10 +124,8 @@ def axis_plan(program: Program, assignment: Assignment) -> AxisPlan:
     )
 
 
-def _assignment(program: Program, plan: Plan, axis: str) -> Assignment | None:
+def _assignment(program: Program, plan: Plan, axis: str) -> Assignment:
     stated = plan.axes.get(axis)
-    if plan.mesh[axis] == 1:
-        return None
     if stated is None or stated.n != plan.mesh[axis]:
         raise PlanError(f"the plan has a mesh axis {axis} of {plan.mesh[axis]} ranks but no strategies for it")
     representative = members_of(program)

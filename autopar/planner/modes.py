@@ -11,7 +11,7 @@ operator is named here: that softmax, dropout and activation functions run again
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -21,9 +21,8 @@ from autopar.ir import Span, refs
 from autopar.planner.liveness import Liveness
 from autopar.planner.price import Ledger
 
-__all__ = ["RECOMPUTES", "Mode", "again_s", "spans_at_prices"]
+__all__ = ["RECOMPUTES", "Mode", "Recompute", "again_s", "spans_at_prices"]
 
-RECOMPUTES = ("none", "selective", "full")  # the kinds of modes, as pins name them
 POINTS = 3  # of a block's Pareto set between nothing and all of it running again
 Table = NDArray[numpy.float64]
 SIMPLER_S = 1e-9  # of each operator and each span that runs again: of equal ones the fewer and shorter
@@ -64,6 +63,27 @@ def spans_at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int
     if (block, points) not in ledger.spans_again:
         ledger.spans_again[block, points] = _at_prices(ledger, liveness, block, points)
     return ledger.spans_again[block, points]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """A kind of modes. name: as it is pinned. offers: of a rank's ledger and liveness and the span of a block, the ways of the kind in
+    which the block may run, each as the spans of its operators that run again in backward; () keeps everything. What each costs and keeps
+    follows from its spans."""
+
+    name: str
+    offers: Callable[[Ledger, Liveness, Span], Sequence[tuple[Span, ...]]]
+
+
+RECOMPUTES: dict[str, Recompute] = {
+    row.name: row
+    for row in (
+        Recompute(name="none", offers=lambda ledger, liveness, block: [()]),
+        Recompute(name="selective", offers=lambda ledger, liveness, block: spans_at_prices(ledger, liveness, block)),
+        Recompute(name="full", offers=lambda ledger, liveness, block: [(block,)]),
+    )
+}
+"""The kinds of modes. A new one is one entry."""
 
 
 def _at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int) -> list[tuple[Span, ...]]:

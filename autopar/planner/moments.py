@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.axes import TIME
 from autopar.catalog import strategies_of
 from autopar.catalog.rule import draws
 from autopar.ir import I, Input, Layout, Op, P, Program, R, Ref, S, Span, Strategy, TensorType, map_refs, refs
@@ -280,7 +281,7 @@ def _drawn_beforehand(program: Program) -> Moments:
     if not drawing:
         return Moments(body=program)
     found = _with_prologue(program, {o for op in drawing for o in op.outputs if o is not None})
-    layouts = {**program.layouts, "time": dict.fromkeys(found.prologue_outputs, R)}
+    layouts = {**program.layouts, TIME: dict.fromkeys(found.prologue_outputs, R)}
     return dataclasses.replace(found, body=found.body.replace(layouts=layouts))
 
 
@@ -337,7 +338,7 @@ def _with_parts(body: Program, typing: _Typing) -> tuple[Program, Assignment]:
     blocks = [dataclasses.replace(b, spans=tuple(Span(position[s.start], position[s.stop]) for s in b.spans)) for b in body.blocks]
     leaves = {x.value: typing.layouts.get(x.value, R) for x in body.leaves}
     body = body.replace(ops=tuple(ops), types=types, blocks=alike(tuple(blocks), ops))
-    return body, Assignment(axis="time", n=typing.count, ops=chosen, leaves=leaves)
+    return body, Assignment(axis=TIME, n=typing.count, ops=chosen, leaves=leaves)
 
 
 def _fresh(wish: str, taken: Mapping[str, object]) -> str:
@@ -347,7 +348,7 @@ def _fresh(wish: str, taken: Mapping[str, object]) -> str:
 def _at_one_moment(body: Program, typing: Assignment) -> Program:
     """Shard over time; the loss stays P: the schedule adds the micro-batches' losses."""
     rank = shard(body, typing, final=P)
-    assert all(not op.target.startswith("autopar.C.") or op.kwarg("axis") != "time" for op in rank.ops), "no transition over time"
+    assert all(not op.target.startswith("autopar.C.") or op.kwarg("axis") != TIME for op in rank.ops), "no transition over time"
     return rank
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir import Span
 from autopar.planner.liveness import Activity, Arriving, Liveness, PieceBytes
-from autopar.planner.modes import Mode, again_s, spans_at_prices
+from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
 from autopar.planner.stages import Cuts, Pieces, Segment, recomputable
@@ -48,7 +48,7 @@ class PieceMaker:
     trains: Sequence[bool]
     reduced: Collection[str]
     recompute: str
-    _spans: dict[int, list[tuple[Span, ...]]] = field(default_factory=dict)
+    _spans: dict[tuple[str, int], list[tuple[Span, ...]]] = field(default_factory=dict)
     _again: dict[tuple[int, tuple[Span, ...]], float] = field(default_factory=dict)
     _bytes: dict[tuple[object, ...], PieceBytes] = field(default_factory=dict)
 
@@ -135,11 +135,9 @@ class PieceMaker:
         span = segment.span
         first = arriving.copy()
         choices: list[tuple[str, tuple[Span, ...]]] = [("none", ())]
-        if self.recompute != "none" and segment.block >= 0 and recomputable(self.ledger.program, segment.span):
-            if self.recompute in ("auto", "selective"):
-                choices += [("selective", spans) for spans in self._selective(segment)]
-            if self.recompute in ("auto", "full"):
-                choices.append(("full", (Span(0, len(span)),)))
+        if segment.block >= 0 and recomputable(self.ledger.program, segment.span):
+            asked = [row for row in RECOMPUTES.values() if self.recompute in ("auto", row.name)]
+            choices += [(row.name, spans) for row in asked for spans in self._offered(row, segment) if spans]
         modes: list[Mode] = []
         for name, offsets in choices:
             spans = tuple(Span(span.start + s.start, span.start + s.stop) for s in offsets)
@@ -152,13 +150,14 @@ class PieceMaker:
                 modes.append(mode)
         return tuple(modes)
 
-    def _selective(self, segment: Segment) -> list[tuple[Span, ...]]:
+    def _offered(self, row: Recompute, segment: Segment) -> list[tuple[Span, ...]]:
         """Spans of a block's operators, counted from its first; once for a block."""
-        if segment.block not in self._spans:
+        key = row.name, segment.block
+        if key not in self._spans:
             start = segment.span.start
-            found = spans_at_prices(self.ledger, self.liveness, segment.span)
-            self._spans[segment.block] = [tuple(Span(s.start - start, s.stop - start) for s in spans) for spans in found]
-        return self._spans[segment.block]
+            found = row.offers(self.ledger, self.liveness, segment.span)
+            self._spans[key] = [tuple(Span(s.start - start, s.stop - start) for s in spans) for spans in found]
+        return self._spans[key]
 
     def _again_s(self, segment: Segment, span: Span) -> float:
         offset = Span(span.start - segment.span.start, span.stop - segment.span.start)

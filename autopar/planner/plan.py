@@ -3,17 +3,20 @@ read; it is never executed. A plan names operators by their value names, and the
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.ir import Layout, Strategy
-from autopar.run.mesh import AXES
+from autopar.planner.modes import RECOMPUTES
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
+from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
 __all__ = ["AxisPlan", "BlockMode", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
@@ -23,6 +26,7 @@ VERSION = 4
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_NAMED = {"pp", "dp", "tp"}  # the mesh axes that are pins of their own
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +39,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: 'none', 'selective', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: how many stages each pipeline rank holds; several with the schedule 'interleaved' (stage s is on rank s mod pp).
-    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them."""
+    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. axes: sizes of mesh axes beside
+    these three."""
 
     dp: Positive | None = None
     tp: Positive | None = None
@@ -49,12 +54,26 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
     blocks: tuple[int, ...] | None = None
+    axes: dict[str, int] | None = None
+
+    def of_axis(self, axis: str) -> int | None:
+        """The size of a mesh axis, if it is pinned."""
+        found: int | None = getattr(self, axis) if axis in _NAMED else (self.axes or {}).get(axis)
+        return found
+
+    def without_axis(self, axis: str) -> Pins:
+        """The same with this axis free."""
+        if axis in _NAMED:
+            return msgspec.structs.replace(self, **{axis: None})
+        return msgspec.structs.replace(self, axes={k: n for k, n in (self.axes or {}).items() if k != axis} or None)
 
     def __post_init__(self) -> None:
+        if unknown := set(self.axes or ()) - (set(AXES) - _NAMED):
+            raise PlanError(f"there is no mesh axis {sorted(unknown)[0]!r} to pin; there are {', '.join(AXES)}")
+        for name, value in (self.axes or {}).items():
+            _positive(name, value)
         for name in ("dp", "tp", "pp", "micro_batch", "micro_batches", "virtual_stages", "shard"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise PlanError(f"the pin {name} must be a positive whole number, not {value!r}")
+            _positive(name, getattr(self, name))
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise PlanError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {self.schedule!r}")
         stages = sorted({row.zero for row in RESTS.values()})
@@ -62,8 +81,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"zero must be one of {', '.join(map(str, stages))}, not {self.zero!r}")
         if self.zero == 0 and self.shard not in (None, 1):
             raise PlanError(f"zero=0 leaves every parameter whole, and shard={self.shard} cuts it into parts: pin zero=1, 2 or 3 with it")
-        if self.recompute is not None and self.recompute not in ("none", "selective", "full", "auto"):
-            raise PlanError(f"recompute must be 'none', 'selective', 'full' or 'auto', not {self.recompute!r}")
+        if self.recompute is not None and self.recompute not in (*RECOMPUTES, "auto"):
+            raise PlanError(f"recompute must be {', '.join(map(repr, RECOMPUTES))} or 'auto', not {self.recompute!r}")
         several = [row.name for row in SCHEDULES.values() if row.several]
         if (self.virtual_stages or 1) > 1 and self.schedule not in (None, *several):
             raise PlanError(f"{self.schedule} has one stage on each rank: virtual_stages={self.virtual_stages} needs schedule={several[0]}")
@@ -84,6 +103,11 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"pin virtual_stages with blocks and schedule={self.schedule}: blocks has one number for each stage")
         if self.micro_batch is not None and self.micro_batches is not None:
             raise PlanError("pin micro_batch or micro_batches, not both")
+
+
+def _positive(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise PlanError(f"the pin {name} must be a positive whole number, not {value!r}")
 
 
 class AxisPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +145,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def total_bytes(self) -> int:
         return sum(getattr(self, name) for name in self.__struct_fields__)
 
+    @property
+    def interval_bytes(self) -> tuple[float, float]:
+        """The interval of 80% about the total (cost_models.uncertainty)."""
+        off = CENTRAL * memory_spread_bytes({name.removesuffix("_bytes"): getattr(self, name) for name in self.__struct_fields__})
+        return max(0.0, self.total_bytes - off), self.total_bytes + off
+
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pipeline stage. memory: of one of its ranks, with all the stages that the rank holds. first_op: where it begins. blocks:
@@ -146,7 +176,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share of objective_s that
     it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter lie. virtual_stages:
     how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block,
-    instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides."""
+    instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides.
+    seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation of the step."""
 
     model: str
     program_hash: str
@@ -184,6 +215,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limits: list[str]
     alternatives: list[str] = []
     pins: dict[str, Any] = {}
+    seconds_by_kind: dict[str, Seconds] = {}
+    step_spread: Seconds = 0.0
     planning_s: dict[str, float] = {}
     searched: dict[str, int] = {}
     format: str = FORMAT
@@ -191,7 +224,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         """The axes from the outermost inwards, as ranks are numbered, also where they come from a file, which sorts its keys."""
-        axes = sorted(self.mesh, key=lambda axis: AXES.index(axis) if axis in AXES else len(AXES))
+        order = list(AXES)
+        axes = sorted(self.mesh, key=lambda axis: order.index(axis) if axis in order else len(order))
         msgspec.structs.force_setattr(self, "mesh", {axis: self.mesh[axis] for axis in axes})
 
     @property
@@ -202,12 +236,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return flow(self.schedule, self.mesh["pp"], self.micro_batches, self.virtual_stages).rank_of
+        return flow(self.schedule, self.mesh[LAYERS], self.micro_batches, self.virtual_stages).rank_of
 
     @property
     def memory_bytes(self) -> list[int]:
         """Predicted peak bytes on one rank, for each stage."""
         return [s.memory.total_bytes for s in self.stages]
+
+    @property
+    def step_time_interval_s(self) -> tuple[float, float]:
+        """The interval of 80% about the step time (cost_models.uncertainty)."""
+        return interval(self.step_time_s, self.step_spread)
 
     @property
     def tokens_or_samples_per_s(self) -> float:
@@ -253,20 +292,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check(self, name: str = "<plan>") -> None:
         """Consistency that types cannot say. PlanError."""
-        product = self.mesh.get("pp", 0) * self.mesh.get("dp", 0) * self.mesh.get("tp", 0)
-        if set(self.mesh) != set(AXES) or product != self.gpus or min(self.mesh.values()) < 1:
+        if set(self.mesh) != set(AXES) or math.prod(self.mesh.values()) != self.gpus or min(self.mesh.values()) < 1:
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
-        count = self.mesh["pp"] * self.virtual_stages
+        ranks = self.mesh[LAYERS]
+        count = ranks * self.virtual_stages
         if len(self.stages) != count or len(self.cuts) != count - 1 or sorted(self.cuts) != self.cuts:
             each = f" with {self.virtual_stages} stages on each" if self.virtual_stages > 1 else ""
-            raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {self.mesh['pp']} pipeline ranks{each}")
+            raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {ranks} pipeline ranks{each}")
         if self.schedule not in SCHEDULES or self.rest not in RESTS:
             raise PlanError(f"{name}: unknown schedule {self.schedule!r} or rest {self.rest!r}")
-        if self.virtual_stages > 1 and (self.mesh["pp"] == 1 or not SCHEDULES[self.schedule].several):
-            ranks = self.mesh["pp"]
+        if self.virtual_stages > 1 and (ranks == 1 or not SCHEDULES[self.schedule].several):
             raise PlanError(f"{name}: {self.schedule} over {ranks} pipeline ranks has one stage on each, not {self.virtual_stages}")
-        if self.shard not in RESTS[self.rest].shards(self.mesh["dp"], self.shard, self.shard):
-            raise PlanError(f"{name}: {self.rest} cannot lie over {self.shard} of {self.mesh['dp']} data-parallel ranks")
+        if self.shard not in RESTS[self.rest].shards(self.mesh[BATCH], self.shard, self.shard):
+            raise PlanError(f"{name}: {self.rest} cannot lie over {self.shard} of {self.mesh[BATCH]} data-parallel ranks")
         for block, instance, mode in self.recompute:
             if not (0 <= mode < len(self.modes) and self.modes[mode].block == block and instance >= 0):
                 raise PlanError(f"{name}: instance {instance} of block {block} has a mode {mode} that is not among the block's modes")

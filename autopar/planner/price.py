@@ -11,6 +11,7 @@ import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from autopar.axes import AXES, BATCH
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
 from autopar.planner.fusion import fused
@@ -139,13 +140,15 @@ def _roots(ops: tuple[Op, ...], costs: list[OpCost]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamBytes:
-    """Of one parameter on one rank. local_bytes: as used; resting_bytes: as it rests; trainable."""
+    """Of one parameter on one rank. local_bytes: as used; resting_bytes: as it rests; summed: the axes over which its gradient, as its use
+    gives it, is a term of a sum."""
 
     local_bytes: int
     resting_bytes: int
     numel: int
     resting_numel: int
     trainable: bool
+    summed: tuple[str, ...] = (BATCH,)
 
     @property
     def itemsize(self) -> int:
@@ -164,18 +167,21 @@ def zero_dims(program: Program, shard: int) -> dict[str, int]:
     for p in program.params if shard > 1 else ():
         shape = program.types[p.value].shape
         dim = next((d for d, size in enumerate(shape) if size and size % shard == 0), None)
-        if dim is not None and p.trainable and dict(p.layouts).get("dp") == R:
+        if dim is not None and p.trainable and dict(p.layouts).get(BATCH) == R:
             found[p.fqn] = dim
     return found
 
 
-def param_bytes(program: Program, dims: Mapping[str, int], shard: int) -> dict[str, ParamBytes]:
-    """value -> its bytes on a rank. program: of one rank (tensor-parallel shapes)."""
+def param_bytes(program: Program, dims: Mapping[str, int], shard: int, *, ranks: int = 1) -> dict[str, ParamBytes]:
+    """value -> its bytes on a rank. program: of one rank (tensor-parallel shapes). ranks: of the data axis; a program that was laid over
+    no such axis and stands for one of several ranks uses every parameter for work of its own."""
+    beside = (BATCH,) if ranks > 1 and BATCH not in program.layouts else ()
     found = {}
     for p in program.params:
         t = program.types[p.value]
         parts = shard if p.fqn in dims else 1
         found[p.value] = ParamBytes(
-            local_bytes=t.nbytes, resting_bytes=t.nbytes // parts, numel=t.numel, resting_numel=t.numel // parts, trainable=p.trainable
-        )
+            local_bytes=t.nbytes, resting_bytes=t.nbytes // parts, numel=t.numel, resting_numel=t.numel // parts, trainable=p.trainable,
+            summed=(*beside, *(axis for axis, layout in p.layouts if layout == R and axis in AXES)),
+        )  # fmt: skip
     return found

@@ -1,64 +1,65 @@
-"""What is asked of the integer program of each axis: the layouts that leaves may have, the prices, and what comes first."""
+"""What is asked of the integer program of each axis, as its value in the table of axes says: the layouts that leaves may have, the prices,
+and what comes first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.ir import I, Layout, Program, R, S
+from autopar.axes import AXES, BATCH
+from autopar.ir import Layout, Program
 from autopar.measure import Pricer
 from autopar.planner.axis import AxisProblem
 from autopar.planner.choices import Choices, choices
 from autopar.planner.moments import batched_inputs
 from cost_models.memory import OPTIMIZERS
 
-__all__ = ["data_leaves", "data_problem", "given_on", "tensor_choices", "tensor_problem"]
+__all__ = ["axis_choices", "axis_leaves", "axis_problem", "given_on"]
 
 
 def given_on(program: Program, axis: str) -> dict[str, Layout]:
     """How the inputs are given to the ranks of an axis: whole over tp; over dp each rank takes its part of the batch."""
-    batched = batched_inputs(program) if axis == "dp" else frozenset()
-    return {x.value: I if axis == "tp" else S(0) if x.value in batched else R for x in program.inputs}
+    of_batch, others = AXES[axis].inputs
+    batched = batched_inputs(program) if of_batch != others else frozenset()
+    return {x.value: of_batch if x.value in batched else others for x in program.inputs}
 
 
-def data_leaves(program: Program) -> dict[str, tuple[Layout, ...]]:
-    """Leaf -> the layouts that it may have on a data axis."""
-    leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(program, "dp").items()}
-    return leaves | dict.fromkeys((*(p.value for p in program.params), *(b.value for b in program.buffers)), (R, I))
+def axis_leaves(program: Program, axis: str) -> dict[str, tuple[Layout, ...]]:
+    """Leaf -> the layouts that it may have on an axis; those that are not named may have any."""
+    leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(program, axis).items()}
+    allowed = AXES[axis].leaves
+    if allowed is None:
+        return leaves
+    return leaves | dict.fromkeys((*(p.value for p in program.params), *(b.value for b in program.buffers)), allowed)
 
 
-def data_problem(program: Program, n: int, pricer: Pricer, leaves: Mapping[str, tuple[Layout, ...]]) -> AxisProblem:
-    """The data axis of n ranks: as much work split as can be. leaves: what each may lie as; all must be named."""
+def axis_choices(program: Program, axis: str, n: int, leaves: Mapping[str, tuple[Layout, ...]]) -> Choices:
+    """What is to choose on an axis of n ranks, whatever it costs. leaves: of those that are named, what they may lie as."""
+    spec = AXES[axis]
+    if spec.follows:
+        return choices(program, n, leaves, data=True)
+    return choices(program, n, leaves, batched=frozenset() if spec.inputs[0].is_shard else batched_inputs(program))
+
+
+def axis_problem(
+    program: Program, axis: str, n: int, pricer: Pricer, optimizer: str, leaves: Mapping[str, tuple[Layout, ...]],
+    known: Choices | None = None,
+) -> AxisProblem:  # fmt: skip
+    """An axis of n ranks. known: its choices, if they were found before."""
+    spec = AXES[axis]
+    state_price = 0.0
+    if not spec.work_first:  # a parameter that is cut is updated, and its gradient brought together over the data axis, in parts
+        passes = 3 + 2 * OPTIMIZERS[optimizer]
+        state_price = passes / pricer.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, BATCH)
     return AxisProblem(
-        axis="dp",
+        axis=axis,
         n=n,
-        choices=choices(program, n, leaves, data=True),
+        choices=known or axis_choices(program, axis, n, leaves),
         pricer=pricer,
         params=frozenset(p.value for p in program.params),
         fixed=_fixed(program),
-        sync_params=False,
-        work_first=True,
-    )
-
-
-def tensor_choices(body: Program, n: int, leaves: Mapping[str, tuple[Layout, ...]]) -> Choices:
-    """What is to choose on the tensor axis, whatever it costs."""
-    return choices(body, n, leaves, batched=batched_inputs(body))
-
-
-def tensor_problem(
-    body: Program, n: int, pricer: Pricer, optimizer: str, leaves: Mapping[str, tuple[Layout, ...]], known: Choices | None = None
-) -> AxisProblem:
-    """The tensor axis of n ranks of one micro-batch: the fastest. leaves: of those that are named, what they may lie as. known: its
-    choices, if they were found before."""
-    passes = 3 + 2 * OPTIMIZERS[optimizer]
-    return AxisProblem(
-        axis="tp",
-        n=n,
-        choices=known or tensor_choices(body, n, leaves),
-        pricer=pricer,
-        state_price_s_per_byte=passes / pricer.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, "dp"),
-        params=frozenset(p.value for p in body.params),
-        fixed=_fixed(body),
+        sync_params=not spec.beside,
+        work_first=spec.work_first,
+        state_price_s_per_byte=state_price,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.axes import BATCH, TIME
 from autopar.ir import TensorType, refs
 from autopar.measure import Pricer
-from autopar.planner.candidate import Rank
+from autopar.planner.rank import Rank
 
 __all__ = ["prologue_bytes", "prologue_s"]
 
@@ -35,11 +36,11 @@ def _whole(rank: Rank, value: str, types: Mapping[str, TensorType]) -> TensorTyp
     """The type of a value of the whole step: as the micro-batches read it, all together. Of a batch of another size than the program's,
     whose micro-batches were made for another split, what has a first dim for its samples is taken to have that for the other batch too."""
     body, (ranks, made_for) = rank.moments.body, rank.made_for
-    part = body.layouts.get("dp", {}).get(value)
-    layout = body.layouts.get("time", {}).get(value)
+    part = body.layouts.get(BATCH, {}).get(value)
+    layout = body.layouts.get(TIME, {}).get(value)
     t, dim, times = types[value], 0, 1.0
     if layout is not None and layout.is_shard and value in body.types:
         t, dim, times = body.types[value], layout.dim, rank.micro_batches
     elif t.shape and t.shape[0] % ((body.batch_size or 1) * made_for) == 0:
-        times = rank.micro_batches / made_for * (1.0 if part is None or part.is_shard else rank.mesh.dp / ranks)
+        times = rank.micro_batches / made_for * (1.0 if part is None or part.is_shard else rank.mesh.over("batch") / ranks)
     return dataclasses.replace(t, shape=tuple(round(n * times) if d == dim else n for d, n in enumerate(t.shape)))

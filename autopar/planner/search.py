@@ -1,6 +1,6 @@
 """Program x Cluster -> Plan: the choices in the order of what they could at best be, each priced only as far as it can still win.
 
-    choice    the work divided by the GPUs, and the pipeline's bubble                            bounds.Least
+    choice    the work divided by the GPUs, and the pipeline's bubble; what rests on a rank      bounds.Least
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
     stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
     exact     of the whole program, memory from liveness at every moment of a step               Estimator.candidate
@@ -22,7 +22,6 @@ small problems with those of trying every plan, every assignment included.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
@@ -30,43 +29,31 @@ import operator
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Final, Literal
 
 from autopar.errors import Infeasible
 from autopar.ir import Program
-from autopar.measure import Live
-from autopar.planner.answer import Searched, plan_of, why_not
+from autopar.planner.answer import plan_of, why_not
 from autopar.planner.bounds import Least
-from autopar.planner.candidate import Candidate, Draft, Mesh, Rank, gib
+from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
-from autopar.planner.partition import Over, Place, Refused, TooLarge
 from autopar.planner.plan import Pins, Plan
-from autopar.planner.price import Ledger, param_bytes, zero_dims
+from autopar.planner.question import NO_BETTER, Ledgers, Question, Searched
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
-from autopar.planner.solver import Outcome, OutOfBudget
-from autopar.planner.space import Choice, Form, Space
+from autopar.planner.solver import Outcome
+from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
-from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
-from cost_models.pipeline import flow
-from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["Search", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
 WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fastest one by more waits behind it
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
-NO_BETTER: Final = "no better"
-TRIES = 12  # of the stages of one choice, where several pieces together need more than the account of each says (see `pieces.py`)
-AGAIN = 6  # further ones, where what did not fit is refused alone
-Ledgers = dict[tuple[int, int, int], Ledger]  # by data-parallel ranks, micro-batches, tensor-parallel ranks
-
 
 @dataclass(order=True, slots=True)
 class _Entry:
@@ -82,44 +69,14 @@ class _Entry:
 
 
 @dataclass(kw_only=True)
-class Search:
-    """One search. measure: 'live' measures the operators of the best candidates on this machine, and the best of these is the plan.
-    recipe: of the training software. batch_size: the global batch, by default that of the program; with another one the search
-    prices candidates (`candidates`) but makes no plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after
-    it, the best so far is the answer, and what was left is said."""
+class Search(Question):
+    """The search for the best choice. measure: 'live' measures the operators of the best candidates on this machine, and the best of these
+    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, the best so far is the answer, and
+    what was left is said."""
 
-    program: Program
-    gpus: int
-    cluster: Cluster
-    memory_limit_bytes: int
-    optimizer: str
-    precision: str
-    pins: Pins
     budget: int = BUDGET
     time_limit_s: float | None = None
     measure: str = "roofline"
-    recipe: Recipe = AUTOPAR
-    batch_size: int | None = None
-    store: Store | None = None
-
-    def __post_init__(self) -> None:
-        self.batch_size = self.batch_size or self.program.batch_size
-        self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
-        given = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)
-        self.known = given
-        self.said = Searched()
-        self._unsure: set[Choice] = set()  # tried, without proof that nothing fits
-
-    def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Search:
-        """A search of the same program on the same cluster that shares what this one has found out about ranks."""
-        return dataclasses.replace(
-            self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes, store=self.known
-        )
-
-    @property
-    def refused(self) -> dict[str, None]:
-        """Why choices are none, in the order in which that was found."""
-        return self.said.refused
 
     def on_data_axis(self, dp: int) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
         return self.known.on_data_axis(dp)
@@ -156,22 +113,28 @@ class Search:
         said = self.said
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
-        self._unsure = set[Choice]()
+        self.unsure = set[Choice]()
         self._fastest: dict[Choice, Estimator] = {}
         queue: list[_Entry] = []
+        hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
         for choice in self.space.choices():
             least_s = self._least.step_s(choice, self.batch_size)
-            queue.append(_Entry(least_s, choice.simplicity, next(numbers), choice))
+            (queue if self._could_fit(choice) else hopeless).append(_Entry(least_s, choice.simplicity, next(numbers), choice))
         heapq.heapify(queue)
-        said.choices = len(queue)
+        said.choices = len(queue) + len(hopeless)
         bounds: dict[Choice, float] = {}  # of those that were priced: what no cuts of theirs can be faster than
-        while queue:
+        nothing = True
+        while queue or (nothing and hopeless):
+            if not queue:
+                queue, hopeless = hopeless, []
+                heapq.heapify(queue)
             entry = heapq.heappop(queue)
             if entry.exact is not None:
                 said.left = sum(e.draft is None and e.exact is None for e in queue)
                 least = min([entry.least_s, *(e.least_s for e in queue if e.exact is None and e.draft is None)])
                 said.bound_s = min([least, *bounds.values()])
                 said.drafts = sorted((e.draft for e in queue if e.draft is not None), key=lambda d: d.times.step_s)
+                nothing = False
                 yield entry.exact
                 continue
             over_time = self.time_limit_s is not None and time.perf_counter() - start > self.time_limit_s
@@ -193,7 +156,7 @@ class Search:
         choice, mesh = entry.choice, entry.choice.mesh
         self.said.explored += 1
         rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
-        estimator = self._estimator(rank, choice)
+        estimator = self.estimator(rank, choice)
         if isinstance(estimator, str):
             if choice.form == self.space.form:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
@@ -211,7 +174,7 @@ class Search:
         assert estimator is not None
         self.said.cut += 1
         worth_s = WORTH * min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
-        draft = self.known.timed("stages", lambda: self._draft(entry.choice, estimator, worth_s=worth_s))
+        draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
         known = entry.choice in bounds
         if (draft == NO_BETTER or draft is None or draft.part.recomputed) and not known:
             self._leaner(entry, queue)
@@ -224,7 +187,7 @@ class Search:
             bounds[entry.choice] = draft.bound_s
             entry.draft, entry.least_s = draft, draft.times.step_s
             heapq.heappush(queue, entry)
-        elif entry.choice in self._unsure:
+        elif entry.choice in self.unsure:
             bounds[entry.choice] = max(entry.least_s, bounds.get(entry.choice, 0.0))
         else:
             bounds.pop(entry.choice, None)
@@ -239,158 +202,18 @@ class Search:
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
         """Price the choice as it will run."""
-        found = self._exact(entry.choice)
+        found = self.exact(entry.choice)
         entry.draft = None
         if found is None:
-            if entry.choice not in self._unsure:
+            if entry.choice not in self.unsure:
                 bounds.pop(entry.choice, None)
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
 
-    # ---------------------------------------------------------------------------------------------------------- one choice
-    def _estimator(self, rank: Rank | str, choice: Choice, live: Live | None = None) -> Estimator | str:
-        mesh = choice.mesh
-        if isinstance(rank, str):
-            return rank
-        stages = mesh.pp * choice.chunks
-        segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else stages)
-        asked = f"pp={mesh.pp}{choice.scheduled}"
-        if len(segments) < stages:
-            return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
-        dims = zero_dims(rank.program, choice.shard)
-        estimator = Estimator(
-            rank=rank, cluster=self.cluster, optimizer=self.optimizer,
-            flow=flow(choice.schedule, mesh.pp, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
-            dims=dims, params=param_bytes(rank.program, dims, choice.shard), segments=segments,
-            pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
-            recompute=self.pins.recompute or "auto",
-        )  # fmt: skip
-        if self.pins.recompute in ("full", "selective") and not estimator.can_run_again:
-            return f"recompute={self.pins.recompute}: the program has no repeated block that can be recomputed"
-        if stages > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < stages:
-            return f"{asked}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
-        cuts = self._pinned_cuts(estimator)
-        return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
-
-    def _draft(
-        self, choice: Choice, estimator: Estimator, worth_s: float = math.inf, over: Over | None = None, refused: Refused | None = None
-    ) -> Draft | Literal["no better"] | None:
-        """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why. worth_s: NO_BETTER if no
-        step of this choice is faster. over: what certain stages need beyond what their pieces say; refused: modes of certain stages that do
-        not fit."""
-        room = estimator.room_bytes(self.memory_limit_bytes)
-        cuts = self._pinned_cuts(estimator)
-        assert not isinstance(cuts, str)
-        try:
-            part = estimator.partition(limit_bytes=room, cuts=cuts, worth_s=worth_s, over=over, refused=refused)
-        except (Infeasible, OutOfBudget) as why:
-            if isinstance(why, OutOfBudget):
-                self._unsure.add(choice)
-            if refused is None:
-                least = why.least_bytes if isinstance(why, TooLarge) else None
-                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0), least)
-            return None
-        if part is None:
-            return NO_BETTER
-        times = estimator.times(part)
-        return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_ends_s))
-
-    def _exact(self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None) -> Candidate | None:
-        """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
-        were."""
-        mesh = choice.mesh
-        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
-        if ledgers is not None and not isinstance(rank, str):
-            key, program, pricer = (mesh.dp, rank.micro_batches, mesh.tp), rank.program, self.known.pricer(mesh, self.recipe, live)
-            if key not in ledgers:
-                ledgers[key] = self.known.timed("measure", lambda: Ledger(program, pricer))
-            rank = dataclasses.replace(rank, ledger=ledgers[key])
-        estimator = self._estimator(rank, choice, live)
-        if isinstance(estimator, str):
-            self.refused[estimator] = None
-            return None
-        over: dict[Place, float] = {}
-        short, best = 0.0, None
-        refused: dict[Place, set[tuple[int, ...]]] = {}
-        for attempt in range(TRIES):
-            draft = self._draft(choice, estimator, over=over)
-            if not isinstance(draft, Draft):
-                break
-            found, short = self._as_it_runs(choice, estimator, draft, refused)
-            if short <= 0:
-                best = found
-                break
-            more = 2.0 ** max(0, attempt - TRIES // 2) * short if attempt >= TRIES // 2 else 0.0
-            for place, nbytes in estimator.unsaid_bytes(draft.part, found.stages).items():
-                if nbytes > 0 or more:
-                    over[place] = max(over.get(place, 0.0), nbytes) + more
-        if not refused:
-            return best
-        # what other modes of the same stages need was added to these: they are tried without it too, while they would be faster
-        worth_s = math.inf if best is None else best.step_time_s * (1 - 1e-9)
-        for _ in range(AGAIN):
-            draft = self._draft(choice, estimator, refused=refused, worth_s=worth_s)
-            if not isinstance(draft, Draft) or draft.times.step_s >= worth_s:
-                break
-            found, short = self._as_it_runs(choice, estimator, draft, refused)
-            if short <= 0:
-                return found
-        else:
-            self._unsure.add(choice)
-        if best is None and short > 0:
-            self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(short))
-        return best
-
-    def _as_it_runs(
-        self, choice: Choice, estimator: Estimator, draft: Draft, refused: dict[Place, set[tuple[int, ...]]]
-    ) -> tuple[Candidate, float]:
-        """A draft with memory from liveness, and by how much it does not fit. refused: takes the modes of the stages that do not."""
-        found = self.known.timed("liveness", functools.partial(estimator.candidate, draft.part))
-        limit = self.memory_limit_bytes
-        for rank, place in enumerate(estimator.places(draft.part)):
-            if found.stages[estimator.flow.rank_of.index(rank)].memory.total_bytes > limit:
-                refused.setdefault(place, set()).add(estimator.modes_at(draft.part, place))
-        short = max(stage.memory.total_bytes for stage in found.stages) - limit
-        return dataclasses.replace(found, form=choice.form), short
-
-    def _batch_bytes(self, mesh: Mesh) -> int:
-        """Bytes of the batch as it is given to a rank."""
-        captured = sum(self.program.types[x.value].nbytes for x in self.program.inputs)
-        whole = captured * (self.batch_size or 1) // (self.program.batch_size or 1)
-        return whole // mesh.dp if self.recipe.local_batches else whole
-
-    def _pinned_cuts(self, estimator: Estimator) -> tuple[int, ...] | str | None:
-        """The first piece of each stage but the first as `Pins.blocks` states them, or why the program has no such stages."""
-        if self.pins.blocks is None:
-            return None
-        wanted, segments, trains = self.pins.blocks, estimator.segments, estimator.trains
-        places = [k for k in range(len(segments)) if segments[k].block >= 0]
-        stages = f"stages of {', '.join(map(str, wanted))}"
-        if sum(wanted) != len(places):
-            return f"the program has {len(places)} block instances between places where it can be cut, which do not make {stages}"
-        starts = [*places, places[-1] + 1 if places else len(segments)]
-        cuts = tuple(starts[n] for n in accumulate(wanted[:-1]))
-        for s, (i, j) in enumerate(pairwise((0, *cuts, len(segments)))):
-            if i >= j or (len(wanted) > 1 and not any(trains[k] for k in segments.order[i:j])):
-                return f"of {stages}, stage {s} would have nothing to train"
-        return cuts
-
-    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
-        """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
-        whole. least: the bytes of its fullest rank, if they are known."""
-        mesh, flow, pieces = choice.mesh, estimator.flow, estimator.pieces
-        state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / mesh.pp
-        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / mesh.pp * max(flow.in_flight)
-        if least is None:
-            least = estimator.least_bytes
-        short = max(1.0, least - room if least > room else over)
-        line = (
-            f"memory: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "
-            f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
-            f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
-        )
-        self.refused[line], self.said.short[line] = None, short
+    def _could_fit(self, choice: Choice) -> bool:
+        """Whether what rests on the fullest rank leaves room."""
+        return self._least.bytes(choice) <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
 
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
@@ -411,7 +234,7 @@ class Search:
                 mesh=c.mesh, micro_batches=c.rank.micro_batches, schedule=c.flow.schedule, rest=c.rest, shard=c.shard,
                 form=c.form or Form(), chunks=c.flow.chunks,
             )  # fmt: skip
-            priced = self._exact(choice, live, ledgers)
+            priced = self.exact(choice, live, ledgers)
             if again and live.skipped:  # the budget is spent: what is estimated in part is not compared with what was measured
                 break
             again += [priced] if priced is not None else []

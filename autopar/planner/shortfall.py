@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from autopar.axes import AXES
 from autopar.errors import Infeasible
-from autopar.planner.candidate import GIB, Candidate, gib
+from autopar.planner.candidate import GIB, Candidate, candidate_of, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.plan import MemoryPlan, Pins
+from autopar.planner.question import Question
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Form
 from cost_models.rests import RESTS
-
-if TYPE_CHECKING:
-    from autopar.planner.search import Search
 
 __all__ = ["Short", "changes_that_do", "leanest", "memory_text", "shortfall_text"]
 
@@ -44,23 +42,23 @@ class Short:
     needs_bytes: float
 
 
-def shortfall_text(search: Search) -> str:
+def shortfall_text(question: Question) -> str:
     """Empty where no choice was refused for its memory, or none can be priced."""
-    found = leanest(search)
+    found = leanest(question)
     if found is None:
         return ""
-    limit, mesh = search.memory_limit_bytes, found.choice.mesh
+    limit = question.memory_limit_bytes
     form = {None: "", True: " sequence_parallel=true", False: " sequence_parallel=false"}[found.choice.form.sequence]
     counts = f"micro-batches={found.choice.micro_batches} {found.choice.resting}{form}"
     text = (
         f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
-        f"GPU. It is pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} {counts}; its stage {found.stage} of {found.stages} needs "
+        f"GPU. It is {found.choice.mesh} {counts}; its stage {found.stage} of {found.stages} needs "
         f"{gib(found.needs_bytes)}: {memory_text(found.memory)}."
     )
-    changes = changes_that_do(search, found)
+    changes = changes_that_do(question, found)
     if changes:
         return f"{text}\nTried, and each would do: {'; '.join(changes)}."
-    return f"{text}\nNo change that was tried would do (pins, up to {search.gpus * 2**DOUBLINGS} GPUs, more memory)."
+    return f"{text}\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory)."
 
 
 def memory_text(memory: MemoryPlan) -> str:
@@ -69,17 +67,17 @@ def memory_text(memory: MemoryPlan) -> str:
     return ", ".join(f"{gib(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
 
 
-def leanest(search: Search) -> Short | None:
+def leanest(question: Question) -> Short | None:
     """Of the choices that split the most, the one whose fullest stage needs least; None where none can be priced."""
     best: tuple[float, Choice] | None = None
-    for choice, estimator in _lean_choices(search):
-        needs = _by_pieces(search, estimator)
+    for choice, estimator in _lean_choices(question):
+        needs = _by_pieces(question, estimator)
         if best is None or needs < best[0]:
             best = needs, choice
     if best is None:
         return None
     needs, choice = best
-    found = _leanest_candidate(search, choice)
+    found = _leanest_candidate(question, choice)
     if found is None:
         return None
     totals = [s.memory.total_bytes for s in found.stages]
@@ -87,66 +85,66 @@ def leanest(search: Search) -> Short | None:
     return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=max(totals[stage], needs))
 
 
-def _lean_choices(search: Search) -> Iterator[tuple[Choice, Estimator]]:
+def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
     """Of each mesh the smallest micro-batches and the most that rests in parts, in every form of the tensor axis."""
-    meshes = sorted(search.space.meshes(), key=lambda m: (-m.tp * m.pp, -m.tp))
+    meshes = sorted(question.space.meshes(), key=lambda m: (-m.over("operators") * m.over("layers"), -m.over("operators")))
     for mesh in meshes[:MESHES]:
-        counts = search.space.micro_batch_counts(mesh)
+        counts = question.space.micro_batch_counts(mesh)
         if not counts:
             continue
-        first = search.space.form if mesh.tp > 1 else Form()
-        forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.tp > 1 and first.sequence is None else (first,)
-        for rest, shard in search.space.rests(mesh):
+        first = question.space.form if mesh.inner else Form()
+        forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
+        for rest, shard in question.space.rests(mesh):
             for form in forms:
-                found = search.space.schedules(mesh, max(counts))
+                found = question.space.schedules(mesh, max(counts))
                 if not found:
                     continue
                 choice = Choice(
                     mesh=mesh, micro_batches=max(counts), schedule=found[0][0], rest=rest, shard=shard, form=form, chunks=found[0][1]
                 )  # fmt: skip
-                rank = search.known.rank(mesh, choice.micro_batches, search.batch_size, search.recipe, form)
-                estimator = search._estimator(rank, choice)
+                rank = question.known.rank(mesh, choice.micro_batches, question.batch_size, question.recipe, form)
+                estimator = question.estimator(rank, choice)
                 if not isinstance(estimator, str):
                     yield choice, estimator
 
 
-def _by_pieces(search: Search, estimator: Estimator) -> float:
+def _by_pieces(question: Question, estimator: Estimator) -> float:
     """The memory whose room (Estimator.room_bytes, linear in it) is what the pieces of the fullest stage need at least."""
     least = estimator.least_bytes
     beside = -estimator.room_bytes(0)
     return (least + beside) * GIB / (estimator.room_bytes(int(GIB)) + beside)
 
 
-def _leanest_candidate(search: Search, choice: Choice) -> Candidate | None:
+def _leanest_candidate(question: Question, choice: Choice) -> Candidate | None:
     """The choice with its leanest cuts, as it would run."""
-    rank = search.known.whole(choice.mesh, choice.micro_batches, search.batch_size, search.recipe, choice.form)
-    estimator = search._estimator(rank, choice)
+    rank = question.known.whole(choice.mesh, choice.micro_batches, question.batch_size, question.recipe, choice.form)
+    estimator = question.estimator(rank, choice)
     if isinstance(estimator, str):
         return None
     least = estimator.least_bytes
-    cuts = search._pinned_cuts(estimator)
+    cuts = question.pinned_cuts(estimator)
     try:
         part = estimator.partition(
             limit_bytes=least * (1 + 1e-9) + 1.0 if cuts is None else float("inf"), cuts=cuts if not isinstance(cuts, str) else None
         )
     except (Infeasible, OutOfBudget):
         return None
-    return estimator.candidate(part) if part is not None else None
+    return candidate_of(estimator, part) if part is not None else None
 
 
 # ------------------------------------------------------------------------------------------------------------- changes
-def changes_that_do(search: Search, short: Short) -> list[str]:
+def changes_that_do(question: Question, short: Short) -> list[str]:
     """What would make it fit, as the user would write it: pins alone, then together; GPUs; memory."""
-    pins = dict(_pins_changed(search.pins))
-    found = [text for text, changed in pins.items() if _fits(search, pins=changed)]
+    pins = dict(_pins_changed(question.pins))
+    found = [text for text, changed in pins.items() if _fits(question, pins=changed)]
     if not found and len(pins) > 1:
-        together = search.pins
+        together = question.pins
         for changed in pins.values():
-            differs = {k: getattr(changed, k) for k in changed.__struct_fields__ if getattr(changed, k) != getattr(search.pins, k)}
+            differs = {k: getattr(changed, k) for k in changed.__struct_fields__ if getattr(changed, k) != getattr(question.pins, k)}
             together = msgspec.structs.replace(together, **differs)
-        found = [" with ".join(pins)] if _fits(search, pins=together) else []
-    gpus = _fewest_gpus(search)
-    memory = _least_memory(search, short)
+        found = [" with ".join(pins)] if _fits(question, pins=together) else []
+    gpus = _fewest_gpus(question)
+    memory = _least_memory(question, short)
     return [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])]
 
 
@@ -161,46 +159,46 @@ def _pins_changed(pins: Pins) -> Iterator[tuple[str, Pins]]:
         yield "micro_batch=1", msgspec.structs.replace(pins, micro_batch=1, micro_batches=None)
     if pins.sequence_parallel is False:
         yield "sequence_parallel=true", msgspec.structs.replace(pins, sequence_parallel=True)
-    for axis in ("dp", "tp", "pp"):
-        if getattr(pins, axis) is not None and pins.blocks is None:
-            yield f"{axis} not pinned", msgspec.structs.replace(pins, **{axis: None})
+    for axis in AXES:
+        if pins.of_axis(axis) is not None and pins.blocks is None:
+            yield f"{axis} not pinned", pins.without_axis(axis)
 
 
-def _fits(search: Search, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None) -> bool:
+def _fits(question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None) -> bool:
     """Whether a plan was found; the leanest choices alone are tried."""
-    other = search.other(
-        gpus=gpus or search.gpus, pins=pins or search.pins, batch_size=search.batch_size, recipe=search.recipe,
-        memory_limit_bytes=limit_bytes or search.memory_limit_bytes,
+    other = question.other(
+        gpus=gpus or question.gpus, pins=pins or question.pins, batch_size=question.batch_size, recipe=question.recipe,
+        memory_limit_bytes=limit_bytes or question.memory_limit_bytes,
     )  # fmt: skip
     try:
         for choice, estimator in _lean_choices(other):
-            if _by_pieces(other, estimator) <= other.memory_limit_bytes and other._exact(choice) is not None:
+            if _by_pieces(other, estimator) <= other.memory_limit_bytes and other.exact(choice) is not None:
                 return True
     except NotAlike:
         pass
     return False
 
 
-def _fewest_gpus(search: Search) -> int | None:
-    most = search.cluster.nodes * search.cluster.gpus_per_node if search.cluster.nodes is not None else None
-    last = search.gpus
+def _fewest_gpus(question: Question) -> int | None:
+    most = question.cluster.nodes * question.cluster.gpus_per_node if question.cluster.nodes is not None else None
+    last = question.gpus
     for k in range(1, DOUBLINGS + 1):
-        gpus = search.gpus * 2**k
+        gpus = question.gpus * 2**k
         if most is not None and gpus > most:
             return None
-        if _fits(search, gpus=gpus):
+        if _fits(question, gpus=gpus):
             step = max(1, (gpus - last) // (BETWEEN + 1))
             between = range(last + step, gpus, step)
-            return next((n for n in between if _fits(search, gpus=n)), gpus)
+            return next((n for n in between if _fits(question, gpus=n)), gpus)
         last = gpus
     return None
 
 
-def _least_memory(search: Search, short: Short) -> str:
+def _least_memory(question: Question, short: Short) -> str:
     """The need, rounded up to what a person would write, and a little more where that is not enough."""
     unit = GIB if short.needs_bytes >= 4 * GIB else MIB
     for spare in (1.0, 1.02, 1.1):
         rounded = -(-int(short.needs_bytes * spare) // int(unit))
-        if _fits(search, limit_bytes=int(rounded * unit)):
+        if _fits(question, limit_bytes=int(rounded * unit)):
             return f"{rounded} {'GiB' if unit == GIB else 'MiB'}"
     return ""

@@ -6,20 +6,59 @@ A choice is a value; nothing here is priced. Strategies, stages and recompute ar
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.candidate import Mesh
+from autopar.axes import AXES, BATCH, LAYERS, Divides, axes_over
+from autopar.planner.lower import inner_axes
 from autopar.planner.plan import Pins
 from cost_models.cluster import Cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS, Rest
 
-__all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Space", "divisors"]
+__all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Mesh", "Space", "divisors"]
 
 SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
 CHUNKS_TRIED = (2, 4)  # stages on each rank, where a schedule has several and how many is not pinned
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Ranks on each axis of the table, outermost first; one where none are named. An axis' are its attribute: mesh.dp."""
+
+    ranks: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        if unknown := set(sizes) - set(AXES):
+            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, not {', '.join(sorted(unknown))}")
+        object.__setattr__(self, "ranks", tuple((axis, sizes.get(axis, 1)) for axis in AXES))
+
+    def __getattr__(self, axis: str) -> int:
+        if axis not in AXES:
+            raise AttributeError(f"a mesh has no axis {axis}")
+        return self.sizes()[axis]
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={n}" for axis, n in self.ranks)
+
+    def sizes(self) -> dict[str, int]:
+        return dict(self.ranks)
+
+    def over(self, divides: Divides) -> int:
+        """The ranks among which the layers, the batch or the operators are divided."""
+        return math.prod(n for axis, n in self.ranks if AXES[axis].divides == divides)
+
+    @property
+    def inner(self) -> tuple[tuple[str, int], ...]:
+        """The axes of several ranks that divide operators, and their sizes, in the order in which a program is laid over them."""
+        return inner_axes(self.sizes())
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether an axis of several ranks is asked for Megatron's forms."""
+        return any(AXES[axis].forms for axis, _ in self.inner)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +99,14 @@ class Choice:
     @property
     def resting(self) -> str:
         """As the pins say it."""
-        return f"zero={self.rest.zero}" + (f" shard={self.shard}" if 1 < self.shard < self.mesh.dp else "")
+        return f"zero={self.rest.zero}" + (f" shard={self.shard}" if 1 < self.shard < self.mesh.over("batch") else "")
 
     @property
     def simplicity(self) -> tuple[float, ...]:
         """Of choices that cost the same, the one with the smaller value is taken."""
         mesh, form, rest = self.mesh, self.form.simplicity, tuple(RESTS).index(self.rest.name)
-        return (mesh.tp * mesh.pp, mesh.pp, mesh.tp, self.chunks, *form, rest, abs(self.micro_batches - 2 * mesh.pp), self.micro_batches)
+        stages, parts = mesh.over("layers"), mesh.over("operators")
+        return (parts * stages, stages, parts, self.chunks, *form, rest, abs(self.micro_batches - 2 * stages), self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,34 +119,45 @@ class Space:
     batch: int | None
 
     def meshes(self) -> Iterator[Mesh]:
-        """Every (pp, dp, tp) of the GPUs that the pins allow, tensor parallel within a node unless pinned."""
-        stages = len(self.pins.blocks) // (self.pins.virtual_stages or 1) if self.pins.blocks is not None else self.pins.pp
-        for tp in divisors(self.gpus):
-            if self.pins.tp not in (None, tp) or (self.pins.tp is None and tp > self.cluster.gpus_per_node):
-                continue
-            for pp in divisors(self.gpus // tp):
-                dp = self.gpus // tp // pp
-                if stages in (None, pp) and self.pins.dp in (None, dp):
-                    yield Mesh(pp=pp, dp=dp, tp=tp)
+        """Every division of the GPUs among the axes that the pins allow."""
+        pinned = {axis: self.pins.of_axis(axis) for axis in AXES}
+        if self.pins.blocks is not None:
+            pinned[LAYERS] = len(self.pins.blocks) // (self.pins.virtual_stages or 1)
+        node = self.cluster.gpus_per_node
+        order = [*(row.name for row in reversed(axes_over("operators"))), LAYERS, BATCH]
+
+        def place(left: int, sizes: dict[str, int]) -> Iterator[Mesh]:
+            axis = order[len(sizes)]
+            known = pinned[axis]
+            for n in divisors(left) if axis != order[-1] else [left]:
+                if known not in (None, n) or (known is None and AXES[axis].within_node and n > node):
+                    continue
+                if axis == order[-1]:
+                    yield Mesh(**sizes, **{axis: n})
+                else:
+                    yield from place(left // n, {**sizes, axis: n})
+
+        yield from place(self.gpus, {})
 
     def micro_batch_counts(self, mesh: Mesh) -> list[int]:
         if self.batch is None:
-            whole = mesh.dp == 1 and self.pins.micro_batches in (None, 1) and self.pins.micro_batch is None
+            whole = mesh.over("batch") == 1 and self.pins.micro_batches in (None, 1) and self.pins.micro_batch is None
             return [1] if whole else []
-        if self.batch % mesh.dp:
+        ranks = mesh.over("batch")
+        if self.batch % ranks:
             return []
-        local = self.batch // mesh.dp
+        local = self.batch // ranks
         if self.pins.micro_batches is not None:
             return [self.pins.micro_batches] if local % self.pins.micro_batches == 0 else []
         if self.pins.micro_batch is not None:
             return [local // self.pins.micro_batch] if local % self.pins.micro_batch == 0 else []
-        return [m for m in divisors(local) if m <= MAX_MICRO_BATCHES * mesh.pp]
+        return [m for m in divisors(local) if m <= MAX_MICRO_BATCHES * mesh.over("layers")]
 
     def rests(self, mesh: Mesh) -> list[tuple[Rest, int]]:
         """The rows that the pins allow, each with the number of ranks that a parameter's parts lie over."""
-        node = self.cluster.gpus_per_node // mesh.tp
+        node = self.cluster.gpus_per_node // mesh.over("operators")
         rows = [row for row in RESTS.values() if self.pins.zero in (None, row.zero)]
-        return [(row, shard) for row in rows for shard in row.shards(mesh.dp, node, self.pins.shard)]
+        return [(row, shard) for row in rows for shard in row.shards(mesh.over("batch"), node, self.pins.shard)]
 
     def schedules(self, mesh: Mesh, count: int) -> list[tuple[str, int]]:
         """Schedules, each with the number of stages on a rank."""
@@ -116,7 +167,7 @@ class Space:
             if not row.several:
                 found += [(row.name, 1)] if chunks in (None, 1) and (pinned or row.name in SCHEDULES_TRIED) else []
             elif pinned or chunks is not None or row.name in SCHEDULES_TRIED:
-                found += [(row.name, n) for n in ([chunks] if chunks else CHUNKS_TRIED) if n > 1 and mesh.pp > 1]
+                found += [(row.name, n) for n in ([chunks] if chunks else CHUNKS_TRIED) if n > 1 and mesh.over("layers") > 1]
         return found
 
     def choices(self) -> Iterator[Choice]:
@@ -124,7 +175,7 @@ class Space:
             for count in self.micro_batch_counts(mesh):
                 for schedule, chunks in self.schedules(mesh, count):
                     for rest, shard in self.rests(mesh):
-                        form = self.form if mesh.tp > 1 else Form()
+                        form = self.form if mesh.inner else Form()
                         yield Choice(
                             mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
                         )  # fmt: skip
@@ -133,12 +184,17 @@ class Space:
     def form(self) -> Form:
         """The first form that is tried. A pinned axis is there to split work, also where a small model would be faster without."""
         sequence = self.pins.sequence_parallel
-        return Form(sequence=sequence, split=self.pins.tp is not None and sequence is None)
+        return Form(sequence=sequence, split=self.pinned_to_split and sequence is None)
+
+    @property
+    def pinned_to_split(self) -> bool:
+        """Whether an axis that divides operators is pinned."""
+        return any(self.pins.of_axis(row.name) is not None for row in axes_over("operators"))
 
     def leaner(self, choice: Choice, prices: Sequence[float]) -> Iterator[Choice]:
         """The same in the other forms of the tensor axis that may need less memory. prices: of a byte that a micro-batch keeps."""
         form = choice.form
-        if choice.mesh.tp == 1 or form.sequence is not None or form.byte_s:
+        if not choice.mesh.has_forms or form.sequence is not None or form.byte_s:
             return
         found = [dataclasses.replace(form, byte_s=price) for price in prices]
         if form == self.form:
@@ -151,14 +207,14 @@ class Space:
         """Why there is no choice for a mesh that the pins allow."""
         for mesh in self.meshes():
             if not self.micro_batch_counts(mesh):
-                divides = f"a global batch of {self.batch} does not divide into {mesh.dp} ranks" + self._counts_pin()
-                yield f"dp={mesh.dp}: {divides if self.batch is not None else 'no input has a dim that could be the batch'}"
+                divides = f"a global batch of {self.batch} does not divide into {mesh.over('batch')} ranks" + self._counts_pin()
+                yield f"{BATCH}={mesh.over('batch')}: {divides if self.batch is not None else 'no input has a dim that could be the batch'}"
             elif not self.schedules(mesh, 1):
-                yield f"pp={mesh.pp}: a rank can hold several stages (virtual_stages) only where there are several ranks"
+                yield f"{LAYERS}={mesh.over('layers')}: a rank can hold several stages (virtual_stages) only where there are several ranks"
             elif not self.rests(mesh):
                 pins = " ".join(f"{k}={v}" for k in ("zero", "shard") if (v := getattr(self.pins, k)) is not None)
-                why = f"the parts of a parameter cannot lie so over the {mesh.dp} ranks of the data axis"
-                yield f"{pins}: {why if mesh.dp > 1 else 'there is no data axis to shard parameters over'}"
+                why = f"the parts of a parameter cannot lie so over the {mesh.over('batch')} ranks of the data axis"
+                yield f"{pins}: {why if mesh.over('batch') > 1 else 'there is no data axis to shard parameters over'}"
 
     def _counts_pin(self) -> str:
         if self.pins.micro_batches is not None:

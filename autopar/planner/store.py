@@ -1,4 +1,4 @@
-"""What was found out about a program: its data axis, its micro-batches, its tensor axis, and the priced program of one rank.
+"""What was found out about a program: its data axis, its micro-batches, the axes that divide operators, and the priced program of one rank.
 
 Everything is worked out when it is first asked for and kept under everything that it depends on. The program is folded: of many equal
 layers three are walked (see `fold`). `whole` is the rank of the program as it is, for the choice that wins.
@@ -12,21 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from autopar.axes import AXES, BATCH
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import Layout, Program, Strategy
+from autopar.ir import Program, Strategy
 from autopar.measure import Live, Pricer
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
-from autopar.planner.candidate import Mesh, Rank
 from autopar.planner.choices import Choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.fold import fold, unfold
-from autopar.planner.lower import on_data_axis, on_tensor_axis
+from autopar.planner.lower import Inner, on_data_axis, on_inner_axes
 from autopar.planner.moments import Moments, NotSplittable, by_samples, split_into_moments
 from autopar.planner.price import Ledger
-from autopar.planner.problems import data_leaves, data_problem, given_on, tensor_choices, tensor_problem
-from autopar.planner.shard import Assignment, view_of
+from autopar.planner.problems import axis_choices, axis_leaves, axis_problem
+from autopar.planner.rank import Rank
+from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import Outcome
-from autopar.planner.space import Form
+from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import legal_cuts
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
@@ -59,8 +60,8 @@ class Store:
     _by_samples: set[Split] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[Split, Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
-    _tensor: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
-    _tensor_choices: dict[tuple[int, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the body's identity, and the ranks
+    _inner: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
+    _inner_choices: dict[tuple[int, str, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the program's identity
 
     @property
     def folded(self) -> Program:
@@ -102,10 +103,10 @@ class Store:
         program = self.folded
         if dp == 1:
             return program, None, ()
-        pricer = Pricer(self.cluster, {"pp": 1, "dp": dp, "tp": 1})
-        problem = self.timed("strategies", lambda: data_problem(program, dp, pricer, data_leaves(program)))
+        pricer, leaves = self.pricer(Mesh(**{BATCH: dp})), axis_leaves(program, BATCH)
+        problem = self.timed("strategies", lambda: axis_problem(program, BATCH, dp, pricer, self.optimizer, leaves))
         problem = dataclasses.replace(problem, choices=with_layouts(problem.choices, wanted))
-        solution = self._solved("data axis", problem, 1e-3)
+        solution = self._solved(f"{BATCH} axis", problem, 1e-3)
         return self._one_rank(program, solution.assignment), solution.assignment, (solution.outcome,)
 
     def _one_rank(self, program: Program, data: Assignment) -> Program:
@@ -146,10 +147,11 @@ class Store:
         split = self._split_of(mesh, count, batch)
         if isinstance(split, str):
             return split
-        size = (batch or 1) // mesh.dp // count
+        ranks = mesh.over("batch")
+        size = (batch or 1) // ranks // count
         contended = self.pricer(mesh).contended
-        priced_by = (contended, recipe.regathers, recipe.fuses, recipe.attention_speed, recipe.stops_early)
-        key = (size, mesh.dp > 1, count > 1, mesh.tp, *self._placed(mesh), form, *priced_by)
+        priced_by = (contended, *recipe.of_operators)
+        key = (size, ranks > 1, count > 1, mesh.inner, *self._placed(mesh), form, *priced_by)
         if key not in self._rank:
             self._rank[key] = self._build(mesh, split, recipe, form)
         found = self._rank[key]
@@ -157,7 +159,8 @@ class Store:
 
     def _placed(self, mesh: Mesh) -> tuple[int, ...]:
         """How the axes whose collectives stand in a rank's program lie over nodes."""
-        return (self.pricer(mesh).per_node("tp"), mesh.dp if mesh.dp > 1 and self._exchanges else 0)
+        ranks, pricer = mesh.over("batch"), self.pricer(mesh)
+        return (*(pricer.per_node(axis) for axis, _ in mesh.inner), ranks if ranks > 1 and self._exchanges else 0)
 
     @property
     def _exchanges(self) -> bool:
@@ -166,15 +169,15 @@ class Store:
 
     def _split_of(self, mesh: Mesh, count: int, batch: int | None) -> Split | str:
         """The (dp, micro-batches) of the program's own batch that stands for this split, or why there is none."""
-        own = self.program.batch_size or 1
+        own, ranks = self.program.batch_size or 1, mesh.over("batch")
         if (batch or 1) == own:
-            return mesh.dp, count
-        size = (batch or 1) // mesh.dp // count
+            return ranks, count
+        size = (batch or 1) // ranks // count
         parts = own // size
-        dp = parts if count == 1 else min(mesh.dp, 2)
+        dp = parts if count == 1 else min(ranks, 2)
         if parts == 0 or own % size or parts % dp or (count > 1 and parts == dp):
             several = f"{'several ' if count > 1 else ''}micro-batches of {size}"
-            return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(mesh.dp, 2)} ranks"
+            return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(ranks, 2)} ranks"
         return dp, parts // dp
 
     def _build(self, mesh: Mesh, split: Split, recipe: Recipe, form: Form) -> Rank | str:
@@ -182,33 +185,42 @@ class Store:
         if isinstance(moments, str):
             return moments
         data = self.on_data_axis(split[0], samples=split in self._by_samples)
-        tensor, outcomes = None, data[2]
-        if mesh.tp > 1:
-            try:
-                tensor, outcome = self.on_tensor_axis(mesh, moments.body, form)
-            except Infeasible as e:
-                return self._not_cut(mesh, e, form.sequence)
-            outcomes = (*outcomes, outcome)
-        return self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe)
+        inner = self._inner_axes(mesh, moments.body, form)
+        if isinstance(inner, str):
+            return inner
+        return self._priced(mesh, split, moments, data[1], inner[0], (*data[2], *inner[1]), recipe)
 
-    def _not_cut(self, mesh: Mesh, why: Infeasible, sequence: bool | None) -> str:
-        if sequence is None:
-            raise why
-        return f"tp={mesh.tp}: not every matrix can be cut with the activations between as sequence_parallel={sequence} wants them ({why})"
+    def _inner_axes(self, mesh: Mesh, body: Program, form: Form, *, exactly: bool = False) -> tuple[Inner, tuple[Outcome, ...]] | str:
+        """The axes that divide operators, one after the other, or why one cannot."""
+        program, found, outcomes = body, list[Assignment](), list[Outcome]()
+        for axis, n in mesh.inner:
+            own = form if AXES[axis].forms else Form(split=form.split)
+            try:
+                assignment, outcome = self.on_axis(axis, mesh, program, own, exactly=exactly)
+            except Infeasible as e:
+                if own.sequence is None:
+                    raise
+                wanted = f"with the activations between as sequence_parallel={own.sequence} wants them"
+                return f"{axis}={n}: not every matrix can be cut {wanted} ({e})"
+            found.append(assignment)
+            outcomes.append(outcome)
+            if len(found) < len(mesh.inner):
+                program = shard(program, assignment)
+        return tuple(found), tuple(outcomes)
 
     def _priced(
-        self, mesh: Mesh, split: Split, moments: Moments, data: Assignment | None, tensor: Assignment | None,
-        outcomes: tuple[Outcome, ...], recipe: Recipe,
+        self, mesh: Mesh, split: Split, moments: Moments, data: Assignment | None, inner: Inner, outcomes: tuple[Outcome, ...],
+        recipe: Recipe,
     ) -> Rank:  # fmt: skip
-        program = self.timed("shard", lambda: on_tensor_axis(moments, tensor))
+        program = self.timed("shard", lambda: on_inner_axes(moments.body, inner)[-1])
         ledger = self.timed("price", lambda: Ledger(program, self.pricer(mesh, recipe)))
         return Rank(
-            mesh=mesh, moments=moments, program=program, data=data, tensor=tensor, ledger=ledger, cuts=legal_cuts(program),
+            mesh=mesh, moments=moments, program=program, data=data, inner=inner, ledger=ledger, cuts=legal_cuts(program),
             outcomes=outcomes, micro_batches=split[1], made_for=split,
         )  # fmt: skip
 
     def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST) -> Rank | str:
-        """The rank of the program as it is: its tensor axis solved for its own micro-batch, unfolded onto every layer. NotAlike if that
+        """The rank of the program as it is: its axes solved for its own micro-batch, unfolded onto every layer. NotAlike if that
         is not possible."""
         split = self._split_of(mesh, count, batch)
         if isinstance(split, str):
@@ -217,50 +229,50 @@ class Store:
         if isinstance(moments, str):
             return moments
         data = self.on_data_axis(split[0], samples=split in self._by_samples)
-        tensor, outcomes = None, data[2]
-        if mesh.tp > 1:
-            try:
-                own = (batch or 1) == (self.program.batch_size or 1)
-                tensor, outcome = self.on_tensor_axis(mesh, moments.body, form, exactly=own)
-            except Infeasible as e:
-                return self._not_cut(mesh, e, form.sequence)
-            outcomes = (*outcomes, outcome)
+        own = (batch or 1) == (self.program.batch_size or 1)
+        solved = self._inner_axes(mesh, moments.body, form, exactly=own)
+        if isinstance(solved, str):
+            return solved
+        inner, outcomes = solved[0], (*data[2], *solved[1])
         if self.folded is self.program:
-            return dataclasses.replace(self._priced(mesh, split, moments, data[1], tensor, outcomes, recipe), micro_batches=count)
+            return dataclasses.replace(self._priced(mesh, split, moments, data[1], inner, outcomes, recipe), micro_batches=count)
         data_on_all = None if data[1] is None else unfold(data[1], self.folded, self.program)
         local = self.program if data_on_all is None else self._one_rank(self.program, data_on_all)
         try:
             every = self.timed("micro-batches", lambda: split_into_moments(local, split[1]))
         except NotSplittable as e:
             return f"micro-batches: not split, because {e}"
-        tensor_on_all = None if tensor is None else unfold(tensor, moments.body, every.body)
-        return dataclasses.replace(self._priced(mesh, split, every, data_on_all, tensor_on_all, outcomes, recipe), micro_batches=count)
+        on_all, all_of = list[Assignment](), every.body
+        for folded, assignment in zip(on_inner_axes(moments.body, inner[:-1]), inner, strict=False):
+            on_all.append(unfold(assignment, folded, all_of))
+            all_of = shard(all_of, on_all[-1]) if len(on_all) < len(inner) else all_of
+        return dataclasses.replace(self._priced(mesh, split, every, data_on_all, tuple(on_all), outcomes, recipe), micro_batches=count)
 
-    # -------------------------------------------------------------------------------------------------- the tensor axis
-    def on_tensor_axis(
-        self, mesh: Mesh, body: Program, form: Form = FASTEST, *, exactly: bool = False
-    ) -> tuple[Assignment, Outcome]:
-        """The tensor axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
+    # ------------------------------------------------------------------------------------- an axis that divides operators
+    def on_axis(
+        self, axis: str, mesh: Mesh, body: Program, form: Form = FASTEST, *, exactly: bool = False
+    ) -> tuple[Assignment, Outcome]:  # fmt: skip
+        """Such an axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         names = frozenset(op.name for op in body.ops)
-        key = (body.batch_size or 0, mesh.tp, self.pricer(mesh).per_node("tp"), form, names)
-        if key in self._tensor:
-            return self._tensor[key]
+        key = (body.batch_size or 0, axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form, names)
+        if key in self._inner:
+            return self._inner[key]
         if not exactly:
-            for known_key, known in self._tensor.items():
+            for known_key, known in self._inner.items():
                 if known_key[1:] == key[1:] and _fits(known[0], body):
                     return known
-        problem = self._tensor_problem(mesh, body, form)
-        solution = self._solve_tensor(problem, form)
-        self._tensor[key] = (solution.assignment, solution.outcome)
-        return self._tensor[key]
+        problem = self._inner_problem(axis, mesh, body, form)
+        solution = self._solve_inner(problem, form)
+        self._inner[key] = (solution.assignment, solution.outcome)
+        return self._inner[key]
 
-    def _tensor_problem(self, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
-        leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(body, "tp").items()}
-        key = (id(body), mesh.tp)
-        if key not in self._tensor_choices:  # the body is kept, so that no other one has its identity
-            self._tensor_choices[key] = body, self.timed("strategies", lambda: tensor_choices(body, mesh.tp, leaves))
-        problem = tensor_problem(body, mesh.tp, self.pricer(mesh), self.optimizer, leaves, self._tensor_choices[key][1])
+    def _inner_problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
+        leaves, n = axis_leaves(body, axis), mesh.sizes()[axis]
+        key = (id(body), axis, n)
+        if key not in self._inner_choices:  # the body is kept, so that no other one has its identity
+            self._inner_choices[key] = body, self.timed("strategies", lambda: axis_choices(body, axis, n, leaves))
+        problem = axis_problem(body, axis, n, self.pricer(mesh), self.optimizer, leaves, self._inner_choices[key][1])
         states = 2 + OPTIMIZERS[self.optimizer]  # of each byte of a parameter: itself, its gradient, the optimizer's
         problem = dataclasses.replace(
             problem, memory_price_s_per_byte=form.byte_s, state_price_s_per_byte=problem.state_price_s_per_byte + states * form.byte_s
@@ -270,23 +282,23 @@ class Store:
         cut = with_matrices_cut(problem.choices, problem.params)
         return dataclasses.replace(problem, choices=cut, sequence_parallel=form.sequence)
 
-    def _solve_tensor(self, problem: AxisProblem, form: Form) -> AxisSolution:
+    def _solve_inner(self, problem: AxisProblem, form: Form) -> AxisSolution:
         """The best assignment of a form. One that splits, of a model so small that splitting its work costs more than doing it on every
         rank, is the best of those that split every heavy operator that can be."""
-        best = self._solved("tensor axis", problem, 5e-3)
+        best = self._solved(f"{problem.axis} axis", problem, 5e-3)
         if not form.split:
             return best
         heavy = {key: g for key, g in problem.choices.groups.items() if g.op is not None and is_heavy(g.op.target)}
         idle = [key for key, g in heavy.items() if any(s.splits_work for s in g.strategies) and not _chosen(best, problem, key).splits_work]
         if not idle:
             return best
-        most = self._solved("tensor axis", dataclasses.replace(problem, work_first=True), 0.01)
+        most = self._solved(f"{problem.axis} axis", dataclasses.replace(problem, work_first=True), 0.01)
         split = objective_of(problem, lambda key: _chosen(most, problem, key))
         if split < objective_of(problem, lambda key: problem.choices.groups[key].strategies[0]):
             return best
-        self.split_notes[f"tp={problem.n}: splitting this model's work costs more in communication than it saves"] = None
+        self.split_notes[f"{problem.axis}={problem.n}: splitting this model's work costs more in communication than it saves"] = None
         busy = with_work_split(problem.choices, lambda key: _chosen(most, problem, key))
-        return self._solved("tensor axis", dataclasses.replace(problem, choices=busy), 5e-3)
+        return self._solved(f"{problem.axis} axis", dataclasses.replace(problem, choices=busy), 5e-3)
 
 
 def _fits(assignment: Assignment, body: Program) -> bool:

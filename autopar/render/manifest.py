@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from autopar.axes import BATCH, TIME
 from autopar.catalog.rule import draws
 from autopar.catalog.schema import bind, registering_module
 from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, TensorType, refs
@@ -77,7 +78,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         )
         for x in local.inputs
     )
-    over_time = local.layouts.get("time", {})
+    over_time = local.layouts.get(TIME, {})
     outputs = tuple(
         OutputSpec(
             name=v, shape=program.types[v].shape, dtype=_dtype(program.types[v]),
@@ -94,7 +95,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
         rest=plan.rest,
-        shard=plan.shard if 1 < plan.shard < plan.mesh["dp"] else None,
+        shard=plan.shard if 1 < plan.shard < plan.mesh[BATCH] else None,
         params=params,
         buffers=buffers,
         inputs=inputs,
@@ -146,7 +147,7 @@ def _libraries(lowered: Lowered) -> tuple[str, ...]:
 
 
 def _layouts(layouts: tuple[tuple[str, Layout], ...]) -> dict[str, str]:
-    return {axis: str(layout) for axis, layout in layouts if layout != I and (axis != "time" or layout.is_shard)}
+    return {axis: str(layout) for axis, layout in layouts if layout != I and (axis != TIME or layout.is_shard)}
 
 
 def _dtype(t: TensorType) -> str:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from autopar.axes import BATCH
 from autopar.ir import Strategy
 from autopar.planner.plan import AxisPlan, parse_strategy
 
@@ -71,6 +72,6 @@ def _words(axis: str, kind: str, strategy: Strategy) -> str:
         if operand < len(strategy.inputs) and strategy.inputs[operand].is_shard and strategy.inputs[operand].dim == dim:
             return said
     dims = sorted({x.dim for x in (*strategy.inputs, *strategy.outputs) if x.is_shard})
-    if axis == "dp" and dims == [0]:
+    if axis == BATCH and dims == [0]:
         return "samples"
     return "dim " + ", ".join(map(str, dims))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from autopar.axes import AXES, BATCH, LAYERS, axes_over
 from autopar.planner.plan import AxisPlan, Plan
 from autopar.report.strategies import leaves_of, splits_of
 from autopar.report.units import bytes_text, count_text, seconds_text, table
@@ -15,7 +16,6 @@ from cost_models.rests import rest_of
 
 __all__ = ["plan_json", "plan_text"]
 
-AXES = {"pp": "pipeline stages", "dp": "data parallel", "tp": "tensor parallel"}
 MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its column
     "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer", "saved_activations": "activations",
     "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context", "allocator_slack": "slack",
@@ -49,21 +49,21 @@ def _recomputed(plan: Plan, blocks: str) -> list[tuple[str, str]]:
     lines = [("recompute", f"{len(whole)} of {blocks}: {_ranges(whole)}")] if whole else []
     if part:
         lines.append(("recompute in part", f"{len(part)} of {blocks}: {_ranges(part)}"))
-        lines += [("", f"of each: {', '.join(mode.operators)}") for mode in plan.modes if mode.name == "selective"]
+        lines += [("", f"of each: {', '.join(mode.operators)}") for mode in plan.modes if mode.operators]
     return lines or [("recompute", "none")]
 
 
 def _choice(plan: Plan) -> str:
-    axes = [f"{axis}={plan.mesh[axis]} ({words})" for axis, words in AXES.items() if plan.mesh[axis] > 1]
+    axes = [f"{row.name}={plan.mesh[row.name]} ({row.title})" for row in AXES.values() if plan.mesh[row.name] > 1]
     blocks = [path for stage in plan.stages for path in stage.blocks]
     lines = [
         ("mesh", ", ".join(axes) or "one rank, nothing is split"),
-        ("micro-batches", f"{plan.micro_batches}" + (f", schedule {_scheduled(plan)}" if plan.mesh["pp"] > 1 else "")),
+        ("micro-batches", f"{plan.micro_batches}" + (f", schedule {_scheduled(plan)}" if plan.mesh[LAYERS] > 1 else "")),
         ("parameters", _resting(plan)),
         *_recomputed(plan, _count(len(blocks), "block")),
     ]
-    if plan.mesh["tp"] > 1:
-        lines.append(("split by tp", f"{plan.tensor_split_share:.1%} of the FLOPs"))
+    for row in [row for row in axes_over("operators") if plan.mesh[row.name] > 1][-1:]:
+        lines.append((f"split by {row.name}", f"{plan.tensor_split_share:.1%} of the FLOPs"))
     if plan.pins:
         lines.append(("pinned", ", ".join(f"{name}={value}" for name, value in plan.pins.items())))
     return "chosen\n" + _pairs(lines)
@@ -72,15 +72,16 @@ def _choice(plan: Plan) -> str:
 def _scheduled(plan: Plan) -> str:
     if plan.virtual_stages == 1:
         return plan.schedule
-    held = [" and ".join(str(s) for s, r in enumerate(plan.rank_of) if r == rank) for rank in range(plan.mesh["pp"])]
+    held = [" and ".join(str(s) for s, r in enumerate(plan.rank_of) if r == rank) for rank in range(plan.mesh[LAYERS])]
     shown = "; ".join(f"rank {r}: stages {text}" for r, text in enumerate(held[:4])) + ("; ..." if len(held) > 4 else "")
-    return f"{plan.schedule}, {plan.virtual_stages} stages on each of {plan.mesh['pp']} ranks ({shown})"
+    return f"{plan.schedule}, {plan.virtual_stages} stages on each of {plan.mesh[LAYERS]} ranks ({shown})"
 
 
 def _resting(plan: Plan) -> str:
-    if plan.mesh["dp"] == 1:
-        return "whole on every rank of a stage, but for what tp splits"
-    groups = f", groups of {plan.shard} of {plan.mesh['dp']} ranks" if 1 < plan.shard < plan.mesh["dp"] else ""
+    ranks = plan.mesh[BATCH]
+    if ranks == 1:
+        return f"whole on every rank of a stage, but for what {' and '.join(row.name for row in axes_over('operators'))} splits"
+    groups = f", groups of {plan.shard} of {ranks} ranks" if 1 < plan.shard < ranks else ""
     return rest_of(plan.rest).title + groups
 
 
@@ -91,16 +92,28 @@ def _cost(plan: Plan) -> str:
     parts = {"compute": plan.compute_s, "bubble": plan.bubble_s, "gradient sync": plan.gradient_sync_s, "optimizer": plan.optimizer_s}
     shown = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
     of_limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
+    low, high = plan.stages[place].memory.interval_bytes
     lines = [
         ("step time", f"{seconds_text(plan.step_time_s)} = {shown}"),
+        *_interval(plan),
         ("throughput", f"{plan.tokens_or_samples_per_s:,.4g} {plan.samples_unit} a second"),
-        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}"),
+        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}; 80%: {bytes_text(int(low))} to {bytes_text(int(high))}"),
         ("optimality", f"objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {plan.gap:.2%}"),
         ("figures are", plan.provenance),
     ]
     if plan.planning_s:
         lines.append(("planning took", ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in plan.planning_s.items())))
     return "predicted\n" + _pairs(lines)
+
+
+def _interval(plan: Plan) -> list[tuple[str, str]]:
+    """Between what a step will take in four cases of five, and what its seconds depend on, the most first."""
+    if not plan.seconds_by_kind:
+        return []
+    low, high = (seconds_text(s) for s in plan.step_time_interval_s)
+    most = list(plan.seconds_by_kind.items())[:5]
+    kinds = ", ".join(f"{kind} {s / plan.step_time_s:.0%}" for kind, s in most if s >= 0.01 * plan.step_time_s)
+    return [("80%", f"{low} to {high}"), ("depends on", kinds)]
 
 
 def _stages(plan: Plan) -> str:
@@ -119,7 +132,7 @@ def _memory(plan: Plan) -> str:
     unit, factor = ("GiB", 2**30) if max(plan.memory_bytes) >= 2**30 else ("MiB", 2**20)
     rows = []
     several = plan.virtual_stages > 1
-    for i, stage in [(rank, plan.stages[plan.rank_of.index(rank)]) for rank in range(plan.mesh["pp"])]:
+    for i, stage in [(rank, plan.stages[plan.rank_of.index(rank)]) for rank in range(plan.mesh[LAYERS])]:
         amounts = [getattr(stage.memory, f"{term}_bytes") for term in MEMORY_TERMS]
         rows.append((i, *(f"{amount / factor:.2f}" for amount in (*amounts, stage.memory.total_bytes))))
     return f"memory of one rank, {unit}\n" + table(("rank" if several else "stage", *MEMORY_TERMS.values(), "all"), rows)

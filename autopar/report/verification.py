@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.axes import AXES
 from autopar.planner import Plan
 from autopar.report.units import table
 from autopar.verify import TOLERANCE, Report
@@ -65,7 +66,7 @@ def loop_json(report: LoopReport) -> dict[str, Any]:
 
 
 def _plan_text(plan: Plan) -> str:
-    mesh = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in ("pp", "dp", "tp"))
+    mesh = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in AXES)
     return (
         f"{plan.model} on {plan.gpus} workers in float64: {mesh}, micro-batches {plan.micro_batches}, schedule {plan.schedule}, "
         f"zero {plan.zero}{f' shard {plan.shard}' if 1 < plan.shard < plan.mesh['dp'] else ''}"

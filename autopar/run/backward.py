@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.axes import cut_order
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.region import Region, without_unreached
@@ -111,7 +112,8 @@ class Backward:
     def _gradients(self, factor: Tensor | None) -> list[Tensor | None]:
         """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by."""
         form, tree, mesh = self.form, self.tree, self.form.mesh
-        found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, (mesh.dp, mesh.tp))
+        axes = [mesh.axis(name) for name in cut_order()]
+        found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, axes)
         if factor is not None:
             for value in found.values():
                 value.mul_(factor)

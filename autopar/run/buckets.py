@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.axes import BATCH, cut_order
 from autopar.ir import Kind
 from autopar.run import comm
 from autopar.run.lies import layouts_of
@@ -86,7 +87,7 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) ->
         zero=spec.zero_dim if mesh.shard.size > 1 else None,
         shards=mesh.shard.size,
         rest=rest_of(spec.rest),
-        partial=tuple(name for name in ("dp", "tp") if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
+        partial=tuple(name for name in cut_order() if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
         stages=tuple(s for s in spec.stages or (0,) if mesh.pp.rank in mesh.pp_ranks((s,))),
         tied=tied,
         trains=spec.trainable,
@@ -110,8 +111,8 @@ class Bucket:
         in_parts = first.zero is not None
         self.gathers = in_parts and (first.gathered_when_used or first.reduced_by_pass) == often
         self.scatters = in_parts and first.reduced_by_pass == often
-        self.partial_over_dp = "dp" in first.partial
-        copies = ("replica" if name == "dp" and in_parts else name for name in first.partial)
+        self.partial_over_dp = BATCH in first.partial
+        copies = ("replica" if name == BATCH and in_parts else name for name in first.partial)
         remaining = [name for name in copies if mesh.axis(name).size > 1]
         self.summed_over = mesh.joint(remaining) if remaining and not often else None
         self.late = first.late and not often

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from autopar.axes import BATCH, cut_order
 from autopar.ir import Layout, R
 from autopar.run import comm
 from autopar.run.manifest import InputSpec
@@ -43,10 +44,10 @@ class InputGradients:
         if factor is not None:
             grad = grad * factor
         grad = comm.all_reduce(grad, self._mesh.pp)  # each stage that reads the input has a term of it
-        for name in ("dp", "tp"):  # in the other order than it was cut
+        for name in reversed(cut_order()):  # in the other order than it was cut
             axis, layout = self._mesh.axis(name), Layout.parse(spec.layouts.get(name, "I"))
             if layout == R:
                 grad = comm.all_reduce(grad, axis)
-            elif layout.is_shard and axis.size > 1 and not (name == "dp" and self._local):
+            elif layout.is_shard and axis.size > 1 and not (name == BATCH and self._local):
                 grad = joined(comm.all_gather(grad, axis), layout.dim, layout.groups)
         return grad.to(given.device)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.axes import BATCH, TIME, cut_order
 from autopar.errors import LaunchError
 from autopar.ir import Layout
 from autopar.run import comm
@@ -34,7 +35,7 @@ class Batch:
         self._manifest, self._mesh, self._device, self.local = manifest, mesh, device, local
         self._positional = manifest.positional
         self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
-        layouts = [Layout.parse(spec.layouts.get("dp", "I")) if local else None for spec in manifest.inputs]
+        layouts = [Layout.parse(spec.layouts.get(BATCH, "I")) if local else None for spec in manifest.inputs]
         shapes = [
             _shape(x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
             for s, x in zip(manifest.inputs, layouts, strict=True)
@@ -80,9 +81,9 @@ class Batch:
         parts: dict[str, Tensor] = {}
         for spec in self._manifest.inputs:
             value = bound[spec.name]
-            for name in ("tp", "dp"):
+            for name in cut_order():
                 axis = self._mesh.axis(name)
-                if not (name == "dp" and self.local):
+                if not (name == BATCH and self.local):
                     value = local_slice(value, Layout.parse(spec.layouts.get(name, "I")), axis.rank, axis.size)
             parts[spec.name] = value.to(self._device, non_blocking=True)
         return parts
@@ -112,7 +113,7 @@ class Batch:
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Collective: the arguments with the global batch, of which this data-parallel rank was given its own part."""
-        layouts = {self._by_name(spec.path): Layout.parse(spec.layouts.get("dp", "I")) for spec in self._manifest.inputs}
+        layouts = {self._by_name(spec.path): Layout.parse(spec.layouts.get(BATCH, "I")) for spec in self._manifest.inputs}
 
         def joined_at(path: Sequence[Any], leaf: Any) -> Any:
             keys: tuple[Any, ...] = tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)
@@ -151,7 +152,7 @@ class Batch:
             )
         if _dtype(value) != spec.dtype:
             raise TypeError(f"input {name} must be {spec.dtype}, as it was when the model was captured; got {_dtype(value)}")
-        layout = Layout.parse(spec.layouts.get("dp", "I"))
+        layout = Layout.parse(spec.layouts.get(BATCH, "I"))
         expected = layout.local_shape(spec.shape, self._mesh.dp.size) if self.local else spec.shape
         if tuple(value.shape) == expected:
             return value
@@ -187,7 +188,7 @@ def as_example(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, A
 
 def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: int, n: int) -> dict[str, Tensor]:
     """Micro-batch `index` of n of the inputs; those without a layout over 'time' are whole in each."""
-    return {s.name: local_slice(bound[s.name], Layout.parse(s.layouts.get("time", "I")), index, n) for s in specs}
+    return {s.name: local_slice(bound[s.name], Layout.parse(s.layouts.get(TIME, "I")), index, n) for s in specs}
 
 
 def _sorted(shapes: Iterable[tuple[Path, tuple[int, ...] | str]]) -> Shapes:

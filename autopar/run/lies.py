@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autopar.axes import cut_order, levels_of
 from autopar.ir import Layout
 from autopar.run import comm
 from autopar.run.manifest import BufferSpec, ParamSpec
-from autopar.run.mesh import MADE_OF, Mesh
+from autopar.run.mesh import Mesh
 from autopar.run.slices import Span, cut, cut_spans, joined, local_slice
 
 __all__ = ["Lies", "layouts_of"]
 
 
 def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
-    """The layout of a parameter or buffer over 'tp' and 'dp' at its use, in the order in which it is cut."""
-    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in ("tp", "dp")}
+    """The layout of a parameter or buffer over each axis at its use, in the order in which it is cut."""
+    return {name: Layout.parse(spec.layouts.get(name, "I")) for name in cut_order()}
 
 
 class Lies:
@@ -33,9 +34,9 @@ class Lies:
         holders = mesh.pp_ranks(spec.stages or (0,))
         self.holds = mesh.pp.rank in holders
         cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
-        cut_over = {level for name in cut_over for level in MADE_OF.get(name, (name,))} | ({"shard"} if self._zero is not None else set())
+        cut_over = {level for name in cut_over for level in levels_of(name)} | ({"shard"} if self._zero is not None else set())
         self.split = bool(cut_over) or len(holders) < mesh.pp.size  # some rank holds less than the whole
-        copies = [mesh.axis(name).rank for name in ("tp", "replica", "shard") if name not in cut_over]
+        copies = [mesh.axis(name).rank for axis in cut_order() for name in levels_of(axis) if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
 
     @property

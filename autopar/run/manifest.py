@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.axes import LAYERS
 from cost_models.pipeline import flow
 from cost_models.rests import WHOLE
 
@@ -79,7 +80,7 @@ class OutputSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """mesh: axis -> size, outermost first, of 'pp', 'dp', 'tp'. schedule: a row of cost_models.pipeline; virtual_stages: how many stages
+    """mesh: axis -> size, outermost first, as in autopar.axes. schedule: a row of cost_models.pipeline; virtual_stages: how many stages
     each pipeline rank holds. rest: a row of
     cost_models.rests, of the parameters that are in parts. shard: over how many data-parallel ranks the
     parts of one lie, None for all.
@@ -110,7 +111,7 @@ class Manifest:
     @property
     def places(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return flow(self.schedule, self.mesh.get("pp", 1), self.micro_batches, self.virtual_stages).rank_of
+        return flow(self.schedule, self.mesh.get(LAYERS, 1), self.micro_batches, self.virtual_stages).rank_of
 
     @property
     def draws(self) -> bool:

@@ -1,6 +1,6 @@
-"""The device mesh of a parallel module: axes 'pp', 'dp' and 'tp' over the ranks of the default process group.
+"""The device mesh of a parallel module: the axes of the table (autopar/axes.py) over the ranks of the default process group.
 
-Ranks are numbered with pp outermost and tp innermost, so that the axis that communicates most has neighbouring ranks. The ranks of dp
+Ranks are numbered with the table's first axis outermost, so that the one that communicates most has neighbouring ranks. The ranks of dp
 are numbered as groups of neighbours, over which the parts of a parameter lie (axis 'shard'), one group after the other (axis 'replica',
 of ranks that hold the same parts). An axis of size 1 has no group, and every collective over it is the identity.
 """
@@ -18,14 +18,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from autopar.axes import AXES, BATCH, LAYERS, axes_over, levels_of
 from autopar.errors import LaunchError
 from autopar.run.groups import Group, group_of
 
-__all__ = ["AXES", "MADE_OF", "Axis", "Mesh"]
+__all__ = ["Axis", "Mesh"]
 
-AXES = ("pp", "dp", "tp")
-LEVELS = ("pp", "replica", "shard", "tp")  # what the axes are made of, outermost first
-MADE_OF = {"dp": ("replica", "shard")}
 T = TypeVar("T")
 
 
@@ -52,10 +50,18 @@ class Mesh:
     """The mesh of `sizes` (axis -> size; an axis that is not named has size 1) over the default process group. shard: how many ranks of
     dp share the parts of one parameter, by default all. places: the pipeline rank of each stage, by default one stage a rank.
 
+    Every axis of the table is an attribute of its name, as mesh.tp, and so are 'shard' and 'replica'.
+
     Collective over all ranks: every rank must build the same meshes in the same order. Groups are kept and used again by
     later meshes of the same process group. device: where this rank computes. Raises LaunchError if the world size is not the
     product of the sizes.
     """
+
+    pp: Axis
+    dp: Axis
+    tp: Axis
+    shard: Axis
+    replica: Axis
 
     def __init__(
         self, sizes: Mapping[str, int], device: torch.device | str = "cpu", *, shard: int | None = None,
@@ -63,12 +69,16 @@ class Mesh:
     ) -> None:  # fmt: skip
         unknown = set(sizes) - set(AXES)
         if unknown or any(size < 1 for size in sizes.values()):
-            raise ValueError(f"a mesh has axes {AXES} of positive size; got {dict(sizes)}")
+            raise ValueError(f"a mesh has axes {tuple(AXES)} of positive size; got {dict(sizes)}")
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
-        shard = self.sizes["dp"] if shard is None else shard
-        if shard < 1 or self.sizes["dp"] % shard:
-            raise ValueError(f"the parts of a parameter cannot lie over {shard} of {self.sizes['dp']} data-parallel ranks: it must divide")
-        self._levels = {"pp": self.sizes["pp"], "replica": self.sizes["dp"] // shard, "shard": shard, "tp": self.sizes["tp"]}
+        ranks = self.sizes[BATCH]
+        shard = ranks if shard is None else shard
+        if shard < 1 or ranks % shard:
+            raise ValueError(f"the parts of a parameter cannot lie over {shard} of {ranks} data-parallel ranks: it must divide")
+        self._levels: dict[str, int] = {}  # what the axes are made of, outermost first
+        for name, size in self.sizes.items():
+            levels = levels_of(name)
+            self._levels |= dict(zip(levels, (size // shard, shard) if len(levels) > 1 else (size,), strict=True))
         world = math.prod(self.sizes.values())
         initialised = dist.is_available() and dist.is_initialized()
         found = dist.get_world_size() if initialised else 1
@@ -80,30 +90,31 @@ class Mesh:
                 f"    torchrun --standalone --nproc-per-node={world} {script}\n"
                 f"or start local workers with autopar.launch(fn, gpus={world})."
             )
-        self._places = tuple(range(self.sizes["pp"])) if places is None else places
+        self._places = tuple(range(self.sizes[LAYERS])) if places is None else places
         self.device = torch.device(device)
         self.world = world
         self.rank = dist.get_rank() if initialised else 0
         self.talks = world > 1 and dist.get_backend() != "fake"
         self.coordinates = dict(zip(AXES, self._unflatten(self.rank), strict=True))
-        self.pp, self.dp, self.tp = (self._axis((name,)) for name in AXES)
-        self.dp_tp = self._axis(("dp", "tp"))
-        self.shard, self.replica, self.replica_tp = (self._axis(names) for names in (("shard",), ("replica",), ("replica", "tp")))
-        self.everyone = self._axis(AXES)
+        self._named = {name: self._axis((name,)) for name in (*AXES, "shard", "replica")}
+        vars(self).update(self._named)
+        inner = [row.name for row in axes_over("operators") if self.sizes[row.name] > 1]
+        several = [names for k in range(1, len(inner) + 1) for names in itertools.combinations(inner, k)]
+        joint = [(*base, *names) for names in several for base in ((), (BATCH,), ("replica",)) if len((*base, *names)) > 1]
+        self._joint = {frozenset(names): self._axis(names) for names in joint}
+        self.everyone = self._axis(tuple(AXES))
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={v}' for k, v in self.sizes.items())}, rank={self.rank})"
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name: 'pp', 'dp', 'tp', 'shard' or 'replica'."""
-        found: dict[str, Axis] = {"pp": self.pp, "dp": self.dp, "tp": self.tp, "shard": self.shard, "replica": self.replica}
-        return found[name]
+        """The axis of this name: one of the table, 'shard' or 'replica'."""
+        return self._named[name]
 
     def joint(self, names: Iterable[str]) -> Axis:
-        """'dp' or 'replica' and 'tp' as one axis, or one of them."""
-        wanted = tuple(sorted(names))
-        both: dict[tuple[str, ...], Axis] = {("dp", "tp"): self.dp_tp, ("replica", "tp"): self.replica_tp}
-        return both[wanted] if len(wanted) > 1 else self.axis(wanted[0])
+        """'dp' or 'replica' and axes that divide operators as one axis, or one of them; each of several ranks."""
+        wanted = tuple(names)
+        return self._joint[frozenset(wanted)] if len(wanted) > 1 else self.axis(wanted[0])
 
     def pp_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """The ranks on axis 'pp' that hold these stages, in order."""
@@ -112,13 +123,14 @@ class Mesh:
     def holding(self, stages: Iterable[int]) -> Axis:
         """The part of axis 'pp' that holds these stages; collective over all ranks, also over those outside of it (for
         which `rank` of the result is -1)."""
-        return self._axis(("pp",), self.pp_ranks(stages))
+        return self._axis((LAYERS,), self.pp_ranks(stages))
 
     def rank_at(self, **changes: int) -> int:
         """The global rank at this rank's coordinates with some of them changed."""
-        at = {**self.coordinates, **changes}
-        pp, dp, tp = (at[name] for name in AXES)
-        return (pp * self.sizes["dp"] + dp) * self.sizes["tp"] + tp
+        at, found = {**self.coordinates, **changes}, 0
+        for name, size in self.sizes.items():
+            found = found * size + at[name]
+        return found
 
     def agree(self, value: T, device: torch.device) -> T:
         """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
@@ -156,20 +168,22 @@ class Mesh:
         dist.all_gather_object(found, values, group=self.everyone.group)
         return {value for one in found for value in one}
 
-    def _unflatten(self, rank: int) -> tuple[int, int, int]:
-        outer, tp = divmod(rank, self.sizes["tp"])
-        pp, dp = divmod(outer, self.sizes["dp"])
-        return pp, dp, tp
+    def _unflatten(self, rank: int) -> tuple[int, ...]:
+        found: list[int] = []
+        for size in reversed(self.sizes.values()):
+            rank, at = divmod(rank, size)
+            found.append(at)
+        return tuple(reversed(found))
 
     def _axis(self, names: tuple[str, ...], only: tuple[int, ...] | None = None) -> Axis:
         """The lines of ranks in which the axes `names` vary and the others are fixed; `only`: the coordinates to keep."""
-        vary = {level for name in names for level in MADE_OF.get(name, (name,))}
+        vary = {level for name in names for level in levels_of(name)}
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank, at in enumerate(itertools.product(*map(range, self._levels.values()))):
-            coordinates = dict(zip(LEVELS, at, strict=True))
+            coordinates = dict(zip(self._levels, at, strict=True))
             if only is not None and coordinates[names[0]] not in only:
                 continue
-            fixed = tuple(coordinates[name] for name in LEVELS if name not in vary)
+            fixed = tuple(coordinates[name] for name in self._levels if name not in vary)
             lines.setdefault(fixed, []).append(rank)
         mine: tuple[int, ...] = ()
         group = None

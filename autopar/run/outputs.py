@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import _disabled_torch_function_impl
 from torch.utils import _pytree as pytree
 
+from autopar.axes import AXES, BATCH, TIME, cut_order
 from autopar.errors import CaptureError
 from autopar.ir import Layout, P, R
 from autopar.run import comm
@@ -207,11 +208,11 @@ class Outputs:
         return [[self._cut(spec, grads.get(spec.name), i, micro_batches) for spec in own] for i in range(micro_batches)]
 
     def _cut(self, spec: OutputSpec, grad: Tensor | None, index: int, micro_batches: int) -> Tensor | None:
-        for name in ("dp", "time", "tp"):
+        for name in cut_order(time=True):
             layout = Layout.parse(spec.layouts.get(name, "I"))
             if grad is None or self._kept_apart(name, layout):
                 continue
-            rank, size = (index, micro_batches) if name == "time" else (self._mesh.axis(name).rank, self._mesh.axis(name).size)
+            rank, size = (index, micro_batches) if name == TIME else (self._mesh.axis(name).rank, self._mesh.axis(name).size)
             if layout.is_shard:
                 grad = local_slice(grad, layout, rank, size)
             elif layout == R and rank > 0:  # the same value, used for different work: one of them takes it, and all go backward alike
@@ -219,25 +220,25 @@ class Outputs:
         return grad
 
     def _kept_apart(self, axis: str, layout: Layout) -> bool:
-        return axis == "dp" and self._local and layout.is_shard
+        return axis == BATCH and self._local and layout.is_shard
 
     def _shape(self, spec: OutputSpec) -> tuple[int, ...]:
-        layout = Layout.parse(spec.layouts.get("dp", "I"))
-        return layout.local_shape(spec.shape, self._mesh.dp.size) if self._kept_apart("dp", layout) else spec.shape
+        layout = Layout.parse(spec.layouts.get(BATCH, "I"))
+        return layout.local_shape(spec.shape, self._mesh.dp.size) if self._kept_apart(BATCH, layout) else spec.shape
 
     def _whole(self, spec: OutputSpec, parts: Sequence[Tensor]) -> Tensor:
         layouts = {axis: Layout.parse(text) for axis, text in spec.layouts.items()}
         value = parts[0]
-        for name in ("tp", "time", "dp"):  # in the other order than it was cut
+        for name in reversed(cut_order(time=True)):  # in the other order than it was cut
             layout = layouts.get(name)
             if layout is None:
                 continue
-            if name == "tp" and "time" in layouts and len(parts) > 1:
+            if name != TIME and AXES[name].divides == "operators" and TIME in layouts and len(parts) > 1:
                 value = torch.stack(tuple(parts))  # of all micro-batches at once, below their dim
                 value = self._over_axis(value, name, _below(layout))
                 parts = value.unbind(0)
                 value = parts[0]
-            elif name == "time":
+            elif name == TIME:
                 value = _over_time(parts, layout)
             elif not self._kept_apart(name, layout):
                 value = self._over_axis(value, name, layout)

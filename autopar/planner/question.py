@@ -1,0 +1,242 @@
+"""What is asked, and one choice in answer to it: what it costs at least, its stages by their pieces, and as it will run.
+
+A choice that does not fit leaves its reason in `Searched.refused`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Final, Literal, Self
+
+from autopar.axes import LAYERS
+from autopar.errors import Infeasible
+from autopar.ir import Program
+from autopar.measure import Live
+from autopar.planner.bounds import Least
+from autopar.planner.candidate import Candidate, Draft, candidate_of, gib
+from autopar.planner.estimate import Estimator
+from autopar.planner.partition import Over, Place, Refused, TooLarge
+from autopar.planner.plan import Pins
+from autopar.planner.price import Ledger, param_bytes, zero_dims
+from autopar.planner.rank import Rank
+from autopar.planner.solver import OutOfBudget
+from autopar.planner.space import Choice, Mesh, Space
+from autopar.planner.stages import segments_of
+from autopar.planner.store import Store
+from cost_models.cluster import Cluster
+from cost_models.pipeline import flow
+from cost_models.recipe import AUTOPAR, Recipe
+
+__all__ = ["NO_BETTER", "Ledgers", "Question", "Searched"]
+
+NO_BETTER: Final = "no better"
+TRIES = 12  # of the stages of one choice, where several pieces together need more than the account of each says (see `pieces.py`)
+AGAIN = 6  # further ones, where what did not fit is refused alone
+Ledgers = dict[tuple[object, ...], Ledger]  # by data-parallel ranks, micro-batches, and the axes that divide operators
+
+
+@dataclass(kw_only=True)
+class Searched:
+    """What a search can tell at its end. choices: in the space; explored: priced; cut: into stages; unexplored: given up when it was
+    stopped; left: never looked at, because they could not be better. short: of each line of `refused` about
+    memory, the bytes that are missing. bound_s: no plan of the space is faster."""
+
+    refused: dict[str, None] = field(default_factory=dict)
+    short: dict[str, float] = field(default_factory=dict)
+    least: Least | None = None
+    drafts: list[Draft] = field(default_factory=list)
+    choices: int = 0
+    explored: int = 0
+    cut: int = 0
+    unexplored: int = 0
+    left: int = 0
+    stopped: str = ""
+    bound_s: float = math.inf
+
+    def counts(self) -> dict[str, int]:
+        return {"choices": self.choices, "explored": self.explored, "cut": self.cut, "left": self.left, "unexplored": self.unexplored}
+
+
+@dataclass(kw_only=True)
+class Question:
+    """recipe: of the training software. batch_size: the global batch, by default that of the program; with another one candidates can be
+    priced, but no plan made. known: what was found out about ranks; said: about choices; unsure: choices that were tried without proof that
+    nothing fits."""
+
+    program: Program
+    gpus: int
+    cluster: Cluster
+    memory_limit_bytes: int
+    optimizer: str
+    precision: str
+    pins: Pins
+    recipe: Recipe = AUTOPAR
+    batch_size: int | None = None
+    store: Store | None = None
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.batch_size or self.program.batch_size
+        self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
+        self.known = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)
+        self.said = Searched()
+        self.unsure: set[Choice] = set()
+
+    def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Self:
+        """The same of another size or under other pins, which shares what this one has found out about ranks."""
+        return dataclasses.replace(
+            self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes, store=self.known
+        )
+
+    @property
+    def refused(self) -> dict[str, None]:
+        """Why choices are none, in the order in which that was found."""
+        return self.said.refused
+
+    def estimator(self, rank: Rank | str, choice: Choice, live: Live | None = None) -> Estimator | str:
+        mesh = choice.mesh
+        if isinstance(rank, str):
+            return rank
+        ranks = mesh.over("layers")
+        stages = ranks * choice.chunks
+        segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else stages)
+        asked = f"{LAYERS}={ranks}{choice.scheduled}"
+        if len(segments) < stages:
+            return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
+        dims = zero_dims(rank.program, choice.shard)
+        estimator = Estimator(
+            rank=rank, cluster=self.cluster, optimizer=self.optimizer,
+            flow=flow(choice.schedule, ranks, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
+            dims=dims, params=param_bytes(rank.program, dims, choice.shard, ranks=mesh.over("batch")), segments=segments,
+            pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
+            recompute=self.pins.recompute or "auto",
+        )  # fmt: skip
+        if self.pins.recompute not in (None, "none", "auto") and not estimator.can_run_again:
+            return f"recompute={self.pins.recompute}: the program has no repeated block that can be recomputed"
+        if stages > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < stages:
+            return f"{asked}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
+        cuts = self.pinned_cuts(estimator)
+        return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
+
+    def draft(
+        self, choice: Choice, estimator: Estimator, worth_s: float = math.inf, over: Over | None = None, refused: Refused | None = None
+    ) -> Draft | Literal["no better"] | None:
+        """The stages of a choice by the account of its pieces; None if they do not fit, and `refused` says why. worth_s: NO_BETTER if no
+        step of this choice is faster. over: what certain stages need beyond what their pieces say; refused: modes of certain stages that do
+        not fit."""
+        room = estimator.room_bytes(self.memory_limit_bytes)
+        cuts = self.pinned_cuts(estimator)
+        assert not isinstance(cuts, str)
+        try:
+            part = estimator.partition(limit_bytes=room, cuts=cuts, worth_s=worth_s, over=over, refused=refused)
+        except (Infeasible, OutOfBudget) as why:
+            if isinstance(why, OutOfBudget):
+                self.unsure.add(choice)
+            if refused is None:
+                least = why.least_bytes if isinstance(why, TooLarge) else None
+                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0), least)
+            return None
+        if part is None:
+            return NO_BETTER
+        times = estimator.times(part)
+        return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_ends_s))
+
+    def exact(self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None) -> Candidate | None:
+        """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
+        were."""
+        mesh = choice.mesh
+        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
+        if ledgers is not None and not isinstance(rank, str):
+            program, pricer = rank.program, self.known.pricer(mesh, self.recipe, live)
+            key = mesh.over("batch"), rank.micro_batches, mesh.inner
+            if key not in ledgers:
+                ledgers[key] = self.known.timed("measure", lambda: Ledger(program, pricer))
+            rank = dataclasses.replace(rank, ledger=ledgers[key])
+        estimator = self.estimator(rank, choice, live)
+        if isinstance(estimator, str):
+            self.refused[estimator] = None
+            return None
+        over: dict[Place, float] = {}
+        short, best = 0.0, None
+        refused: dict[Place, set[tuple[int, ...]]] = {}
+        for attempt in range(TRIES):
+            draft = self.draft(choice, estimator, over=over)
+            if not isinstance(draft, Draft):
+                break
+            found, short = self._as_it_runs(choice, estimator, draft, refused)
+            if short <= 0:
+                best = found
+                break
+            more = 2.0 ** max(0, attempt - TRIES // 2) * short if attempt >= TRIES // 2 else 0.0
+            for place, nbytes in estimator.unsaid_bytes(draft.part, found.stages).items():
+                if nbytes > 0 or more:
+                    over[place] = max(over.get(place, 0.0), nbytes) + more
+        if not refused:
+            return best
+        # what other modes of the same stages need was added to these: they are tried without it too, while they would be faster
+        worth_s = math.inf if best is None else best.step_time_s * (1 - 1e-9)
+        for _ in range(AGAIN):
+            draft = self.draft(choice, estimator, refused=refused, worth_s=worth_s)
+            if not isinstance(draft, Draft) or draft.times.step_s >= worth_s:
+                break
+            found, short = self._as_it_runs(choice, estimator, draft, refused)
+            if short <= 0:
+                return found
+        else:
+            self.unsure.add(choice)
+        if best is None and short > 0:
+            self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(short))
+        return best
+
+    def _as_it_runs(
+        self, choice: Choice, estimator: Estimator, draft: Draft, refused: dict[Place, set[tuple[int, ...]]]
+    ) -> tuple[Candidate, float]:
+        """A draft with memory from liveness, and by how much it does not fit. refused: takes the modes of the stages that do not."""
+        found = self.known.timed("liveness", functools.partial(candidate_of, estimator, draft.part))
+        limit = self.memory_limit_bytes
+        for rank, place in enumerate(estimator.places(draft.part)):
+            if found.stages[estimator.flow.rank_of.index(rank)].memory.total_bytes > limit:
+                refused.setdefault(place, set()).add(estimator.modes_at(draft.part, place))
+        short = max(stage.memory.total_bytes for stage in found.stages) - limit
+        return dataclasses.replace(found, form=choice.form), short
+
+    def _batch_bytes(self, mesh: Mesh) -> int:
+        """Bytes of the batch as it is given to a rank."""
+        captured = sum(self.program.types[x.value].nbytes for x in self.program.inputs)
+        whole = captured * (self.batch_size or 1) // (self.program.batch_size or 1)
+        return whole // mesh.over("batch") if self.recipe.local_batches else whole
+
+    def pinned_cuts(self, estimator: Estimator) -> tuple[int, ...] | str | None:
+        """The first piece of each stage but the first as `Pins.blocks` states them, or why the program has no such stages."""
+        if self.pins.blocks is None:
+            return None
+        wanted, segments, trains = self.pins.blocks, estimator.segments, estimator.trains
+        places = [k for k in range(len(segments)) if segments[k].block >= 0]
+        stages = f"stages of {', '.join(map(str, wanted))}"
+        if sum(wanted) != len(places):
+            return f"the program has {len(places)} block instances between places where it can be cut, which do not make {stages}"
+        starts = [*places, places[-1] + 1 if places else len(segments)]
+        cuts = tuple(starts[n] for n in accumulate(wanted[:-1]))
+        for s, (i, j) in enumerate(pairwise((0, *cuts, len(segments)))):
+            if i >= j or (len(wanted) > 1 and not any(trains[k] for k in segments.order[i:j])):
+                return f"of {stages}, stage {s} would have nothing to train"
+        return cuts
+
+    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
+        """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
+        whole. least: the bytes of its fullest rank, if they are known."""
+        flow, pieces = estimator.flow, estimator.pieces
+        state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / flow.ranks
+        kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / flow.ranks * max(flow.in_flight)
+        if least is None:
+            least = estimator.least_bytes
+        short = max(1.0, least - room if least > room else over)
+        line = (
+            f"memory: {choice.mesh} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "
+            f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
+            f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
+        )
+        self.refused[line], self.said.short[line] = None, short

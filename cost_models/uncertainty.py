@@ -1,0 +1,61 @@
+"""How far a prediction may be off: intervals of 80% from what is known of each constant, and of the account itself.
+
+Spreads are relative standard deviations (of the logarithm). A figure of the catalogue may state its own (`spread`); one that does
+not has that of how it came to be known. Constants are taken to be off independently of one another. Beside them stands what no
+constant of the hardware explains: the account's own spread, of a step and of each part of memory. It was set so that about 80% of the
+published runs fall into their intervals (`python -m benchmarks published` prints the share, by source).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+__all__ = ["ACCOUNT", "CENTRAL", "SPREADS", "interval", "memory_spread_bytes", "spread_of_kind", "step_spread"]
+
+CENTRAL = 1.2816  # 80% of a normal distribution lies within so many standard deviations
+
+SPREADS: dict[str, float] = {"datasheet": 0.0, "measured": 0.03, "fitted": 0.08, "derived": 0.12, "assumed": 0.25}
+"""How a figure came to be known -> its spread. Peak rates of datasheets are exact: what is reached of them is another figure."""
+
+ACCOUNT = 0.06
+"""Spread of a step that the constants do not explain."""
+
+MEMORY: dict[str, float] = {
+    "parameters": 0.0,
+    "gradients": 0.0,
+    "optimizer_states": 0.0,
+    "saved_activations": 0.08,
+    "largest_temporary": 0.3,
+    "communication_buffers": 0.3,
+    "framework_context": 0.2,
+    "allocator_slack": 0.6,
+}
+"""Term of MemoryTerms -> its spread. What rests is counted, not estimated."""
+
+
+def spread_of_kind(source: str) -> float:
+    """Of a figure with a source such as 'fitted: nccl-tests'. ValueError on one that begins with none of SPREADS."""
+    kind = source.partition(":")[0]
+    if kind not in SPREADS:
+        raise ValueError(f"a source must begin with one of {', '.join(SPREADS)}, found {source!r}")
+    return SPREADS[kind]
+
+
+def step_spread(seconds: Mapping[str, float], spreads: Mapping[str, float]) -> float:
+    """The spread of a sum of seconds by kind, each with the spread of what its speed depends on; with the account's own."""
+    total = sum(seconds.values())
+    if total <= 0:
+        return ACCOUNT
+    return math.hypot(ACCOUNT, *(s / total * spreads[kind] for kind, s in seconds.items()))
+
+
+def memory_spread_bytes(terms: Mapping[str, float]) -> float:
+    """The standard deviation in bytes of a sum of the terms of MemoryTerms, by their names."""
+    return math.hypot(*(MEMORY[name] * nbytes for name, nbytes in terms.items()))
+
+
+def interval(value: float, spread: float) -> tuple[float, float]:
+    """The ends of the interval of 80% about a value, in its unit; spread is relative."""
+    factor = math.exp(CENTRAL * spread)
+    return value / factor, value * factor
