@@ -43,6 +43,7 @@ class AutoparStrategy(DDPStrategy):
     """
 
     strategy_name = "autopar"
+    model: Any  # of Strategy's
 
     def __init__(
         self, module: str = "model", *, timeout: Any = None, process_group_backend: str | None = None, start_method: Any = "popen",
