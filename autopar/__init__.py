@@ -11,6 +11,7 @@ from typing import Any
 _HOME = {
     "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data",
     "Padding": "data", "StepLine": "watch", "batches": "data", "load": "checkpoint", "save": "checkpoint",
+    "interrupted": "run.leaving",
     "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "CheckpointError": "errors", "Infeasible": "errors", "LaunchError": "errors",
     "PlanError": "errors", "RenderError": "errors", "UnsupportedOp": "errors",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 import typer
 
 from autopar.errors import AutoparError
+from autopar.files import check_writable, write_file
 from cost_models.cluster import HardwareFileError, UnknownHardware
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def explain(
     if out is None:
         print(text)
         return
-    out.write_text(text + "\n", encoding="utf-8")
+    write_file(out, f"{text}\n".encode())
     if form is Format.JSON:
         _answer({"written": str(out)})
     else:
@@ -237,10 +237,7 @@ def profile(
     _writable(out)
     with _answers_only(as_json), progress() as say:
         found = measured(choose_cluster(cluster, 1), workers, say=say)
-    try:
-        save(found, out)
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror or error}") from error
+    save(found, out)
     if as_json:
         _answer({"written": str(out), **profile_json(found)})
     else:
@@ -397,21 +394,20 @@ def _readable(path: Path) -> Path:
 
 def _writable(path: Path | None) -> None:
     """Said before the plan is made, not after."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        raise UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else f'there is no folder {folder}'}")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {path}: the folder {folder} is not writable")
+    if path is not None:
+        check_writable(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
 @contextlib.contextmanager
 def _answers_only(as_json: bool) -> Iterator[None]:
-    """While standard output is for the answer alone, what the model and the passes print goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    """While standard output is for the answer alone, what the model and the passes print goes to standard error. The user's code, which
+    is run inside, does not decide the exit code."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            yield
+    except SystemExit as stop:
+        raise UsageError(f"the model's own code ended the program, by sys.exit({'' if stop.code is None else repr(stop.code)})") from stop
 
 
 def _answer(value: dict[str, Any]) -> None:

@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from autopar.errors import SettingError
 from autopar.progress import working
 
 __all__ = ["debug_level", "said", "timed"]
 
 
 def debug_level() -> int:
-    """0 (nothing) to 4. ValueError if the variable is something else."""
+    """0 (nothing) to 4. SettingError if the variable is something else."""
     text = os.environ.get("AUTOPAR_DEBUG") or "0"
     if text not in ("0", "1", "2", "3", "4"):
-        raise ValueError(f"AUTOPAR_DEBUG must be 0, 1, 2, 3 or 4, not {text!r}")
+        raise SettingError(f"AUTOPAR_DEBUG must be 0, 1, 2, 3 or 4, not {text!r}")
     return int(text)
 
 

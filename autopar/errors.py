@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "AutoparError", "CaptureError", "CheckpointError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError", "UnsupportedOp",
-    "VerificationError",
+    "AutoparError", "CaptureError", "CheckpointError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError",
+    "SettingError", "UnsupportedOp", "VerificationError",
 ]  # fmt: skip
 
 
@@ -51,6 +51,10 @@ class RenderError(AutoparError):
 
 class CheckpointError(AutoparError, ValueError):
     """A checkpoint that cannot be written or read, or that is of another model or optimizer."""
+
+
+class SettingError(AutoparError, ValueError):
+    """An environment variable whose value makes no sense."""
 
 
 class LaunchError(AutoparError):

@@ -131,6 +131,8 @@ def _foreign(what: str, run: Callable[[], Any]) -> Any:
         return run()
     except AutoparError:
         raise
+    except SystemExit as stop:
+        raise TargetError(f"{what} ended the program, by sys.exit({'' if stop.code is None else repr(stop.code)})") from stop
     except Exception as error:
         raise TargetError(f"{what} failed\n{_user_traceback(error)}") from error
 

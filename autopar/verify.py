@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from autopar.capture.trace import leaf_path
 from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
 from autopar.draws import Recorder, drawn_names, draws_given
-from autopar.errors import CaptureError, PlanError
+from autopar.errors import CaptureError, PlanError, VerificationError
 from autopar.ir import Program
 from autopar.planner import Pins, Plan, complete
 from autopar.planner.moments import batched_inputs
@@ -147,6 +148,8 @@ def reference(
         for k in range(steps):
             torch.manual_seed(seed + k)
             losses.append(original.step(0))
+            if not math.isfinite(losses[-1]):
+                raise VerificationError(_not_a_number(model, original, k, losses[-1]))
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _cloned(dict(model.named_buffers(remove_duplicate=False)))
         later_losses = [original.step(index) if trains else original.evaluate(index) for trains, index in calls]
@@ -161,6 +164,17 @@ def reference(
         final=_cloned(model.state_dict()) if calls else {}, forms=forms, draws=draws, notes=notes,
         capture_s=capture_s,
     )  # fmt: skip
+
+
+def _not_a_number(model: nn.Module, original: _Original, step: int, loss: float) -> str:
+    """Why nothing can be compared."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    first = next((name for name, t in tensors if t.is_floating_point() and not t.isfinite().all()), "") if step == 0 else ""
+    where = f"; {first} has values that are not finite, which may be why" if first else ""
+    return (
+        f"the loss of {type(model).__name__} itself is {loss} on the example inputs (step {step + 1}, float64, one process){where}: there "
+        f"is nothing to compare with. Give weights and inputs whose loss is a number"
+    )
 
 
 class _Original:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.capture import float64_by_default
+from autopar.capture import float64_by_default, lift_to_float64
 from autopar.compare import digest
 from autopar.errors import PlanError
 from autopar.render import load
 from autopar.run import ParallelModule
 from autopar.run.form import Emitted, Guards
 from autopar.run.parts import local
+from autopar.run.region import Region
 from autopar.run.state import assemble
 from autopar.variants import Variants
 
@@ -88,7 +90,7 @@ class _Prepared:
 def train_on_rank(task: Task) -> Found:
     """In a worker: AdamW steps on the first batch, then the later calls."""
     torch.set_default_dtype(torch.float32)
-    with float64_by_default():
+    with _in_float64(task):
         module = ParallelModule(load(task.source), task.tensors)
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None
@@ -103,6 +105,12 @@ def train_on_rank(task: Task) -> Found:
     if torch.distributed.get_rank() != 0:
         gradients, state, buffers, final = {}, {}, {}, {}
     return Found(losses=tuple(losses), gradients=gradients, state=state, buffers=buffers, later=later, final=final, parts=parts)
+
+
+def _in_float64(task: Task) -> AbstractContextManager[None]:
+    """An emitted module names the dtypes that it computes in. Submodules that run as they are written do not know that they are lifted."""
+    held = [*task.tensors.values(), *(x for form in task.forms.values() for x in form.tensors.values())]
+    return lift_to_float64() if any(isinstance(x, Region) for x in held) else float64_by_default()
 
 
 def _step(

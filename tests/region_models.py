@@ -10,17 +10,18 @@ BATCH, LENGTH, HIDDEN, CLASSES, EXPERTS = 8, 6, 16, 12, 3
 
 
 class Routed(nn.Module):
-    """Experts that compute the tokens which a router sends them; capacity: the most that each takes."""
+    """Experts that compute the tokens which a router sends them; capacity: the most that each takes; careful: weights in float32."""
 
-    def __init__(self, capacity: int | None = None, noise: bool = False) -> None:
+    def __init__(self, capacity: int | None = None, noise: bool = False, careful: bool = False) -> None:
         super().__init__()
-        self.router, self.capacity, self.noise = nn.Linear(HIDDEN, EXPERTS), capacity, noise
+        self.router, self.capacity, self.noise, self.careful = nn.Linear(HIDDEN, EXPERTS), capacity, noise, careful
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, 32), nn.GELU(), nn.Linear(32, HIDDEN)) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         logits = self.router(tokens) + (torch.randn(len(tokens), EXPERTS) if self.noise else 0)
-        weights, chosen = logits.softmax(-1).topk(2, -1)
+        shares = logits.softmax(-1, dtype=torch.float32).to(x.dtype) if self.careful else logits.softmax(-1)
+        weights, chosen = shares.topk(2, -1)
         out = torch.zeros_like(tokens)
         for index, expert in enumerate(self.experts):
             rows, places = torch.nonzero(chosen == index, as_tuple=True)

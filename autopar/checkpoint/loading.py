@@ -24,6 +24,7 @@ from autopar.checkpoint.values import decode, tensor_keys
 from autopar.errors import CheckpointError
 from autopar.progress import working
 from autopar.run.parts import part_like
+from autopar.run.record import CHECKPOINT, LOADING, doing, entered
 
 __all__ = ["load", "open_checkpoint"]
 
@@ -45,19 +46,24 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     another shape or of a dtype with more digits. Before that nothing has been written; where the data itself turns out to be damaged the
     model is half loaded, and the message says so. Nothing in a checkpoint is run, whoever wrote it.
     """
+    with doing(LOADING, CHECKPOINT):
+        return _load(Path(path), model, as_optimizers(optimizer))
+
+
+def _load(path: Path, model: nn.Module, optimizers: tuple[Any, ...]) -> dict[str, Any]:
     before = finish()
     subject = subject_of(model, write=False)
-    optimizers = as_optimizers(optimizer)
 
     def fit() -> _Fitted:
         if before is not None:
             raise before
-        return _fitted(Path(path), subject, optimizers)
+        return _fitted(path, subject, optimizers)
 
     fitted = prepared_by_all(subject, fit, "loading")
     if subject.agreed(fitted.id) != fitted.id:
         raise CheckpointError(f"{path} was replaced while ranks were reading it, or is not the same folder on all: load it again")
     try:
+        entered(CHECKPOINT, "pp_dp_tp")
         with working(f"loading {path}"):
             read(fitted.reader, fitted.metadata, fitted.targets, subject.group)
     except CheckpointError as error:

@@ -22,8 +22,10 @@ from autopar.checkpoint.subjects import Subject, subject_of
 from autopar.checkpoint.values import encode
 from autopar.errors import CheckpointError, LaunchError
 from autopar.progress import working
+from autopar.run import watch
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
+from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
 from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
@@ -54,8 +56,12 @@ def save(
     Raises CheckpointError on every rank if it cannot be written on one of them (no room, a folder that is not shared, a value of a kind
     that is not kept); the checkpoint that was there is then as it was.
     """
+    with doing(SAVING, CHECKPOINT):
+        return _save(Path(path), model, optimizer, async_save, extra)
+
+
+def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: bool, extra: Mapping[str, Any]) -> Saving | None:
     before = finish()
-    folder = Path(path)
     subject = subject_of(model, write=True)
 
     def prepare() -> tuple[dict[str, Held], Contents, str]:
@@ -66,13 +72,20 @@ def save(
     held, contents, save_id = prepared_by_all(subject, prepare, "saving")
     writer = Writer(folder, subject.agreed(save_id), subject.rank)
     if not async_save:
+        entered(CHECKPOINT, "pp_dp_tp")
         with working(f"saving {folder}"):
             write(writer, held, contents, subject.group)
         return None
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autopar-save")
     released_at_exit()
     finish_first(_wait)
-    going = Saving(executor.submit(write, writer, held, contents, subject.group), folder)
+
+    def write_beside() -> None:
+        saving_beside(True)
+        write(writer, held, contents, subject.group)
+        saving_beside(False)
+
+    going = Saving(executor.submit(write_beside), folder)
     executor.shutdown(wait=False)
     _under_way.append(going)
     return going
@@ -113,7 +126,7 @@ def finish() -> BaseException | None:
 
 
 def _wait() -> None:
-    if (error := finish()) is not None:
+    if (error := finish()) is not None and not watch.followed():  # another rank has gone, which has been said
         print(f"autopar: a save that was going on has failed: {error}", file=sys.stderr, flush=True)
 
 

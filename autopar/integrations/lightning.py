@@ -43,7 +43,7 @@ class AutoparStrategy(DDPStrategy):
     """
 
     strategy_name = "autopar"
-    model: Any  # of Strategy's
+    model: Any  # as in DDPStrategy
 
     def __init__(
         self, module: str = "model", *, timeout: Any = None, process_group_backend: str | None = None, start_method: Any = "popen",

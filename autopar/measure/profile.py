@@ -9,7 +9,6 @@ with a source that says so.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.errors import LaunchError
+from autopar.files import write_file
 from autopar.measure.live import LEAST_CPU_SHARE, cores
 from autopar.measure.timings import DTYPES, Machine, Timed, collective_times, launch_time, machine, operator_times
 from autopar.run.launch import WorkerPool
@@ -200,10 +200,5 @@ def _titled(item: D, title: str) -> D:
 
 # ---------------------------------------------------------------------------------------------------------------- output
 def save(found: Profile, path: Path) -> None:
-    """Write the cluster file, atomically. OSError where that cannot be done."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        scratch.write_text(cluster_toml(found.cluster), encoding="utf-8")
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    """Write the cluster file, atomically. OutputError where that cannot be done."""
+    write_file(path, cluster_toml(found.cluster).encode())

@@ -25,7 +25,9 @@ GIB = float(2**30)
 
 
 def gib(nbytes: float) -> str:
-    """Bytes as messages say them: '12.34 GiB', with more places where there is less."""
+    """Bytes as messages say them: '12.34 GiB', with more places where there is less, and '1,024 bytes'."""
+    if nbytes < GIB / 2048:
+        return f"{nbytes:,.0f} bytes"
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / GIB:.5f} GiB"
 
 

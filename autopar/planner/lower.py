@@ -79,10 +79,24 @@ def on_axes(program: Program, plan: Plan) -> OnAxes:
 def lower(program: Program, plan: Plan) -> Lowered:
     """The lowered program of a plan. PlanError if the plan does not fit the program or states something unsound."""
     over = on_axes(program, plan)
+    _check_parts(over.rank, plan)
     try:
         return cut_stages(over.moments, over.rank, _cuts(over.rank, plan), _recomputed(over.rank, plan))
     except Infeasible as e:
         raise PlanError(f"the plan cuts where {e}") from e
+
+
+def _check_parts(rank: Program, plan: Plan) -> None:
+    """PlanError unless each parameter that rests in parts has the dim that they are cut along, and it divides."""
+    shapes = {p.fqn: tuple(rank.types[p.value].shape) for p in rank.params}
+    for name, dim in plan.zero_dims.items():
+        if name not in shapes:
+            raise PlanError(f"the plan cuts the parameter {name!r} into parts, which {rank.name} does not have")
+        shape = shapes[name]
+        if plan.shard < 2 or not 0 <= dim < len(shape) or shape[dim] % plan.shard or not shape[dim]:
+            raise PlanError(
+                f"the plan cuts the parameter {name!r} along dim {dim} into {plan.shard} parts; on a rank it is {list(shape)}: plan anew"
+            )
 
 
 def spans_of(mode: BlockMode) -> tuple[Span, ...]:

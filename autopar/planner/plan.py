@@ -12,6 +12,7 @@ import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
+from autopar.files import write_file
 from autopar.ir import Layout, Strategy
 from autopar.planner.modes import RECOMPUTES
 from cost_models.pipeline import SCHEDULES, flow
@@ -254,11 +255,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.work_per_step / self.step_time_s if self.step_time_s else 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON, atomically."""
-        target = Path(path)
-        scratch = target.with_name(target.name + ".part")
-        scratch.write_bytes(self.to_json())
-        os.replace(scratch, target)
+        """Write as JSON, atomically. OutputError if that cannot be done."""
+        write_file(path, self.to_json())
 
     def to_json(self) -> bytes:
         """As in the file."""
@@ -269,8 +267,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Read and validate. PlanError if the file is missing, no plan, of another version, or inconsistent."""
         try:
             data = Path(path).read_bytes()
-        except OSError as e:
-            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {e.strerror or e}") from e
+        except (OSError, ValueError) as e:  # a name that no file can have
+            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {getattr(e, 'strerror', None) or e}") from e
         return Plan.from_json(data, os.fspath(path))
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.axes import cut_order
+from autopar.run import record
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.region import Region, without_unreached
@@ -90,10 +91,12 @@ class Backward:
         """The loss as the user is given it."""
 
         def gradients(grad: Tensor) -> list[Tensor | None]:
-            if not loss.requires_grad:  # forward has run backward too, from a gradient of 1
-                return self._gradients(grad)
-            loss.backward(grad)
-            return self._gradients(None)
+            record.phase(record.BACKWARD)
+            if loss.requires_grad:
+                loss.backward(grad)
+            found = self._gradients(None if loss.requires_grad else grad)  # else forward has run backward too, from a gradient of 1
+            record.phase(record.OUTSIDE)
+            return found
 
         return _Deposit.apply(loss.detach(), gradients, *self.leaves)
 
@@ -103,8 +106,11 @@ class Backward:
         names = [name for name in values if name in outputs.differentiable]
 
         def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            record.phase(record.BACKWARD)
             run.backward(outputs.cotangents(dict(zip(names, grads, strict=True)), n))
-            return self._gradients(None)
+            found = self._gradients(None)
+            record.phase(record.OUTSIDE)
+            return found
 
         opened = _Opened.apply(gradients, len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autopar.axes import BATCH, cut_order
 from autopar.ir import Kind
-from autopar.run import comm
+from autopar.run import comm, record
 from autopar.run.lies import layouts_of
 from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
@@ -144,7 +144,7 @@ class Gathering:
     def finish(self) -> dict[str, Tensor]:
         """name -> the parameter as it is used."""
         if self._work is not None:
-            self._work.wait()
+            comm.finish(self._work, record.ALL_GATHER, "shard")
         rows = self._out.view(self.bucket.mesh.shard.size, -1)
         found: dict[str, Tensor] = {}
         offset = 0
@@ -201,7 +201,9 @@ class Reduction:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            summed = self.bucket.summed_over
+            kind, axis = (record.REDUCE_SCATTER, "shard") if self._kept is not None or summed is None else (record.ALL_REDUCE, summed.name)
+            comm.finish(self._work, kind, axis)
         self._work = self._kept = None
 
     def finish(self) -> dict[str, Tensor]:

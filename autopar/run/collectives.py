@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.run import comm
+from autopar.run import comm, record
 from autopar.run.mesh import Axis
 from autopar.run.slices import cut, join, joined, local_slice, parted
 
@@ -97,18 +97,24 @@ class _Transition(torch.autograd.Function):
     """Run one move forward and another backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.move = backward
-        return forward(x)
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], line: int) -> Tensor:
+        ctx.move, ctx.line = backward, line
+        record.note_line(line)
+        out = forward(x)
+        record.note_line(0)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.move(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        record.note_line(ctx.line)
+        out = ctx.move(grad)
+        record.note_line(0)
+        return out, None, None, None
 
 
 def _apply(x: Tensor, axis: Axis, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    return x if axis.size == 1 else _Transition.apply(x, forward, backward)
+    return x if axis.size == 1 else _Transition.apply(x, forward, backward, record.line(2))
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:

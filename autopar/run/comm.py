@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.run import record
 from autopar.run.groups import started
 from autopar.run.mesh import Axis
 
 __all__ = [
-    "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "gather_flat", "reduce_scatter", "scatter_flat",
+    "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "finish", "gather_flat", "reduce_scatter", "scatter_flat",
 ]  # fmt: skip
 
 _INTO: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,7 +63,9 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
         return x.unsqueeze(0)
     moved = _moved(x)
     out = moved.new_empty((axis.size, *moved.shape))
+    record.entered(record.ALL_GATHER, axis.name)
     _INTO(out.view(-1), moved.view(-1), group=axis.group)
+    record.left()
     return _restored(out, x.dtype)
 
 
@@ -71,7 +74,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     summed = _summed_as(x, fresh=True)
+    record.entered(record.ALL_REDUCE, axis.name)
     dist.all_reduce(summed, group=axis.group)
+    record.left()
     return _summed_from(summed, x.dtype)
 
 
@@ -79,7 +84,9 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
     """Reduce x, which is contiguous and of a carried dtype, in place. wait=False: returns the work to wait for."""
     if axis.size == 1:
         return None
+    record.entered(record.ALL_REDUCE, axis.name)
     work = dist.all_reduce(x, op=op, group=axis.group, async_op=not wait)
+    record.left()
     return None if wait else _started(work)
 
 
@@ -89,7 +96,9 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x.squeeze(0)
     summed = _summed_as(x, fresh=False)
     out = summed.new_empty(summed.shape[1:])
+    record.entered(record.REDUCE_SCATTER, axis.name)
     _SCATTER(out.view(-1), summed.view(-1), group=axis.group)
+    record.left()
     return _summed_from(out, x.dtype)
 
 
@@ -101,6 +110,13 @@ def gather_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
 def scatter_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     """Start a reduce-scatter of the flat x [n * numel of out] into the flat out."""
     return _started(_SCATTER(out, x, group=axis.group, async_op=True))
+
+
+def finish(work: dist.Work, kind: int, axis: str) -> None:
+    """Wait for a collective that was started. kind: a name of `record`; axis: the name of the axis."""
+    record.entered(kind, axis)
+    work.wait()
+    record.left()
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -116,12 +132,16 @@ def all_to_all(x: Tensor, axis: Axis, *, sends: list[int] | None = None, receive
     moved = _moved(x)
     rows = sum(receives) if receives is not None else len(moved)
     out = moved.new_empty((rows, *moved.shape[1:]))
+    record.entered(record.ALL_TO_ALL, axis.name)
     dist.all_to_all_single(out, moved, receives, sends, group=axis.group)
+    record.left()
     return _restored(out, x.dtype)
 
 
 def broadcast_(x: Tensor, source: int, axis: Axis) -> Tensor:
     """Overwrite the contiguous x with that of global rank `source` of the axis."""
     if axis.size > 1:
+        record.entered(record.BROADCAST, axis.name)
         dist.broadcast(_moved(x), source, group=axis.group)
+        record.left()
     return x

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import LaunchError
+from autopar.errors import LaunchError, SettingError
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
@@ -29,7 +29,10 @@ def world_size() -> int:
     """Processes of the group that this one is in or was launched for; 1 outside of any."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    text = os.environ.get("WORLD_SIZE") or "1"
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise SettingError(f"WORLD_SIZE, which torchrun sets, must be the number of processes, not {text[:80]!r}")
+    return int(text)
 
 
 class DeferredModule(StandIn):

@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from autopar.run import watch
+
 __all__ = ["Group", "finish_first", "group_of", "release", "released_at_exit", "started"]
 
 
@@ -46,6 +48,11 @@ def group_of(ranks: tuple[int, ...], purpose: str = "", *, backend: str | None =
     if _world is None or _world() is not world:
         _let_go()
         _world = weakref.ref(world)
+        if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+            everyone = tuple(range(dist.get_world_size()))
+            _groups[everyone, ""] = one = Group(everyone, None)
+            assert one.process_group is not None
+            watch.begin(one.process_group)
     key = (ranks, purpose)
     if key not in _groups:
         _groups[key] = Group(ranks, backend)
@@ -69,6 +76,7 @@ def release() -> None:
     answer what is on its way: then nothing is waited for, and the groups are left to the end of the process."""
     for wait in _finish_first:
         wait()
+    watch.end()  # first: others may find this rank's connections closed as soon as its groups go
     failed = getattr(sys, "last_value", None) is not None or any(not work.is_completed() for work in list(_started))
     if failed:
         for one in _groups.values():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.axes import BATCH, TIME, cut_order
 from autopar.errors import LaunchError
 from autopar.ir import Layout
-from autopar.run import comm
+from autopar.run import comm, record
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
@@ -95,7 +95,9 @@ class Batch:
         sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
         mine = torch.tensor([self._mesh.dp.rank if self.local else 0, *sums], device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.world)]
+        record.entered(record.AGREEMENT, self._mesh.everyone.name)
         dist.all_gather(everyone, mine, group=self._mesh.everyone.group)
+        record.left()
         first: dict[int, tuple[int, list[int]]] = {}
         for rank, (part, *theirs) in enumerate(torch.stack(everyone).tolist()):
             other, expected = first.setdefault(part, (rank, theirs))

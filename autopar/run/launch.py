@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
@@ -27,11 +29,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
+from autopar.run import record, watch
 from autopar.run.groups import release, released_at_exit
 
 __all__ = ["WorkerPool", "default_device", "join_process_group", "launch"]
 
 _GRACE_S = 3.0  # for the other workers to report, once one has failed: most of them wait for it in a collective
+_UNGUARDED = 77  # the exit code of a worker that would start workers while it imports the script
 _START_S = 120.0  # for all workers to import torch and find each other
 
 
@@ -57,7 +61,9 @@ def join_process_group(device: torch.device) -> None:
 def launch(fn: Callable[..., Any], *args: Any, gpus: int, timeout_s: float | None = None) -> list[Any]:
     """Run fn(*args) in `gpus` new local processes that form a process group; returns what each returned, by rank.
 
-    Raises LaunchError with the traceback of the first process that failed.
+    fn is defined at the top level of a module or of a script whose call of `launch` is under `if __name__ == "__main__":`, for the
+    processes import it again. Raises LaunchError with the traceback of the process that failed first; ValueError for a number of processes
+    that is none, or a function that the processes cannot import (of a notebook, or of standard input).
     """
     with WorkerPool(gpus, children=True) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -72,8 +78,8 @@ class WorkerPool:
     """
 
     def __init__(self, n: int, *, backend: str | None = None, children: bool = False) -> None:
-        if n < 1:
-            raise ValueError(f"a pool needs at least one worker; got {n}")
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"gpus must be a whole number of at least one worker; got {n!r}")
         self.n = n
         self._backend = backend or ("nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= n else "gloo")
         self._daemon = not children
@@ -94,11 +100,13 @@ class WorkerPool:
         Raises LaunchError with the traceback of the first worker that failed, or if timeout_s passed. If some workers
         failed and others did not, or hang, the pool starts new ones for the next run.
         """
+        _check_importable(fn)
         task = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         if not self._workers:
             self._start()
         for _, connection in self._workers:
-            connection.send_bytes(task)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, which its answer will say
+                connection.send_bytes(task)
         return self._answers(timeout_s, f"{getattr(fn, '__name__', fn)}")
 
     def close(self) -> None:
@@ -125,6 +133,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         methods = multiprocessing.get_all_start_methods()
+        _check_main()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods and self._backend == "gloo" else "spawn")
         context.set_forkserver_preload(["autopar.run.launch"])
         self._folder = tempfile.mkdtemp(prefix="autopar-")
@@ -132,7 +141,7 @@ class WorkerPool:
             ours, theirs = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_worker,
-                args=(theirs, rank, self.n, self._backend, os.path.join(self._folder, "store")),
+                args=(theirs, rank, self.n, self._backend, self._folder),
                 name=f"autopar-{rank}",
                 daemon=self._daemon,
             )
@@ -146,7 +155,7 @@ class WorkerPool:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         pending = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         results: dict[int, Any] = {}
-        errors: dict[int, tuple[str, str]] = {}
+        errors: dict[int, tuple[str, str, bool]] = {}  # what, its traceback, and whether it is of a collective that another has left
         while pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait(list(pending), left)
@@ -157,10 +166,10 @@ class WorkerPool:
                 rank = pending.pop(connection)
                 try:
                     ok, value = pickle.loads(connection.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     process = self._workers[rank][0]
                     process.join(_GRACE_S)
-                    ok, value = False, ("died", f"the process ended with exit code {process.exitcode}")
+                    ok, value = False, ("died", f"{_ended_with(process.exitcode)}{self._last_of(rank)}", False)
                 if ok:
                     results[rank] = value
                 else:
@@ -168,18 +177,67 @@ class WorkerPool:
             if errors:
                 grace = time.monotonic() + _GRACE_S
                 deadline = grace if deadline is None else min(deadline, grace)
+        seen = watch.report(self._folder) if errors or pending else {}
         if len(results) == self.n:
             return [results[rank] for rank in range(self.n)]
-        if len(errors) < self.n or len({summary for summary, _ in errors.values()}) > 1:
+        if len(errors) < self.n or len({summary for summary, _, _ in errors.values()}) > 1:
             self._kill()
         if errors:
-            rank, (summary, text) = next(iter(errors.items()))
+            rank, (summary, text, _) = min(errors.items(), key=lambda one: _blame(*one[1]))  # of equals the first
             raise LaunchError(f"{what} failed on rank {rank} of {self.n}: {summary}\n{text}")
-        raise LaunchError(f"{what} did not end within {timeout_s} s on ranks {sorted(pending.values())} of {self.n}")
+        where = "".join(f"\nrank {rank} was {seen[rank].where}" for rank in sorted(pending.values()) if rank in seen)
+        raise LaunchError(f"{what} did not end within {timeout_s} s on ranks {sorted(pending.values())} of {self.n}{where}")
+
+    def _last_of(self, rank: int) -> str:
+        """What a worker that has died did last."""
+        seen = watch.report(self._folder).get(rank)
+        if seen is None:
+            return ""
+        return f"; {seen.text}" if seen.state == record.FAILED and seen.text else f", {seen.where}"
 
 
-def _worker(connection: Connection, rank: int, n: int, backend: str, store: str) -> None:
+def _blame(summary: str, text: str, lost: bool) -> int:
+    """Who is to be named, of several that failed: one that died; one with an error of its own; one whose collective another has left."""
+    return 0 if summary == "died" else 2 if lost else 1
+
+
+def _ended_with(code: int | None) -> str:
+    """The end of a process in words."""
+    if code == _UNGUARDED:
+        return (
+            "the script starts workers when it is imported, and workers import it. Put what it runs, and so autopar.launch, under "
+            '`if __name__ == "__main__":`'
+        )
+    if code is not None and code < 0:
+        return f"the process was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"the process ended with exit code {code}"
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    """ValueError for a function that a new process would not find."""
+    name, module = getattr(fn, "__qualname__", type(fn).__name__), getattr(fn, "__module__", None)
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        file = getattr(main, "__file__", None)
+        if getattr(main, "__spec__", None) is None and (file is None or not os.path.isfile(file)):
+            raise ValueError(
+                f"{name} is defined in a notebook, an interactive session or a script from standard input, which new processes cannot "
+                f"import: put it into a file, and import it from there"
+            )
+    if "<locals>" in name or "<lambda>" in name:
+        raise ValueError(f"{name} is defined inside of a function, where no new process finds it: define it at the top level of a module")
+
+
+def _check_main() -> None:
+    """End a new process that imports a script which starts workers without a guard. The process that it is of says why."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(_UNGUARDED)
+
+
+def _worker(connection: Connection, rank: int, n: int, backend: str, folder: str) -> None:
     """The main function of a worker: join the group, then run what is sent until an empty message or the end."""
+    threading.Thread(target=_end_with_parent, name="autopar-parent", daemon=True).start()
+    watch.in_pool(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -189,7 +247,7 @@ def _worker(connection: Connection, rank: int, n: int, backend: str, store: str)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
     dist.init_process_group(
-        backend, store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=datetime.timedelta(minutes=30)
+        backend, store=dist.FileStore(os.path.join(folder, "store"), n), rank=rank, world_size=n, timeout=datetime.timedelta(minutes=30)
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -203,8 +261,17 @@ def _worker(connection: Connection, rank: int, n: int, backend: str, store: str)
     release()
 
 
+def _end_with_parent() -> None:
+    """A worker does not outlive the process that started it, whatever it runs at that time."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _answer(task: bytes) -> bytes:
     try:
+        record.left()  # what an earlier task has left noted
         paths, call = pickle.loads(task)
         sys.path.extend(path for path in paths if path not in sys.path)
         fn, args = pickle.loads(call)
@@ -212,4 +279,5 @@ def _answer(task: bytes) -> bytes:
     except BaseException as error:  # whatever the task raises is reported to the process that sent it
         if isinstance(error, KeyboardInterrupt):
             raise
-        return pickle.dumps((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        lost = isinstance(error, RuntimeError) and record.inside()
+        return pickle.dumps((False, (f"{type(error).__name__}: {error}", traceback.format_exc(), lost)))

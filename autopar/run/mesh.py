@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from autopar.axes import AXES, BATCH, LAYERS, axes_over, levels_of
 from autopar.errors import LaunchError
+from autopar.run import record
 from autopar.run.groups import Group, group_of
 
 __all__ = ["Axis", "Mesh"]
@@ -136,7 +137,9 @@ class Mesh:
         """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
         boxed = [value]
         if self.talks:
+            record.entered(record.AGREEMENT, self.everyone.name)
             dist.broadcast_object_list(boxed, src=0, group=self.everyone.group, device=device)
+            record.left()
         return boxed[0]
 
     def agree_number(self, value: int | None, device: torch.device) -> int | None:
@@ -145,7 +148,9 @@ class Mesh:
             return value
         number = (value or 0) % 2**64
         boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device=device)
+        record.entered(record.AGREEMENT, self.everyone.name)
         dist.broadcast(boxed, src=0, group=self.everyone.group)
+        record.left()
         there, high, low = boxed.tolist()
         return (high << 32) + low if there else None
 
@@ -154,7 +159,9 @@ class Mesh:
         if not self.talks:
             return
         found = [""] * self.world
+        record.entered(record.AGREEMENT, self.everyone.name)
         dist.all_gather_object(found, repr(value), group=self.everyone.group)
+        record.left()
         for rank, other in enumerate(found):
             if other != found[0]:
                 ranks = f"rank 0 and rank {rank}, which must be given the same data"
@@ -165,7 +172,9 @@ class Mesh:
         if not self.talks:
             return set(values)
         found: list[list[str]] = [[]] * self.world
+        record.entered(record.AGREEMENT, self.everyone.name)
         dist.all_gather_object(found, values, group=self.everyone.group)
+        record.left()
         return {value for one in found for value in one}
 
     def _unflatten(self, rank: int) -> tuple[int, ...]:

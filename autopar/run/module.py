@@ -6,8 +6,8 @@ import contextlib
 import functools
 import importlib
 import inspect
-import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.debug import debug_level
 from autopar.errors import CaptureError, NoLoss
-from autopar.run import comm, state
+from autopar.run import comm, record, state
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
@@ -129,7 +130,7 @@ class ParallelModule(StandIn):
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
-        keep["debug"] = debug if debug is not None else int(os.environ.get("AUTOPAR_DEBUG") or 0) >= 1
+        keep["debug"] = debug if debug is not None else debug_level() >= 1
         keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
         if original is not None:
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
@@ -164,13 +165,18 @@ class ParallelModule(StandIn):
         debug mode of every call).
         """
         close_steps()
+        record.step(self._calls + 1)
+        record.phase(record.FORWARD)
         self._tree.begin_step()
         form = self._form_for(args, kwargs)
         self.__dict__["_calls"] += 1
         if form is None:
-            return self._of_the_original(args, kwargs)
-        with without():  # the program has the casts
-            return self._run(form, args, kwargs)
+            returned = self._of_the_original(args, kwargs)
+        else:
+            with without():  # the program has the casts
+                returned = self._run(form, args, kwargs)
+        record.phase(record.OUTSIDE)
+        return returned
 
     def _run(self, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         mesh, tree = self.mesh, self._tree
@@ -417,6 +423,8 @@ class ParallelModule(StandIn):
             return first  # which says what is missing or not known
         shapes = first.batch.shapes(args, kwargs)
         key = self._key(shapes, around := ambient())
+        if self.mesh.talks:
+            record.given(self._number(key))
         if self.debug or self._calls < CHECKED:
             self.mesh.check_equal(key, "the shapes of the inputs, the training mode, or torch.autocast around the call,")
         forms = self._forms.get(key, [])
@@ -466,6 +474,16 @@ class ParallelModule(StandIn):
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _number(self, key: Key) -> int:
+        """For a key, the same on every rank."""
+        known = self.__dict__.setdefault("_numbers", {})
+        if key not in known:
+            if len(known) > FORMS:
+                known.clear()
+            known[key] = zlib.crc32(repr(key).encode())
+        number: int = known[key]
+        return number
 
     def _takes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         """Whether the original's forward can be called so."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.run import comm
+from autopar.run import comm, record
 from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
@@ -54,8 +54,10 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -
             (loss,), outputs = _apart(stage, stage(**given))
         made.append(outputs)
         step.begin_pass(0)
+        record.phase(record.BACKWARD)
         if loss.requires_grad:
             loss.backward()
+        record.phase(record.FORWARD)
         step.end_pass()
         losses.append(loss.detach())
     return torch.stack(losses).sum(0)
@@ -163,10 +165,11 @@ class _Run:
         for action, exchange in zip(actions, exchanges[:-1], strict=True):
             self._exchange(exchange)
             self._wait_for(action)
+            record.phase(record.FORWARD if action.pass_ == "F" else record.BACKWARD)
             self._hand_on(action, self._forward(action) if action.pass_ == "F" else self._backward(action))
         self._exchange(exchanges[-1])
         for work, _ in self._works:
-            work.wait()
+            comm.finish(work, record.EXCHANGE, "pp")
         self._works = []
         if "F" in which:
             outputs = [[self._outputs.pop((s, i)) for s in sorted(self._stages)] for i in range(len(self._inputs))]
@@ -186,7 +189,7 @@ class _Run:
         """What an action takes of another rank has arrived."""
         source = action.stage - 1 if action.pass_ == "F" else action.stage + 1
         for work in self._arriving.pop(Action(source, action.pass_, action.micro_batch), ()):
-            work.wait()
+            comm.finish(work, record.EXCHANGE, "pp")
             self._works = [(other, sent) for other, sent in self._works if other is not work]  # sent with what has been waited for
 
     def _exchange(self, exchange: Exchange) -> None:

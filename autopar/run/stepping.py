@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.run import record
 from autopar.run.parts import Part, PartTensor, cut_as, is_part, lies_of, part_like
 
 __all__ = ["close_steps", "hook_optimizers"]
@@ -44,6 +45,7 @@ def close_steps() -> None:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     close_steps()
+    record.phase(record.OPTIMIZER)
     params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Part]
     if not params:
         return None
@@ -83,6 +85,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _close(id(optimizer))
+    record.phase(record.OUTSIDE)
 
 
 def _close(optimizer: int) -> None:

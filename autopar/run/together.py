@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from autopar import errors
 from autopar.errors import LaunchError
+from autopar.run import record
 from autopar.run.groups import group_of
 
 __all__ = ["decided_by_rank_0", "done_by_all", "talking"]
@@ -42,7 +43,10 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
     except _EXPECTED as e:
         error, mine = e, (type(e).__name__, str(e))
     found: list[tuple[str, str]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=_everyone())
+    everyone = _everyone()
+    record.entered(record.AGREEMENT, "pp_dp_tp")
+    dist.all_gather_object(found, mine, group=everyone)
+    record.left()
     if error is not None:
         raise error
     for rank, (kind, text) in enumerate(found):
@@ -66,7 +70,10 @@ def decided_by_rank_0(make: Callable[[], bytes]) -> bytes:
             answer = [([], "", make())]
         except _EXPECTED as e:
             error, answer = e, [([kind.__name__ for kind in type(e).__mro__], str(e), b"")]
-    dist.broadcast_object_list(answer, src=0, group=_everyone())
+    everyone = _everyone()
+    record.entered(record.PLANNING, "pp_dp_tp")
+    dist.broadcast_object_list(answer, src=0, group=everyone)
+    record.left()
     if error is not None:
         raise error
     kinds, text, result = answer[0]

@@ -1,0 +1,80 @@
+"""What the records of ranks say, in words: who has gone, who waits for whom, and where a rank is in its program."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Set
+
+import torch.distributed as dist
+
+from autopar.run import record
+from autopar.run.record import Seen
+
+__all__ = ["culprit", "killed", "wait_of", "whereabouts"]
+
+_PLACES = tuple(os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in (record.__file__, dist.__file__))
+
+
+def culprit(others: Mapping[int, Seen], dead: Set[int], rank: int, own: Seen, world: int) -> str:
+    """Which of the other ranks has gone, and what it was doing; '' if none has. One that was killed before one that failed, and that
+    before one that has ended because another did."""
+    gone = {r: s for r, s in others.items() if r in dead}
+    for r, seen in gone.items():
+        if seen.state == record.RUNNING:
+            return killed(r, seen, world)
+    for r, seen in others.items():
+        if seen.state == record.FAILED:
+            return (
+                f"rank {r} of {world} has failed {seen.where}: {seen.text} (its own traceback is above, or in its log). The other ranks end"
+            )
+    for seen in gone.values():
+        if seen.state == record.FOLLOWED and seen.text:
+            return seen.text
+    for r, seen in gone.items():
+        if seen.state == record.ENDED and own.at:
+            return (
+                f"rank {r} of {world} has ended by itself ({seen.where}), and rank {rank} waits for it, {own.where}: all ranks must make "
+                f"the same calls, as many batches, saves and evaluations"
+            )
+    return ""
+
+
+def killed(rank: int, seen: Seen, world: int, how: str = "was killed, or crashed,") -> str:
+    return (
+        f"rank {rank} of {world} (process {seen.pid}) {how} {seen.where}. What came after the last checkpoint is lost; the other ranks end"
+    )
+
+
+def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, waits_s: float) -> str:
+    """Which ranks of a machine wait for which. rank: one that waits."""
+    waiting = {r: s for r, s in seen.items() if s.waits or r == rank}
+    text = f"{_ranks(list(waiting))} of {world} {'has' if len(waiting) == 1 else 'have'} waited {waits_s:.0f} s"
+    by_place: dict[str, list[int]] = {}
+    for r, s in waiting.items():
+        by_place.setdefault(f"{s.where}{f' ({s.text})' if s.text else ''}", []).append(r)
+    places = [place if len(by_place) == 1 else f"{_ranks(ranks)} {place}" for place, ranks in by_place.items()]
+    text += f" {'; '.join(places)}"
+    own = seen[rank]
+    if other := next((r for r, s in seen.items() if s.step == own.step and s.phase == own.phase and s.given != own.given), None):
+        text += f"; ranks {rank} and {other} are called with inputs of different shapes, or in different modes"
+    for r, s in sorted(seen.items()):
+        if r not in waiting:
+            text += f"; rank {r} {'has ended' if r in dead else 'is'} {s.where}{f' ({s.text})' if s.text and r not in dead else ''}"
+    return text
+
+
+def whereabouts(thread: int) -> str:
+    """The line of the user's program, and of the emitted module, at which a thread is."""
+    frames = traceback.extract_stack(sys._current_frames().get(thread))
+    emitted = [f for f in frames if f.filename.startswith("<autopar_emitted_")]
+    users = [f for f in frames if not f.filename.startswith((*_PLACES, "<"))]
+    found = [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in users[-1:]]
+    found += [f"line {f.lineno} of the emitted module (`{f.line}`)" for f in emitted[-1:]]
+    return ", ".join(found)
+
+
+def _ranks(ranks: list[int]) -> str:
+    named = ", ".join(map(str, sorted(ranks)[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"

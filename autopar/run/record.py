@@ -1,0 +1,239 @@
+"""What this rank is doing, written where it can be read when the rank is gone: a few numbers in a file of shared memory.
+
+Writing a number there takes tens of nanoseconds, so that every collective is noted (`entered`, `left`), and who looks at the numbers
+pays: the rank's own watch, which compares them from time to time, and other ranks of the machine after a death (`watch`). A rank holds a
+lock on its file; the system lets go of it when the process ends in any way. What an exception has left noted stays: it says where that
+came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopar.errors import AutoparError
+
+__all__ = [
+    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED", "FOLLOWED",
+    "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "Own", "Seen", "doing",
+    "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step", "write_to",
+]  # fmt: skip
+
+_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN = range(12)
+_NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
+
+RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
+OUTSIDE, FORWARD, BACKWARD, OPTIMIZER, SAVING, LOADING, PREPARING = range(7)
+PHASES = (
+    "outside of the model", "forward", "backward", "the optimizer's step", "saving a checkpoint", "loading a checkpoint",
+    "preparing the model",
+)  # fmt: skip
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, EXCHANGE, AGREEMENT, CHECKPOINT, PLANNING = range(1, 10)
+KINDS = (
+    "", "an all-reduce", "an all-gather", "a reduce-scatter", "an all-to-all", "a broadcast", "an exchange between stages", "an agreement",
+    "a checkpoint's collective", "the wait for rank 0's plan",
+)  # fmt: skip
+_AXES = ("", "pp", "dp", "tp", "dp_tp", "shard", "replica", "replica_tp", "pp_dp_tp")
+_AXIS = {name: number for number, name in enumerate(_AXES)}
+
+_now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others
+
+
+def entered(kind: int, axis: str) -> None:
+    """This rank begins to wait for a collective over an axis."""
+    if torch.compiler.is_compiling():
+        return
+    _now[_AT] = kind * 16 + _AXIS.get(axis, 0)
+    _now[_COUNT] += 1
+
+
+def left() -> None:
+    """The collective is over."""
+    if not torch.compiler.is_compiling():
+        _now[_AT] = 0
+
+
+def line(depth: int) -> int:
+    """The line from which the caller's caller, or one further up, was called."""
+    return 0 if torch.compiler.is_compiling() else sys._getframe(depth + 1).f_lineno
+
+
+def note_line(number: int) -> None:
+    """The line of the emitted module for which the next collectives are."""
+    if not torch.compiler.is_compiling():
+        _now[_LINE] = number
+
+
+def step(number: int) -> None:
+    """The call of the model that begins."""
+    _now[_STEP] = number
+
+
+def given(number: int) -> None:
+    """What the call is of, as a number: shapes and modes, which must be the same on all ranks."""
+    _now[_GIVEN] = number
+
+
+def phase(number: int) -> None:
+    _now[_PHASE], _now[_LINE] = number, 0
+
+
+def saving_beside(going: bool) -> None:
+    """Whether a save goes on beside training."""
+    _now[_BESIDE] = going
+
+
+@contextlib.contextmanager
+def doing(number: int, kind: int = 0) -> Iterator[None]:
+    """A phase for the time of a block, and perhaps a collective that all of it is; after an error both stay noted."""
+    before = _now[_PHASE]
+    phase(number)
+    if kind:
+        entered(kind, "pp_dp_tp")
+    try:
+        yield
+    except AutoparError:  # an error on all ranks alike: none has gone
+        left()
+        phase(before)
+        raise
+    if kind:
+        left()
+    phase(before)
+
+
+def now() -> int:
+    """The phase."""
+    return _now[_PHASE]
+
+
+def inside() -> bool:
+    """Whether a collective is being waited for, or has ended in an error."""
+    return _now[_AT] != 0
+
+
+def write_to(view: memoryview) -> None:
+    """From now on note there, with what has been noted."""
+    global _now
+    view[_PID + 1 : _NUMBERS] = _now[_PID + 1 : _NUMBERS]
+    _now = view
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A record as it was read. waits: whether its watch has found that it waits too long. beside: whether it saved beside training. given:
+    a number for the shapes of its call. text: how it ended, or where it is."""
+
+    pid: int
+    state: int
+    step: int
+    phase: int
+    at: int
+    line: int
+    count: int
+    beat: int
+    waits: bool
+    beside: bool
+    given: int
+    text: str
+
+    @staticmethod
+    def of(data: bytes) -> Seen:
+        numbers = memoryview(data[: 8 * _NUMBERS]).cast("q").tolist()
+        length = min(max(numbers[_LENGTH], 0), _SIZE - _TEXT)
+        text = data[_TEXT : _TEXT + length].decode(errors="replace")
+        pid, state, at_step, at_phase, at, at_line, count, beat, waits = numbers[:9]
+        return Seen(
+            pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
+            beside=bool(numbers[_BESIDE]), given=numbers[_GIVEN], text=text,
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> int:
+        return self.at // 16
+
+    @property
+    def collective(self) -> str:
+        """'an all-reduce over dp, line 83 of the emitted module'; '' outside of any."""
+        if not self.at:
+            return ""
+        axis = _AXES[self.at % 16] if self.at % 16 < len(_AXES) else ""
+        over = {"": "", "pp_dp_tp": " over all ranks"}.get(axis, f" over {axis}")
+        where = f", line {self.line} of the emitted module" if self.line and self.kind < EXCHANGE else ""
+        return f"{KINDS[self.kind] if self.kind < len(KINDS) else 'a collective'}{over}{where}"
+
+    @property
+    def where(self) -> str:
+        """'in step 12, backward, in an all-reduce over dp, line 83 of the emitted module'."""
+        steps = f"in step {self.step}, " if self.step and self.phase in (FORWARD, BACKWARD) else f"after step {self.step}, "
+        what = PHASES[self.phase] if self.phase < len(PHASES) else ""
+        beside = ", saving a checkpoint beside" if self.beside else ""
+        return f"{steps if self.step else ''}{what}{f', in {self.collective}' if self.at else ''}{beside}"
+
+
+class Own:
+    """This rank's record, held until the process ends or `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, _SIZE)
+        self._memory = mmap.mmap(self._file, _SIZE)
+        self._view = memoryview(self._memory).cast("q")
+        self._view[_PID] = os.getpid()
+        write_to(self._view)
+
+    def mark(self, state: int, text: str = "") -> None:
+        """How the rank ends, once."""
+        if self._view[_STATE] == RUNNING:
+            self.tell(text)
+            self._view[_STATE] = state
+
+    def tell(self, text: str) -> None:
+        data = text.encode()[: _SIZE - _TEXT]
+        self._memory[_TEXT : _TEXT + len(data)] = data
+        self._view[_LENGTH] = len(data)
+
+    def beats(self, *, waits: bool) -> None:
+        self._view[_BEAT] += 1
+        self._view[_WAITS] = waits
+
+    def data(self) -> bytes:
+        return self._memory[:]
+
+    def seen(self) -> Seen:
+        return Seen.of(self.data())
+
+    def close(self) -> None:
+        """Let go of the lock: the state is what others read from now on."""
+        write_to(memoryview(bytearray(_SIZE)).cast("q"))
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+class Other:
+    """The record of another rank of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def alive(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return False
+
+    def seen(self) -> Seen:
+        return Seen.of(os.pread(self._file, _SIZE, 0).ljust(_SIZE, b"\0"))
+
+    def close(self) -> None:
+        os.close(self._file)

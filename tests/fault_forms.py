@@ -1,0 +1,98 @@
+"""A training script in which something goes wrong, run by several ranks: `python fault_forms.py FORM FOLDER`.
+
+The ranks are forked from one process that has imported everything, go on as scripts of their own, and end as interpreters end. The last
+line that is printed is a JSON object: the exit code of each rank and what each wrote to its standard error, in one text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401  (which the first optimizer imports: once, not in each rank)
+import torch.distributed as dist  # noqa: E402
+from run_model import Model, batch, emitted, tensors  # noqa: E402
+
+import autopar  # noqa: E402
+import autopar.checkpoint  # noqa: E402, F401
+from autopar.run import ParallelModule  # noqa: E402
+
+FORM, FOLDER = sys.argv[1], sys.argv[2]
+RANKS = 4 if FORM == "raises, of four" else 2
+
+
+def in_no_hurry() -> None:
+    time.sleep(1000)
+
+
+def start() -> int | None:
+    """In a rank, its number; None in the process that has seen all of them end."""
+    read, write = os.pipe()
+    out, told = os.pipe()
+    pids = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(write, 2)
+            os.dup2(told, 3)
+            return rank
+        pids.append(pid)
+    os.close(write)
+    os.close(told)
+    text, steps, sent = b"", b"", False
+    codes: dict[int, int] = {}
+    ends = {read, out}
+    while ends:
+        for end in select.select(list(ends), [], [])[0]:
+            data = os.read(end, 65536)
+            text, steps = (text + data, steps) if end == read else (text, steps + data)
+            if not data:
+                ends.discard(end)
+        if FORM in ("asked to leave", "asked, of no loop that asks") and not sent and b"step 3 of rank 1" in steps:
+            os.kill(pids[1], signal.SIGTERM)
+            sent = True
+    for rank, pid in enumerate(pids):
+        codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps({"codes": [codes[rank] for rank in range(RANKS)], "text": text.decode(), "steps": steps.decode()}))
+    return None
+
+
+def train(rank: int) -> None:
+    store = dist.FileStore(os.path.join(FOLDER, "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    sizes = {"tp": 2} if FORM == "waits in forward" else {"dp": RANKS}
+    model = ParallelModule(emitted(**sizes), tensors(Model().double()), device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2000 if FORM.startswith("asked") else 5):
+        if rank == 1 and step == 3:
+            if FORM.startswith("raises"):
+                raise ValueError("on purpose")
+            if FORM == "exits":
+                sys.exit(0)
+            if FORM.startswith("waits"):
+                in_no_hurry()
+            if FORM == "killed while the other computes":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and step == 3 and FORM == "killed while the other computes":
+            in_no_hurry()
+        loss = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        os.write(3, f"step {step} of rank {rank}\n".encode())
+        if FORM == "asked to leave" and autopar.interrupted():
+            autopar.save(os.path.join(FOLDER, "left"), model, optimizer, step=step + 1)
+            os.write(3, f"left after {step + 1}\n".encode())
+            break
+
+
+number = start()
+if number is not None:
+    train(number)

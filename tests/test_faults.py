@@ -1,0 +1,109 @@
+"""What the other ranks do and say when one is killed, raises, ends early or is waited for; leaving on a signal; starting again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from tests.run_model import Model
+
+pytestmark = pytest.mark.gloo
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _run(form: str, folder: Path, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "fault_forms.py"), form, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**ENVIRONMENT, **environment})
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(("form", "ranks"), [("raises", 2), ("raises, of four", 4)])
+def test_a_rank_that_raises_brings_the_others_down_after_its_traceback(form: str, ranks: int, tmp_path: Path) -> None:
+    found = _run(form, tmp_path)
+    assert found["codes"] == [1] * ranks
+    own, *others = [line for line in found["text"].splitlines() if "ValueError: on purpose" in line]
+    assert "autopar" not in own and found["text"].count("Traceback") == 1, found["text"]
+    (said,) = others
+    assert re.match(rf"autopar: rank 1 of {ranks} has failed after step 3, outside of the model: ValueError: on purpose \(", said)
+    assert found["text"].splitlines()[-1] == said
+
+
+def test_a_rank_that_makes_fewer_steps_is_named(tmp_path: Path) -> None:
+    found = _run("exits", tmp_path)
+    assert found["codes"] == [1, 0]
+    (said,) = found["text"].splitlines()
+    assert said.startswith("autopar: rank 1 of 2 has ended by itself (after step 3, outside of the model), and rank 0 waits for it, in ")
+    assert "all ranks must make the same calls" in said
+
+
+def test_a_rank_that_is_killed_while_no_other_waits(tmp_path: Path) -> None:
+    found = _run("killed while the other computes", tmp_path)
+    assert found["codes"] == [1, -9]
+    (said,) = found["text"].splitlines()
+    assert re.match(r"autopar: rank 1 of 2 \(process \d+\) was killed, or crashed, after step 3, outside of the model\.", said)
+
+
+@pytest.mark.parametrize(("form", "axis"), [("waits", "all ranks|dp"), ("waits in forward", "tp")])
+def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str, tmp_path: Path) -> None:
+    found = _run(form, tmp_path, AUTOPAR_TIMEOUT="15")
+    assert found["codes"] == [1, 1]
+    lines = found["text"].splitlines()
+    pattern = r"autopar: rank 0 of 2 has waited (\d+) s in step 4, (forward|backward), in an? [a-z-]+ over (.*)"
+    said = [re.match(pattern, line) for line in lines]
+    matched = [m for m in said if m is not None]
+    assert len(matched) >= 2, found["text"]  # when a tenth of the time has passed, and at the end
+    assert re.search(axis, matched[-1][3])
+    assert "; rank 1 is after step 3, outside of the model (fault_forms.py:" in matched[-1][0] and "in in_no_hurry)" in matched[-1][0]
+    assert "longer than AUTOPAR_TIMEOUT=15 allows" in matched[-1][0]
+    if form == "waits in forward":
+        number = int(re.search(r"line (\d+) of the emitted module", matched[-1][0])[1])  # type: ignore[index]
+        assert "C.all_reduce" in (ROOT / "tests" / "run_model.py").read_text().splitlines()[number - 1]
+
+
+def test_ranks_leave_together_at_a_step_of_which_there_is_a_checkpoint(tmp_path: Path) -> None:
+    """One of them alone is given the signal."""
+    found = _run("asked to leave", tmp_path)
+    assert found["codes"] == [0, 0] and found["text"] == "", found["text"]
+    left = set(re.findall(r"left after (\d+)", found["steps"]))
+    assert len(left) == 1 and found["steps"].count("left after") == 2
+    step = int(left.pop())
+    assert 4 <= step < 2000
+    for rank in range(2):
+        assert len(re.findall(rf"step \d+ of rank {rank}\n", found["steps"])) == step
+    model = Model().double()
+    assert autopar.load(tmp_path / "left", model) == {"step": step}
+
+
+def test_a_loop_that_does_not_ask_ends_by_the_signal(tmp_path: Path) -> None:
+    found = _run("asked, of no loop that asks", tmp_path)
+    assert found["codes"][1] == -15 and found["codes"][0] in (1, -15)
+
+
+def test_on_one_process_the_signal_is_seen_at_the_next_call() -> None:
+    code = (
+        "import os, signal, autopar\nfound = [autopar.interrupted()]\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "found += [autopar.interrupted(), autopar.interrupted()]\nassert found == [False, True, True], found\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, timeout=120, check=False).returncode == 0
+
+
+def test_kills_at_random_moments_lose_nothing_that_was_saved() -> None:
+    """A few of them, in every phase, under every plan; `python -m benchmarks faults` makes more."""
+    command = [sys.executable, "-m", "benchmarks", "faults", "--kills", "6", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] == 6 and found["hangs"] == found["lost"] == found["other_messages"] == 0
+    assert found["loss_error"] <= 1e-10 and torch.tensor(found["end_s"]).max() < 60
