@@ -44,7 +44,7 @@ def printed(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     found = []
     for process in processes:
         out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err[-4000:]
+        assert process.returncode == 0, f"{err[:6000]}\n...\n{err[-2000:]}"
         found.append(out.strip().splitlines()[-1] if out.strip() else "")
     return found
 
