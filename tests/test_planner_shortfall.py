@@ -96,7 +96,7 @@ def test_the_shortage_shrinks_with_memory_and_ends_where_a_plan_fits() -> None:
     need = leanest(searched(MIB))
     assert need is not None
     shorts = []
-    for limit in (MIB, int(need.needs_bytes / 2), int(need.needs_bytes) - 10_000):
+    for limit in (MIB, int(need.needs_bytes / 2), int(need.needs_bytes) - 1_000_000):
         text = refusal(2, limit)
         found = re.search(r"the leanest candidate is ([\d.]+) GiB short", text)
         assert found is not None, text
