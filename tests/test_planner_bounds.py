@@ -175,7 +175,8 @@ def test_no_rank_needs_less_than_the_bound_on_its_memory(name: str) -> None:
             estimator = search.estimator(rank, choice)
             if isinstance(estimator, str):
                 continue
-            alike = frozenset(p.value for p in program_of(name).params if estimator.rank.data and estimator.rank.data.leaves.get(p.value) == I)
+            data = estimator.rank.data
+            alike = frozenset(p.value for p in program_of(name).params if data is not None and data.leaves.get(p.value) == I)
             for known in (frozenset[str](), alike):
                 assert 0 < search._least.bytes(choice, known) <= estimator.least_bytes * (1 + 1e-9), (choice, known)
             assert estimator.room_bytes(2**40) <= search._least.room_bytes(2**40, search._batch_bytes(choice.mesh)) * (1 + 1e-9)
