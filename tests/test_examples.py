@@ -100,6 +100,26 @@ def test_ray_train_runs_the_plain_loop_on_local_workers(tmp_path: Path) -> None:
     assert float(text) == pytest.approx(of_the_plain_loop(3)[-1], rel=1e-9)
 
 
+def of_the_accelerated_loop() -> list[float]:
+    """The same training with torch alone."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    y, model = x[:, :4].argmax(1), example("accelerated").Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    losses = []
+    for index in range(8):
+        loss = model(x[8 * index : 8 * index + 8], y[8 * index : 8 * index + 8])
+        (loss / 2).backward()
+        if index % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("name,package", [("hf_trainer", "accelerate"), ("accelerated", "accelerate"), ("lightning_module", "lightning")])
 def test_examples_of_tools(name: str, package: str, tmp_path: Path) -> None:
@@ -116,6 +136,9 @@ def test_examples_of_tools(name: str, package: str, tmp_path: Path) -> None:
         assert 0 < found["train_loss"] < 1.4  # below the loss of a guess among four classes
         assert found["val_accuracy"] > 0.3
         assert list((tmp_path / "lightning").rglob("rest.ckpt"))
+    elif name == "accelerated":
+        assert ast.literal_eval(text) == pytest.approx(of_the_accelerated_loop(), rel=1e-4)  # in float32
+        assert list(tmp_path.rglob("checkpoint.json"))
     else:
         losses = ast.literal_eval(text)
         assert losses[-1] < losses[0]
