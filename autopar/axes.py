@@ -25,12 +25,14 @@ Kinds of parallelism that are not here yet, and where each would stand:
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from autopar.ir import I, Layout, R, S
 
-__all__ = ["AXES", "BATCH", "LAYERS", "TIME", "AxisSpec", "Divides", "axes_over", "cut_order", "levels_of", "spec_of"]
+__all__ = ["AXES", "BATCH", "LAYERS", "TIME", "AxisSpec", "Divides", "axes_over", "cut_order", "joint", "levels_of", "spec_of"]
 
 Divides = Literal["layers", "batch", "operators"]
 
@@ -90,6 +92,13 @@ def axes_over(divides: Divides) -> tuple[AxisSpec, ...]:
 def cut_order(*, time: bool = False) -> tuple[str, ...]:
     """The axes over which tensors lie, in the order in which they are cut. time: the micro-batches among them."""
     return (*(row.name for row in axes_over("batch")), *((TIME,) if time else ()), *(row.name for row in axes_over("operators")))
+
+
+def joint(inner: Sequence[str]) -> list[tuple[str, ...]]:
+    """The axes that are one group of ranks where a collective is over several: some of those that divide operators (`inner`), alone or with
+    the data axis, or with those of its ranks that hold the same parts."""
+    several = [names for k in range(1, len(inner) + 1) for names in itertools.combinations(inner, k)]
+    return [(*base, *names) for names in several for base in ((), (BATCH,), levels_of(BATCH)[:1]) if len((*base, *names)) > 1]
 
 
 def levels_of(axis: str) -> tuple[str, ...]:

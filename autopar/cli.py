@@ -297,14 +297,14 @@ def _plan_of(
     target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
     time_limit: float | None,
 ) -> Plan:  # fmt: skip
-    import autopar
+    from autopar import plan
     from autopar.targets import load_target
 
     _check_gpus(gpus)
     _check_time_limit(time_limit)
     memory_bytes, loss_fn = _memory(memory), _loss(loss)
     model, example_inputs = load_target(target)
-    return autopar.plan(
+    return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
         precision=precision, pins=pins, time_limit=time_limit,
     )  # fmt: skip

@@ -66,9 +66,10 @@ def planned_once(
     folder = cache_folder()
     if folder is None:
         return make()
-    key = _digest(identity(program), repr(sorted(wishes.items())), *versions())
+    computes = program_hash(program)
+    key = _digest(identity(program, computes), repr(sorted(wishes.items())), *versions())
     entry = folder / f"{key}.plan"
-    found, reason = _read(entry, program)
+    found, reason = _read(entry, program, computes)
     if found is not None:
         return found
     try:
@@ -78,7 +79,7 @@ def planned_once(
         said(1, lambda: f"autopar: the plan is not kept, {folder} cannot be made: {reason}")
         return make()
     with _locked(folder / f"{int(key[:8], 16) % LOCKS:03}.lock"):
-        found, reason = _read(entry, program)  # by whoever had the lock before
+        found, reason = _read(entry, program, computes)  # by whoever had the lock before
         if found is not None:
             return found
         made = make()
@@ -89,12 +90,12 @@ def planned_once(
     return made
 
 
-def identity(program: Program) -> str:
+def identity(program: Program, computes: str = "") -> str:
     """sha256 of all of a captured program that a plan is made from or names: what it computes (`program_hash`), its names, dtypes, blocks
-    and where its operators stand in the user's code."""
+    and where its operators stand in the user's code. computes: its hash, if that is known."""
     own = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
     own |= {name: sorted(value.items()) for name, value in own.items() if isinstance(value, Mapping)}
-    return _digest(program_hash(program), repr(own))
+    return _digest(computes or program_hash(program), repr(own))
 
 
 def versions() -> tuple[str, ...]:
@@ -128,7 +129,7 @@ def _digest(*parts: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- entries
-def _read(entry: Path, program: Program) -> tuple[Plan | None, str]:
+def _read(entry: Path, program: Program, computes: str) -> tuple[Plan | None, str]:
     """The plan of an entry, or why it is none ('' where there is no entry)."""
     try:
         data = entry.read_bytes()
@@ -141,7 +142,7 @@ def _read(entry: Path, program: Program) -> tuple[Plan | None, str]:
         return None, "was damaged"
     try:
         plan = Plan.from_json(text, str(entry))
-        if plan.program_hash != program_hash(program):
+        if plan.program_hash != computes:
             raise PlanError("it is for another program")
         lower(program, plan)
     except PlanError as e:

@@ -6,6 +6,7 @@ without what is recomputed or done by several ranks, divided by the peak of all 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.axes import BATCH, axes_over
 from autopar.measure.resident import forget_peak, peak_bytes
 from autopar.planner.plan import Plan
 from autopar.report.units import bytes_text, seconds_text, table
@@ -90,9 +92,9 @@ def _most(module: ParallelModule, amount: int | None) -> int | None:
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of one step of the model, forward and backward: what all ranks do, without what the tp axis does several times."""
-    tp = plan.mesh["tp"]
-    times = plan.micro_batches * plan.mesh["dp"] / (plan.tensor_split_share / tp + 1 - plan.tensor_split_share)
+    """FLOPs of one step of the model, forward and backward: what all ranks do, less what those that share operators do several times."""
+    parts = math.prod(plan.mesh[row.name] for row in axes_over("operators"))
+    times = plan.micro_batches * plan.mesh[BATCH] / (plan.tensor_split_share / parts + 1 - plan.tensor_split_share)
     return sum(stage.flops for stage in plan.stages) * times
 
 

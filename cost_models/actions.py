@@ -6,29 +6,27 @@ in which the rank runs them. A rank may hold several stages, and which ones is r
 
 From these tuples alone follow, in this module:
     validate      every stage runs every micro-batch once, on one rank, in an order that does not deadlock
-    situations    what a rank holds while each of its passes runs: its memory
-    exchanges     when ranks send and receive, in an order that is the same at both ends of every pair of ranks
     simulate      the time of the step, as events
+and in exchanges.py and holds.py when ranks send and receive, and what each holds in memory meanwhile.
 """
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 __all__ = [
-    "Action", "Event", "Exchange", "Fast", "OnRank", "Pass", "Ranks", "ScheduleError", "Situation", "Timeline", "alone", "exchanges",
-    "order_of", "parse", "peaks", "rank_of_stages", "render", "simulate", "situations", "validate",
+    "UNITS", "Action", "Event", "Pass", "Ranks", "ScheduleError", "Timeline", "alone", "order_of", "parse", "peaks",
+    "rank_of_stages", "render", "simulate", "validate",
 ]  # fmt: skip
 
 Pass = Literal["F", "B", "W"]
 Ranks = tuple[tuple["Action", ...], ...]
 
 _ACTION = re.compile(r"(\d+)([FBW])(\d+)")
-_UNITS: dict[Pass, int] = {"F": 1, "B": 2, "W": 1}  # of time, where only an order is wanted
+UNITS: dict[Pass, int] = {"F": 1, "B": 2, "W": 1}  # of time, where only an order is wanted
 
 
 class ScheduleError(ValueError):
@@ -134,171 +132,6 @@ def validate(ranks: Sequence[Sequence[Action]]) -> None:
     order_of(ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
-class Situation(NamedTuple):
-    """What a rank holds while one of its passes runs, by the stages that it holds, in their order. stage: the index among these. held: the
-    micro-batches that keep activations for backward, the one of this pass not counted. reduced: whether a backward pass has left
-    gradients of the parameters. last: no backward pass of this stage comes after it."""
-
-    stage: int
-    pass_: Pass
-    held: tuple[int, ...]
-    reduced: tuple[bool, ...]
-    last: bool
-
-    def covers(self, other: Situation) -> bool:
-        """Whether nothing of the other, which is of the same pass, is more."""
-        return all(map(operator.ge, self.held, other.held)) and all(map(operator.ge, self.reduced, other.reduced))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnRank:
-    """stages: those that a rank holds, in order. situations: those that no other one of them covers. waiting: by stage, the most
-    micro-batches whose activations, and whose gradients, have arrived before they are used."""
-
-    stages: tuple[int, ...]
-    situations: tuple[Situation, ...]
-    waiting: tuple[tuple[int, int], ...]
-
-
-def situations(ranks: Sequence[Sequence[Action]]) -> tuple[OnRank, ...]:
-    """What each rank holds."""
-    of = rank_of_stages(ranks)
-    return tuple(_on_rank(r, ranks[r], posted, of) for r, posted in enumerate(exchanges(ranks)))
-
-
-def _on_rank(rank: int, actions: Sequence[Action], posted: Sequence[Exchange], of: Sequence[int]) -> OnRank:
-    stages = [s for s, r in enumerate(of) if r == rank]
-    index = {s: k for k, s in enumerate(stages)}
-    frees: Pass = "W" if any(a.pass_ == "W" for a in actions) else "B"
-    left = [sum(a.stage == s and a.pass_ == frees for a in actions) for s in stages]
-    held, reduced = [0] * len(stages), [False] * len(stages)
-    waiting, most = [[0, 0] for _ in stages], [[0, 0] for _ in stages]
-    found: dict[tuple[int, Pass, bool], dict[Situation, None]] = {}
-    for action, exchange in zip(actions, posted):
-        k, backward = index[action.stage], action.pass_ == "B"
-        for message in exchange.receives:
-            waiting[index[_reader(message)]][message.pass_ == "B"] += 1
-        if _message_to(action, of) is not None:
-            waiting[k][backward] -= 1
-        most = [[max(a, b) for a, b in zip(x, y)] for x, y in zip(waiting, most)]
-        if action.pass_ == frees:
-            held[k] -= 1
-            left[k] -= 1
-        last = action.pass_ == frees and left[k] == 0
-        found.setdefault((k, action.pass_, last), {})[Situation(k, action.pass_, tuple(held), tuple(reduced), last)] = None
-        held[k] += action.pass_ == "F"
-        reduced[k] |= action.pass_ == frees
-    kept: list[Situation] = []
-    for alike in found.values():
-        uncovered: list[Situation] = []
-        for one in sorted(alike, key=lambda x: (-sum(x.held), -sum(x.reduced))):
-            if not any(other.covers(one) for other in uncovered):
-                uncovered.append(one)
-        kept += uncovered
-    return OnRank(stages=tuple(stages), situations=tuple(kept), waiting=tuple((f, b) for f, b in most))
-
-
-# ------------------------------------------------------------------------------------------------------------- exchanges
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """What a rank sends and receives at once, before one of its actions or behind the last one. A message is named by the action that made
-    it."""
-
-    sends: tuple[Action, ...] = ()
-    receives: tuple[Action, ...] = ()
-
-
-def _reader(message: Action) -> int:
-    """The stage that takes a message."""
-    return message.stage + 1 if message.pass_ == "F" else message.stage - 1
-
-
-def _message_to(action: Action, of: Sequence[int]) -> Action | None:
-    """What an action takes of another rank. of: the rank of each stage."""
-    source = action.stage - 1 if action.pass_ == "F" else action.stage + 1
-    if action.pass_ == "W" or not 0 <= source < len(of) or of[source] == of[action.stage]:
-        return None
-    return Action(source, action.pass_, action.micro_batch)
-
-
-def exchanges(ranks: Sequence[Sequence[Action]]) -> tuple[tuple[Exchange, ...], ...]:
-    """For each rank one before each of its actions, and one behind the last.
-
-    A result is sent as soon as it is there. It is received when it is needed, if that has the same order at both ends of every pair of
-    ranks and cannot deadlock even where a send waits for its receive; else when it is sent, by the order of a step whose passes take
-    their units of time: any two events of that order are in it for all ranks, so that the first one left can always happen."""
-    of = rank_of_stages(ranks)
-    found = _when_needed(ranks, of)
-    return found if _meet(found, of) else _when_sent(ranks, of)
-
-
-def _when_needed(ranks: Sequence[Sequence[Action]], of: Sequence[int]) -> tuple[tuple[Exchange, ...], ...]:
-    taken = {m for actions in ranks for a in actions if (m := _message_to(a, of)) is not None}
-    streams: dict[tuple[int, int], list[Action]] = {}  # (from, to) -> messages, as they are sent
-    for rank, actions in enumerate(ranks):
-        for a in actions:
-            if a in taken:
-                streams.setdefault((rank, of[_reader(a)]), []).append(a)
-    arrived: dict[tuple[int, int], int] = {}
-    places = {m: k for stream in streams.values() for k, m in enumerate(stream)}
-    found = []
-    for rank, actions in enumerate(ranks):
-        own: list[Exchange] = []
-        last: tuple[Action, ...] = ()
-        for a in actions:
-            message, receives = _message_to(a, of), list[Action]()
-            if message is not None:
-                pair = of[message.stage], rank
-                done, until = arrived.get(pair, 0), places[message] + 1
-                receives = streams[pair][done:until]
-                arrived[pair] = max(done, until)
-            own.append(Exchange(sends=last, receives=tuple(receives)))
-            last = (a,) if a in taken else ()
-        found.append((*own, Exchange(sends=last)))
-    return tuple(found)
-
-
-def _meet(found: Sequence[Sequence[Exchange]], of: Sequence[int]) -> bool:
-    """Whether all ranks come to their end if each waits in every exchange until both ends of all of it are there."""
-    position, posted = [0] * len(found), [set[Action]() for _ in found]
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(found):
-            while position[rank] < len(own):
-                now = own[position[rank]]
-                posted[rank].update(now.sends, now.receives)
-                ends = [of[_reader(m)] for m in now.sends] + [of[m.stage] for m in now.receives]
-                if not all(m in posted[end] for m, end in zip((*now.sends, *now.receives), ends)):
-                    break
-                position[rank] += 1
-                moved = True
-    return all(at == len(own) for at, own in zip(position, found))
-
-
-def _when_sent(ranks: Sequence[Sequence[Action]], of: Sequence[int]) -> tuple[tuple[Exchange, ...], ...]:
-    taken = {m for actions in ranks for a in actions if (m := _message_to(a, of)) is not None}
-    units = {p: [float(n)] * len(of) for p, n in _UNITS.items()}
-    events = [e for own in _events(ranks, of, units, 0.0) for e in own]
-    starts = [(e.start_s, 1, e.action) for e in events]
-    sent = [(e.end_s, 0, e.action) for e in events if e.action in taken]
-    position = [0] * len(ranks)
-    sends: list[list[list[Action]]] = [[[] for _ in range(len(actions) + 1)] for actions in ranks]
-    receives: list[list[list[Action]]] = [[[] for _ in range(len(actions) + 1)] for actions in ranks]
-    for _, starts_now, action in sorted(starts + sent):
-        here = of[action.stage]
-        if starts_now:
-            position[here] += 1
-        else:
-            to = of[_reader(action)]
-            sends[here][position[here]].append(action)
-            receives[to][position[to]].append(action)
-    return tuple(
-        tuple(Exchange(sends=tuple(a), receives=tuple(b)) for a, b in zip(x, y)) for x, y in zip(sends, receives)
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------------ time
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -374,32 +207,3 @@ def peaks(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
             held[a.stage] += (a.pass_ == "F") - (a.pass_ == frees)
             most[a.stage] = max(most[a.stage], held[a.stage])
     return tuple(most)
-
-
-class Fast:
-    """The makespan of one step's actions for any seconds, without its events."""
-
-    def __init__(self, ranks: Sequence[Sequence[Action]]) -> None:
-        of = rank_of_stages(ranks)
-        order = order_of(ranks)
-        place = {action: k for k, action in enumerate(order)}
-        before: dict[int, int] = {}
-        self.stages = len(of)
-        self._steps: list[tuple[int, int, int, bool]] = []  # duration, action before it on its rank, action that it waits for, transferred
-        nothing = len(order)
-        for k, action in enumerate(order):
-            rank = of[action.stage]
-            others = [n for n in action.needs(len(of)) if n.stage != action.stage]
-            need = place[others[0]] if others else nothing
-            moved = bool(others) and of[others[0].stage] != rank
-            kind = {"F": 0, "B": 1, "W": 2}[action.pass_]
-            self._steps.append((kind * len(of) + action.stage, before.get(rank, nothing), need, moved))
-            before[rank] = k
-
-    def makespan_s(self, forward_s: Sequence[float], backward_s: Sequence[float], p2p_s: float) -> float:
-        duration = [*forward_s, *backward_s, *[0.0] * self.stages]
-        end = [0.0] * (len(self._steps) + 1)
-        for k, (d, before, need, moved) in enumerate(self._steps):
-            start, arrived = end[before], end[need] + p2p_s if moved else end[need]
-            end[k] = (start if start >= arrived else arrived) + duration[d]
-        return max(end)

@@ -18,19 +18,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cost_models.actions import (
-    Action,
-    Exchange,
-    Fast,
-    OnRank,
-    Ranks,
-    alone,
-    exchanges,
-    peaks,
-    rank_of_stages,
-    simulate,
-    situations,
-)
+from cost_models.actions import Action, Ranks, alone, peaks, rank_of_stages, simulate
+from cost_models.exchanges import Exchange, exchanges
+from cost_models.holds import OnRank, situations
+from cost_models.numbered import Fast
 
 __all__ = ["SCHEDULES", "Flow", "Schedule", "exchanged", "flow", "in_flight", "schedule", "simulate", "step_time_s"]
 
@@ -250,5 +241,5 @@ def _situations(kind: str, ranks: int, chunks: int, micro_batches: int, row: Sch
 
 
 def exchanged(kind: str, ranks: int, micro_batches: int, chunks: int, passes: str) -> tuple[tuple[Exchange, ...], ...]:
-    """As `actions.exchanges`, of these passes alone."""
+    """As `exchanges.exchanges`, of these passes alone."""
     return exchanges(alone(schedule(kind, ranks, micro_batches, chunks), passes))

@@ -25,7 +25,7 @@ from autopar.planner.partition import UNSOLVED, Over, Partition, Refused
 from autopar.planner.rank_account import RankAccount
 from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.stage_account import Piece, Run, StageModes, allowed, stage_modes
-from cost_models.actions import OnRank
+from cost_models.holds import OnRank
 from cost_models.pipeline import Flow
 
 __all__ = ["least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]

@@ -18,7 +18,7 @@ from autopar.ir import Op, Program, Span, refs
 from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
 from autopar.planner.units import Units, Waiting
-from cost_models.actions import OnRank
+from cost_models.holds import OnRank
 
 __all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
 

@@ -1,6 +1,6 @@
 """The memory of one rank that holds several stages, from the account of their pieces (stage_account.py) and the schedule's actions.
 
-What the rank holds beside the pass that runs, of every stage (actions.Situation): the micro-batches that keep activations, and gradients
+What the rank holds beside the pass that runs, of every stage (holds.Situation): the micro-batches that keep activations, and gradients
 of parameters, once a backward pass has left them. The stage whose pass runs has its moments as a stage alone has.
 """
 
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from autopar.planner.modes import Mode
 from autopar.planner.stage_account import Critical, Run
-from cost_models.actions import OnRank
+from cost_models.holds import OnRank
 
 __all__ = ["RankAccount"]
 

@@ -1,4 +1,4 @@
-"""`autopar.interrupted`: whether the run is asked to save and leave, with the same answer on every rank at the same step.
+"""What `autopar.interrupted` rests on: whether the run is asked to leave, with the same answer on every rank at the same step.
 
 A signal reaches ranks at different steps, or one of them alone. Each counts its own calls of `interrupted`. Once a rank has been asked,
 the watchdogs of all ranks say over a store how far theirs are, and hold back the next call; all leave at the call behind the furthest.
@@ -9,40 +9,30 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
 
-__all__ = ["Leaving", "interrupted"]
+__all__ = ["Leaving", "heed", "signalled"]
 
 _asked: set[int] = set()  # the signals that have come to this process
 _handled: set[int] = set()
 
 
-def interrupted(signals: tuple[int, ...] = (signal.SIGTERM,)) -> bool:
-    """Whether to save and leave: True, on all ranks at the same step, once one of them has been given one of these signals.
-
-        for step in range(first, steps):
-            ...
-            if autopar.interrupted():
-                autopar.save("run/last", model, optimizer, step=step + 1)
-                break
-
-    Collective in the sense that all ranks call it equally often, once a step; it costs nothing until a signal has come. From its first
-    call on, the signals do not end the process. Call it first from the main thread.
-    """
-    from autopar.run import watchdog
-
+def heed(signals: Iterable[int]) -> None:
+    """From now on these signals are noted, and do not end the process."""
     for number in signals:
         if number not in _handled:
             signal.signal(number, _noted)
             _handled.add(number)
-    now = watchdog.current()
-    if now is None:
-        return bool(_asked)
-    return now.leaving.passed()
+
+
+def signalled() -> bool:
+    """Whether one of them has come to this process."""
+    return bool(_asked)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.axes import AXES, BATCH, LAYERS, axes_over, levels_of
+from autopar.axes import AXES, BATCH, LAYERS, axes_over, joint, levels_of
 from autopar.errors import LaunchError
 from autopar.run import record
 from autopar.run.groups import Group, group_of
@@ -100,9 +100,7 @@ class Mesh:
         self._named = {name: self._axis((name,)) for name in (*AXES, "shard", "replica")}
         vars(self).update(self._named)
         inner = [row.name for row in axes_over("operators") if self.sizes[row.name] > 1]
-        several = [names for k in range(1, len(inner) + 1) for names in itertools.combinations(inner, k)]
-        joint = [(*base, *names) for names in several for base in ((), (BATCH,), ("replica",)) if len((*base, *names)) > 1]
-        self._joint = {frozenset(names): self._axis(names) for names in joint}
+        self._joint = {frozenset(names): self._axis(names) for names in joint(inner)}
         self.everyone = self._axis(tuple(AXES))
 
     def __repr__(self) -> str:

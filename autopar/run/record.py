@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.axes import AXES, BATCH, axes_over, joint, levels_of
 from autopar.errors import AutoparError
 
 __all__ = [
@@ -40,7 +41,9 @@ KINDS = (
     "", "an all-reduce", "an all-gather", "a reduce-scatter", "an all-to-all", "a broadcast", "an exchange between stages", "an agreement",
     "a checkpoint's collective", "the wait for rank 0's plan",
 )  # fmt: skip
-_AXES = ("", "pp", "dp", "tp", "dp_tp", "shard", "replica", "replica_tp", "pp_dp_tp")
+_AXES = (
+    "", *AXES, *levels_of(BATCH), *("_".join(names) for names in joint([row.name for row in axes_over("operators")])), "_".join(AXES),
+)  # fmt: skip
 _AXIS = {name: number for number, name in enumerate(_AXES)}
 
 _now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others

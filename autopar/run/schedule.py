@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.axes import LAYERS
 from autopar.run import comm, record
 from autopar.run.dtypes import empty
 from autopar.run.mesh import Mesh
 from autopar.run.stage import Stage
 from autopar.run.weights import Step
-from cost_models.actions import Action, Exchange
+from cost_models.actions import Action
+from cost_models.exchanges import Exchange
 from cost_models.pipeline import SCHEDULES, exchanged, flow
 from cost_models.pipeline import schedule as schedule_of
 
@@ -169,7 +171,7 @@ class _Run:
             self._hand_on(action, self._forward(action) if action.pass_ == "F" else self._backward(action))
         self._exchange(exchanges[-1])
         for work, _ in self._works:
-            comm.finish(work, record.EXCHANGE, "pp")
+            comm.finish(work, record.EXCHANGE, LAYERS)
         self._works = []
         if "F" in which:
             outputs = [[self._outputs.pop((s, i)) for s in sorted(self._stages)] for i in range(len(self._inputs))]
@@ -189,7 +191,7 @@ class _Run:
         """What an action takes of another rank has arrived."""
         source = action.stage - 1 if action.pass_ == "F" else action.stage + 1
         for work in self._arriving.pop(Action(source, action.pass_, action.micro_batch), ()):
-            comm.finish(work, record.EXCHANGE, "pp")
+            comm.finish(work, record.EXCHANGE, LAYERS)
             self._works = [(other, sent) for other, sent in self._works if other is not work]  # sent with what has been waited for
 
     def _exchange(self, exchange: Exchange) -> None:
