@@ -123,6 +123,7 @@ def _run(kills: int, draw: random.Random, folder: Path) -> int:
             if len(said) != 1 or not re.match(wanted, said[0]):
                 counts["other messages"] += 1
                 print(f"start {number} ({plan}, {kill}, {'beside' if job.asynchronous else 'at once'}):\n{found.text}")
+        print(f"{counts['kills']} kills: {dict(counts)}, {max(ends):.1f} s at most", file=sys.stderr, flush=True)
     last = Job(folder=folder, store=folder / "store-last", plan="dp2", steps=saved + 3, asynchronous=False, kill=None)
     found = _start(last, made["dp2"])
     error = max((abs(a - b) / abs(b) for a, b in zip(found.losses, expected, strict=False)), default=float("inf"))

@@ -89,7 +89,7 @@ def test_a_script_ends_as_it_should_however_it_ends(form: str) -> None:
     quiet machine in a quarter to a half of the runs."""
     command = [sys.executable, str(ROOT / "tests" / "exit_forms.py"), form, "20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
     assert (done.stdout, done.stderr, done.returncode) == ("pairs 20\n", "", 0)
 
 
