@@ -104,12 +104,18 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     """Start an all-gather of the flat x into the flat out [n * numel of x]."""
-    return _started(_INTO(out, x, group=axis.group, async_op=True))
+    record.entered(record.ALL_GATHER, axis.name)
+    work = _INTO(out, x, group=axis.group, async_op=True)
+    record.left()
+    return _started(work)
 
 
 def scatter_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     """Start a reduce-scatter of the flat x [n * numel of out] into the flat out."""
-    return _started(_SCATTER(out, x, group=axis.group, async_op=True))
+    record.entered(record.REDUCE_SCATTER, axis.name)
+    work = _SCATTER(out, x, group=axis.group, async_op=True)
+    record.left()
+    return _started(work)
 
 
 def finish(work: dist.Work, kind: int, axis: str) -> None:
