@@ -89,7 +89,7 @@ def _dropout() -> None:
     ones = torch.ones(64, 64, dtype=torch.float64, requires_grad=True)
 
     def masks(y: Tensor) -> list[Tensor]:
-        return list(C.gather((y != 0).unsqueeze(0), mesh.dp_tp, 0))
+        return list(C.gather((y != 0).unsqueeze(0), mesh.joint(("dp", "tp")), 0))
 
     same = masks(L.dropout(ones, None, 0.25))
     assert all(torch.equal(m, same[0]) for m in same)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from autopar.errors import PlanError
 from autopar.planner import Pins, Plan, make_plan
 from autopar.planner.interval import spread_of
 from autopar.planner.plan import MemoryPlan
@@ -113,6 +114,14 @@ def test_intervals_are_explained_and_survive_the_file(tmp_path: Path) -> None:
     assert "80%" in text and "depends on" in text and next(iter(plan.seconds_by_kind)) in text
     without = msgspec.structs.replace(plan, seconds_by_kind={})
     assert "depends on" not in plan_text(without)
+
+
+def test_a_spread_in_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(planned("tied", 1), step_spread=1e6)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="step_spread"):
+        Plan.load(tmp_path / "plan.json")
+    assert "depends on" not in plan_text(msgspec.structs.replace(planned("tied", 1), step_time_s=0.0))
 
 
 def test_an_interval_of_memory_ends_above_nothing() -> None:

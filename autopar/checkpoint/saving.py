@@ -25,7 +25,7 @@ from autopar.progress import working
 from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
-from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
+from autopar.run.record import CHECKPOINT, SAVING, doing, entered, left, saving_beside
 from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
@@ -106,8 +106,14 @@ class Saving:
 
     def result(self) -> None:
         """Wait until the checkpoint is complete. Raises CheckpointError if it could not be written."""
+        entered(CHECKPOINT, "pp_dp_tp")  # so that an end of other ranks is told from an error of this one
         try:
             self._future.result()
+        except CheckpointError:
+            left()
+            raise
+        else:
+            left()
         finally:
             self._said = True
 

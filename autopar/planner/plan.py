@@ -27,6 +27,7 @@ VERSION = 4
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
 _NAMED = {"pp", "dp", "tp"}  # the mesh axes that are pins of their own
 
 
@@ -217,7 +218,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     alternatives: list[str] = []
     pins: dict[str, Any] = {}
     seconds_by_kind: dict[str, Seconds] = {}
-    step_spread: Seconds = 0.0
+    step_spread: Spread = 0.0
     planning_s: dict[str, float] = {}
     searched: dict[str, int] = {}
     format: str = FORMAT

@@ -108,7 +108,7 @@ def _cost(plan: Plan) -> str:
 
 def _interval(plan: Plan) -> list[tuple[str, str]]:
     """Between what a step will take in four cases of five, and what its seconds depend on, the most first."""
-    if not plan.seconds_by_kind:
+    if not plan.seconds_by_kind or not plan.step_time_s:
         return []
     low, high = (seconds_text(s) for s in plan.step_time_interval_s)
     most = list(plan.seconds_by_kind.items())[:5]
