@@ -50,6 +50,7 @@ Memory = Annotated[str | None, typer.Option("--memory", help="memory of one GPU 
 PinList = Annotated[list[str] | None, typer.Option("--pin", help="fix a choice, such as tp=2; may be given many times")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="its states are priced: adamw, adam, sgd, ...")]
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16, ...")]
+ReduceDtype = Annotated[str | None, typer.Option("--reduce-dtype", help="of gradients as they are sent (default: as parameters rest)")]
 Loss = Annotated[str | None, typer.Option("--loss", help="file.py:name of fn(output) -> scalar, for a model that computes no loss")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best plan so far, and what was left is said")]
 Json = Annotated[bool, typer.Option("--json", help="the last line of standard output is one JSON object")]
@@ -65,6 +66,7 @@ def plan(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="write the plan to this file")] = None,
@@ -76,8 +78,8 @@ def plan(
     _writable(out)
     with _answers_only(as_json):
         made = _plan_of(
-            target, gpus, cluster=cluster, memory=memory, pins=_pins(pin), optimizer=optimizer, precision=precision, loss=loss,
-            time_limit=time_limit,
+            target, gpus, cluster=cluster, memory=memory, pins=_pins(pin), optimizer=optimizer, precision=precision,
+            reduce_dtype=reduce_dtype, loss=loss, time_limit=time_limit,
         )  # fmt: skip
         if out is not None:
             made.save(out)
@@ -99,6 +101,7 @@ def explain(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
     form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
@@ -114,8 +117,8 @@ def explain(
     _writable(out)
     with _answers_only(form is Format.JSON):
         made = _explained(
-            target, gpus, cluster=cluster, memory=memory, pins=pin, optimizer=optimizer, precision=precision, loss=loss,
-            time_limit=time_limit,
+            target, gpus, cluster=cluster, memory=memory, pins=pin, optimizer=optimizer, precision=precision,
+            reduce_dtype=reduce_dtype, loss=loss, time_limit=time_limit,
         )  # fmt: skip
     text = _json_line(plan_json(made)) if form is Format.JSON else plan_text(made)
     if out is None:
@@ -294,8 +297,8 @@ def _say_exchanged(done: Any, as_json: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------ options to values
 def _plan_of(
-    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
-    time_limit: float | None,
+    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str,
+    reduce_dtype: str | None, loss: str | None, time_limit: float | None,
 ) -> Plan:  # fmt: skip
     from autopar import plan
     from autopar.targets import load_target
@@ -306,7 +309,7 @@ def _plan_of(
     model, example_inputs = load_target(target)
     return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
-        precision=precision, pins=pins, time_limit=time_limit,
+        precision=precision, reduce_dtype=reduce_dtype, pins=pins, time_limit=time_limit,
     )  # fmt: skip
 
 

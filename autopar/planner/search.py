@@ -30,6 +30,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from autopar.errors import Infeasible
 from autopar.ir import I, Program
 from autopar.planner.answer import LISTED, plan_of, why_not
@@ -47,8 +49,10 @@ from autopar.planner.solver import Outcome
 from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
 from autopar.planner.store import Store
+from autopar.run.dtypes import PRECISIONS, dtype_named
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
+from cost_models.recipe import AUTOPAR
 
 __all__ = ["Search", "make_plan"]
 
@@ -285,18 +289,20 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | None = None,
     time_limit_s: float | None = None,
     measure: str = "roofline",
 ) -> Plan:
-    """Search and return the best plan found. measure: 'roofline' for times estimated from the cluster's description, 'live' for
-    times of operators measured on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and
-    the plan is the same on any machine. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
-    PlanError where this machine is not one of the cluster's."""
+    """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. measure:
+    'roofline' for times estimated from the cluster's description, 'live' for times of operators measured on this machine. time_limit_s:
+    stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any machine. Raises Infeasible,
+    ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
-    return Search(
+    reduced = dtype_named(PRECISIONS[reduce_dtype]).itemsize if reduce_dtype is not None else None
+    found = Search(
         program=program,
         gpus=gpus,
         cluster=cluster,
@@ -306,4 +312,6 @@ def make_plan(
         pins=pins or Pins(),
         time_limit_s=time_limit_s,
         measure=measure,
+        recipe=dataclasses.replace(AUTOPAR, reduced_itemsize=reduced),
     ).best()
+    return msgspec.structs.replace(found, reduce_dtype=reduce_dtype)

@@ -191,9 +191,10 @@ class ParallelModule(StandIn):
             held=tree.held,
             names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
+            computes=form.computes,
             buckets=self._buckets,
             of_a_pass=self._of_a_pass,
-            where_used=GatheredWhereUsed(self._units, self._orders),
+            where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
             passes=manifest.micro_batches,
         )
         rest = Backward(
