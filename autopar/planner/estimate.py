@@ -239,6 +239,7 @@ class Estimator:
             units=self._units,
             bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0,
             accumulates=self.recipe.accumulates,
+            cast={v for v, p in params.items() if p.is_cast},
         )
 
     # ----------------------------------------------------------------------------------------------------------- time

@@ -117,9 +117,9 @@ def _apply(x: Tensor, axis: Axis, forward: Callable[[Tensor], Tensor], backward:
     return x if axis.size == 1 else _Transition.apply(x, forward, backward, record.line(2))
 
 
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """I -> R."""
-    return _apply(x, axis, _same, lambda g: _sum(g, axis))
+def copy_to(x: Tensor, axis: Axis, *, sums: torch.dtype | None = None) -> Tensor:
+    """I -> R. sums: the dtype in which gradients are added, by default their own."""
+    return _apply(x, axis, _same, lambda g: _sum(g.to(sums or g.dtype), axis).to(g.dtype))
 
 
 def split(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
@@ -132,9 +132,11 @@ def narrow(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
     return _apply(x, axis, lambda v: _slice(v, axis, dim, groups), lambda g: _pad(g, axis, dim, groups))
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
-    """S(dim, groups) -> R."""
-    return _apply(x, axis, lambda v: _gather(v, axis, dim, groups), lambda g: _scatter(g, axis, dim, groups))
+def all_gather(x: Tensor, axis: Axis, dim: int, groups: int = 1, *, sums: torch.dtype | None = None) -> Tensor:
+    """S(dim, groups) -> R. sums: as of copy_to."""
+    return _apply(
+        x, axis, lambda v: _gather(v, axis, dim, groups), lambda g: _scatter(g.to(sums or g.dtype), axis, dim, groups).to(g.dtype)
+    )
 
 
 def gather(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
