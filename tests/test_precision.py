@@ -113,20 +113,20 @@ def test_what_is_sent_has_the_dtypes_that_are_stated(pool: WorkerPool, plan: str
 
 # ------------------------------------------------------------------------------------------------------------ once a step
 class CastsDown(TorchDispatchMode):
-    """How often tensors of each number of elements are cast to bfloat16."""
+    """How often tensors of each shape are cast to bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[int] = Counter()
+        self.found: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and found.dtype == torch.bfloat16 and args[0].dtype == torch.float32:
-            self.found[args[0].numel()] += 1
+            self.found[tuple(args[0].shape)] += 1
         return found
 
 
-def casts(pins: dict[str, int]) -> Counter[int]:
+def casts(pins: dict[str, int]) -> Counter[tuple[int, ...]]:
     model = compiled(pins)
     with CastsDown() as noted:
         model(*batch()).backward()
@@ -137,22 +137,21 @@ def casts(pins: dict[str, int]) -> Counter[int]:
 def test_a_parameter_that_is_whole_is_cast_once_a_step(pool: WorkerPool) -> None:
     """However many micro-batches there are, and however often it is read."""
     for found in pool.run(casts, {"dp": 2, "micro_batches": 4}):
-        assert found[WIDTH * WIDTH] == 2, found
-        assert found[WIDTH] == 4, found
+        assert (found[WIDTH, WIDTH], found[WIDTH,]) == (2, 4), found
 
 
 # ---------------------------------------------------------------------------------------------------------------- exactness
-def sums(pins: dict[str, int], reduce_dtype: str | None, micro_batches: int) -> tuple[Tensor, Tensor]:
-    """The gradient of a bias, to which each micro-batch of each rank adds 2**-12, and one of them 1: bfloat16 cannot add them. And of a
-    parameter that is read twice, once with a gradient of 1 and once with one of 2**-10."""
+def sums(pins: dict[str, int], reduce_dtype: str | None, micro_batches: int) -> Tensor:
+    """The gradient of a bias that is read twice: each micro-batch of each rank adds 2**-12 to it, one of them 1, and the second read 2**-10
+    of that. bfloat16 cannot add any two of these."""
 
     class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bias, self.twice = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+            self.bias = nn.Parameter(torch.zeros(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return ((x + self.bias) * x).sum() + (self.twice * x).sum() + (self.twice * (x * 2.0**-10)).sum()
+            return ((x + self.bias) * x + (x + self.bias) * (x * 2.0**-10)).sum()
 
     x = torch.full((2 * micro_batches, 4), 2.0**-12)
     x[0] = 1.0
@@ -161,22 +160,22 @@ def sums(pins: dict[str, int], reduce_dtype: str | None, micro_batches: int) -> 
         example_inputs=(torch.ones_like(x),),
     )  # fmt: skip
     model(x).backward()
-    found = model.full_gradients()
-    return found["bias"], found["twice"]
+    gradient: Tensor = model.full_gradients()["bias"]
+    return gradient
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("pins", [{"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}], ids=str)
 def test_gradients_are_added_in_float32_over_uses_micro_batches_and_ranks(pool: WorkerPool, pins: dict[str, int]) -> None:
     for count in (1, 4):
-        exact = 1.0 + (2 * count - 1) * 2.0**-12
-        for bias, twice in pool.run(sums, pins, None, count):
-            assert bias.dtype == torch.float32
-            assert torch.equal(bias, torch.full((4,), exact)), (bias, exact)
-            assert torch.allclose(twice, torch.full((4,), exact * (1 + 2.0**-10)), rtol=1e-6, atol=0), twice
-        for bias, _ in pool.run(sums, pins, "bf16", count):
-            assert bias.dtype == torch.float32
-            assert bool((bias != exact).all()) and torch.allclose(bias, torch.full((4,), exact), rtol=2.0**-7, atol=0)
+        exact = torch.full((4,), (1 + (2 * count - 1) * 2.0**-12) * (1 + 2.0**-10))
+        for found in pool.run(sums, pins, None, count):
+            assert found.dtype == torch.float32
+            assert torch.allclose(found, exact, rtol=2.0**-22, atol=0), (found, exact)
+        for found in pool.run(sums, pins, "bf16", count):
+            assert found.dtype == torch.float32
+            assert not torch.allclose(found, exact, rtol=2.0**-14, atol=0), "nothing was sent in bfloat16"
+            assert torch.allclose(found, exact, rtol=2.0**-6, atol=0)
 
 
 def gradients(pins: dict[str, int] | None, dtype: torch.dtype, reduce_dtype: str | None) -> dict[str, Tensor]:
@@ -290,14 +289,14 @@ def test_the_prices_of_what_is_sent() -> None:
 
     assert sum(p.numel() for p in wide.parameters()) == 4 * 2048**2
     kept, lower, own = priced(0, "bf16"), priced(0, "bf16", "bf16"), priced(0, "bf16", lower=True)
-    assert kept.gradient_sync_s > 1.5 * lower.gradient_sync_s, "gradients travel in float32 unless another dtype is asked for"
+    assert kept.gradient_sync_s > 1.2 * lower.gradient_sync_s, "gradients travel in float32 unless another dtype is asked for"
     assert lower.gradient_sync_s == pytest.approx(own.gradient_sync_s, rel=1e-9)
     for zero in (1, 3):
         full, cast = priced(zero, "fp32"), priced(zero, "bf16", "bf16")
         built = priced(zero, "bf16", lower=True)
         assert cast.step_time_s < full.step_time_s
-        communication = [p.step_time_s - p.optimizer_s for p in (built, cast)]
-        assert communication[0] <= communication[1] <= 1.5 * communication[0], "what is gathered is bfloat16, and casts are dear"
+        times_s = [p.step_time_s - p.optimizer_s for p in (built, cast, full)]
+        assert times_s[0] < times_s[1] < times_s[2], "the same but for casts is sent as by a model that was built in bfloat16"
     states = kept.stages[0].memory.optimizer_states_bytes
     assert states == 2 * 4 * 4 * 2048**2 == 2 * own.stages[0].memory.optimizer_states_bytes
     assert kept.stages[0].memory.parameters_bytes >= (4 + 2) * 4 * 2048**2, "beside what rests there is the copy that is used"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
-from autopar.errors import CaptureError, NoLoss
-from autopar.run import comm, record, state
+from autopar.errors import CaptureError, LaunchError, NoLoss
+from autopar.run import comm, record, state, watchdog
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
@@ -433,9 +433,11 @@ class ParallelModule(StandIn):
         for form in forms:
             changed = form.guards.changed() if form.guards is not None else None
             if changed is None:
+                self._decides(key, again=False)
                 return form
         if self._another is not None:
             if key in self._by_the_original and not torch.is_grad_enabled():
+                self._decides(key, again=False)
                 return None
             if sum(len(known) for known in self._forms.values()) >= FORMS:
                 raise ValueError(
@@ -443,6 +445,7 @@ class ParallelModule(StandIn):
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
                     f"and pad sequences to a few lengths (autopar.Padding)"
                 )
+            self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
             inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
             try:
                 emitted, tensors, guards, returned = self._another(self, inputs, changed or "")
@@ -475,6 +478,25 @@ class ParallelModule(StandIn):
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
+        """Note whether the call captures the model again, for other ranks to read. LaunchError where others go on with what they have: all
+        of its collectives would wait for what this rank does not send."""
+        watch = watchdog.current()
+        if watch is None or not self.mesh.talks:
+            return
+        mine = record.decided(self._number(key), again=again)
+        if not again:
+            return
+        record.entered(record.AGREEMENT, self.mesh.everyone.name)
+        other = watch.differing(mine)
+        record.left()
+        if other is not None:
+            raise LaunchError(
+                f"rank {self.mesh.rank} has to capture {self.manifest.model} again ({why}), and rank {other} does not, or for another "
+                f"reason. What a model computes must change on all ranks alike: make the change, and give inputs of the same shapes, in "
+                f"the same call on every rank, or keep what changes in a buffer or an input"
+            )
 
     def _number(self, key: Key) -> int:
         """For a key, the same on every rank."""
