@@ -273,7 +273,7 @@ def _with(p: Any, **changes: Any) -> Any:
 @pytest.mark.pure
 def test_the_prices_of_what_is_sent() -> None:
     wide = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
-    given = (torch.zeros(16, 2048),)
+    given = (torch.empty(8192, 2048, device="meta"),)
 
     def priced(zero: int, precision: str, reduce_dtype: str | None = None, lower: bool = False) -> autopar.Plan:
         with torch.device("meta"):

@@ -150,7 +150,7 @@ class ParallelModule(StandIn):
         keep["_another"], keep["_autocast"], keep["_dtype"] = another, autocast, dtype
         keep["_forms"] = {self._key(form.batch.expected, autocast): [form]}
         keep["_by_the_original"] = set()
-        keep["_seed"] = mesh.agree(torch.initial_seed(), device)
+        keep["_seed"] = mesh.agree(torch.initial_seed())
         keep["_steps"] = keep["_calls"] = 0
         hook_optimizers()
 
@@ -304,7 +304,7 @@ class ParallelModule(StandIn):
         specs = self._persistent()
         known = {name: spec.name for spec in specs for name in (spec.name, *_aliases(spec))}
         tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
-        if unknown := self.mesh.agree(sorted(set(given) - set(known)), self.device):
+        if unknown := self.mesh.agree(sorted(set(given) - set(known))):
             raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown)}")
         with torch.no_grad():
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
@@ -540,7 +540,7 @@ class ParallelModule(StandIn):
         Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
         if form.manifest.draws:
-            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None, self.device)
+            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None)
             if seed is not None:
                 self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
