@@ -18,7 +18,7 @@ import msgspec
 import typer
 
 from autopar.errors import AutoparError
-from autopar.files import check_writable, write_file
+from autopar.files import check_writable, is_file, write_file
 from cost_models.cluster import HardwareFileError, UnknownHardware
 
 if TYPE_CHECKING:
@@ -297,14 +297,14 @@ def _plan_of(
     target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
     time_limit: float | None,
 ) -> Plan:  # fmt: skip
-    import autopar
+    from autopar import plan
     from autopar.targets import load_target
 
     _check_gpus(gpus)
     _check_time_limit(time_limit)
     memory_bytes, loss_fn = _memory(memory), _loss(loss)
     model, example_inputs = load_target(target)
-    return autopar.plan(
+    return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
         precision=precision, pins=pins, time_limit=time_limit,
     )  # fmt: skip
@@ -314,7 +314,7 @@ def _explained(target: str, gpus: int | None, *, pins: list[str] | None, time_li
     """The plan in a file, or the plan made for a TARGET."""
     from autopar.planner import Plan
 
-    if ":" not in target and (target.endswith(".json") or Path(target).is_file()):
+    if ":" not in target and (target.endswith(".json") or is_file(target)):
         loaded = Plan.load(_readable(Path(target)))
         if gpus not in (None, loaded.gpus):
             raise UsageError(f"{target} is a plan for {loaded.gpus} GPUs, and --gpus says {gpus}")
@@ -384,10 +384,10 @@ def _pins(texts: list[str] | None) -> Pins | None:
 
 
 def _readable(path: Path) -> Path:
-    if not path.is_file():
+    if not is_file(path):
         from autopar.targets import did_you_mean
 
-        known = [p.name for p in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        known = [p.name for p in path.parent.glob("*.json")] if len(str(path)) < 1000 and path.parent.is_dir() else []
         raise UsageError(f"there is no plan file {path}{did_you_mean(path.name, known)}")
     return path
 

@@ -12,11 +12,19 @@ from pathlib import Path
 
 from autopar.errors import AutoparError
 
-__all__ = ["OutputError", "check_writable", "write_file"]
+__all__ = ["OutputError", "check_writable", "is_file", "write_file"]
 
 
 class OutputError(AutoparError, OSError):
     """A file that cannot be written; what was there is as it was."""
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a file; a name that no file can have is none."""
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return False
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.files import is_file
 
 __all__ = ["ExampleInputs", "TargetError", "did_you_mean", "load_object", "load_target"]
 
@@ -73,9 +74,13 @@ def load_object(target: str) -> Any:
 
 
 def _file(target: str, path: Path) -> ModuleType:
-    if not path.is_file():
+    if not is_file(path):
         folder = path.parent
-        if not folder.is_dir():
+        try:
+            found = folder.is_dir()
+        except OSError:  # a name that no folder can have
+            found = False
+        if not found:
             raise TargetError(f"{target}: there is no folder {folder}")
         raise TargetError(f"{target}: there is no file {path}{did_you_mean(path.name, (p.name for p in folder.glob('*.py')))}")
     path = path.resolve()

@@ -145,11 +145,13 @@ def reference(
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
         original = _Original(model, batches, loss, draws=bool(drawn_names(captured)))
         losses = []
+        state = (*model.named_parameters(), *model.named_buffers())
+        odd = next((name for name, t in state if t.is_floating_point() and not t.isfinite().all()), "")
         for k in range(steps):
             torch.manual_seed(seed + k)
             losses.append(original.step(0))
             if not math.isfinite(losses[-1]):
-                raise VerificationError(_not_a_number(model, original, k, losses[-1]))
+                raise VerificationError(_not_a_number(model, odd, k, losses[-1]))
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _cloned(dict(model.named_buffers(remove_duplicate=False)))
         later_losses = [original.step(index) if trains else original.evaluate(index) for trains, index in calls]
@@ -166,11 +168,9 @@ def reference(
     )  # fmt: skip
 
 
-def _not_a_number(model: nn.Module, original: _Original, step: int, loss: float) -> str:
-    """Why nothing can be compared."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    first = next((name for name, t in tensors if t.is_floating_point() and not t.isfinite().all()), "") if step == 0 else ""
-    where = f"; {first} has values that are not finite, which may be why" if first else ""
+def _not_a_number(model: nn.Module, odd: str, step: int, loss: float) -> str:
+    """Why nothing can be compared. odd: a parameter or buffer that began with values that are not finite."""
+    where = f"; {odd} has values that are not finite, which may be why" if odd else ""
     return (
         f"the loss of {type(model).__name__} itself is {loss} on the example inputs (step {step + 1}, float64, one process){where}: there "
         f"is nothing to compare with. Give weights and inputs whose loss is a number"

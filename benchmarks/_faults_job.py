@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,10 +23,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.render import load
-from autopar.run import record
+from autopar.run import Mesh, comm, record
 from autopar.variants import tensors_of
 
-__all__ = ["PHASES", "PLANS", "Job", "Kill", "emitted", "reference", "run_rank"]
+__all__ = ["PHASES", "PLANS", "Job", "Kill", "emitted", "noting_cost", "reference", "run_rank"]
 
 B, T, D, V = 8, 4, 8, 16
 PHASES = {
@@ -133,6 +135,28 @@ class _Killer:
         if self._at is None:
             self._at = 1 + int(self._share * max(self._count - 1, 0))
             self._count = 0
+
+
+def noting_cost(store: Path, rank: int) -> tuple[float, float]:
+    """Seconds of processor time that noting a collective takes, and that the smallest collective on two ranks takes, without waiting."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    mesh = Mesh({"dp": 2})
+    x = torch.ones(1)
+
+    def timed(what: Callable[[], object], times: int) -> float:
+        start = time.process_time()
+        for _ in range(times):
+            what()
+        return (time.process_time() - start) / times
+
+    def noted() -> None:
+        record.note_line(record.line(1))
+        record.entered(record.ALL_REDUCE, "dp")
+        record.left()
+        record.note_line(0)
+
+    timed(lambda: comm.all_reduce(x, mesh.dp), 50)
+    return min(timed(noted, 5000) for _ in range(5)), min(timed(lambda: comm.all_reduce(x, mesh.dp), 300) for _ in range(5))
 
 
 def run_rank(job: Job, rank: int, made: tuple[str, dict[str, Tensor]]) -> None:

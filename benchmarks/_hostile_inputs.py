@@ -18,8 +18,8 @@ NUMBERS: tuple[Any, ...] = (
 CANARY = "__import__('os').system('touch executed')"
 TEXTS = (
     "", " ", "x", "0", "-1", "1e999", "nan", "None", "null", "true", "..", "../../x", "/", "/etc/passwd", "/dev/null", "~", "$HOME", "`id`",
-    "a" * 300, "b" * 5000, "\u00e9\u4e2d\U0001f4a5", "\u202e", "\udcff", "a\nb", "\t", "{}", "[]", "%s%n", "{0}", "'; --", CANARY, "${jndi:x}",
-    "[bold]x[/bold]", "--", "-", "=", ":", "::", "a:b:c", "tp=2", "S(0)", "R", "float128", "autopar", "torch:nn", "os:system",
+    "a" * 300, "b" * 5000, "\u00e9\u4e2d\U0001f4a5", "\u202e", "\udcff", "a\nb", "\t", "{}", "[]", "%s%n", "{0}", "'; --", CANARY,
+    "${jndi:x}", "[bold]x[/bold]", "--", "-", "=", ":", "::", "a:b:c", "tp=2", "S(0)", "R", "float128", "autopar", "torch:nn", "os:system",
 )  # fmt: skip
 WHOLE_NUMBERS = ("0", "-1", "1", "2", "3", "4", "8", "999999999999", "1.5", "two", "", "0x10", "1_0", "\u0663", "1e3", " 2", "2 ")
 
@@ -124,15 +124,23 @@ def target_source(draw: random.Random) -> str:
         "return 1", "return None", "return M()", "return M(), ()", "return M(), []", "return (M(), {1: 2})", "return (M(), {'x': 1}, 2)",
         "return M, (1,)", "raise ValueError('no')", "raise KeyError", "raise SystemExit(3)", "import sys; sys.exit()", "sys.exit('no')",
         "return build()", "raise MemoryError", "raise StopIteration", "yield 1", "assert False", "1 / 0", "import nothing_of_that_name",
-        "return M(), (torch.zeros(2),)", "return M(), {'x': 'text'}", "return M(), {'y': torch.zeros(2, 4)}", "return M(), (torch.zeros(2, 4, dtype=torch.int64),)",
-        "return M(), (torch.zeros(2, 5),)", "return Bad(), (torch.zeros(2, 4),)", "return Exits(), (torch.zeros(2, 4),)", "print('out'); return M(), 3",
-        "raise Warning('w')", "raise type('Odd', (Exception,), {'__str__': lambda s: 1 / 0})()", "raise UnicodeDecodeError('a', b'', 0, 1, 'x')",
+        "return M(), (torch.zeros(2),)", "return M(), {'x': 'text'}", "return M(), {'y': torch.zeros(2, 4)}",
+        "return M(), (torch.zeros(2, 4, dtype=torch.int64),)",        "return M(), (torch.zeros(2, 5),)",
+        "return Bad(), (torch.zeros(2, 4),)",
+        "return Exits(), (torch.zeros(2, 4),)",
+        "print('out'); return M(), 3",
+        "raise Warning('w')",
+        "raise type('Odd', (Exception,), {'__str__': lambda s: 1 / 0})()", "raise UnicodeDecodeError('a', b'', 0, 1, 'x')",
         "return M(), (None,)", "return M(), (M(),)", "return Nothing(), (torch.zeros(2, 4),)",
     )  # fmt: skip
-    top = draw.choice(("", "", "", "", "", "import nothing_at_all", "raise ValueError", "raise SystemExit(0)", "x = ", "build = 3", "def build(a): pass", "\0", "é = 1"))
+    tops = (
+        "import nothing_at_all", "raise ValueError", "raise SystemExit(0)", "x = ", "build = 3", "def build(a): pass", "\0", "\u00e9 = 1",
+    )  # fmt: skip
+    top = draw.choice(("",) * 5 + tops)
     return (
         "import sys, torch\nfrom torch import nn\n"
-        "class M(nn.Linear):\n    def __init__(self): super().__init__(4, 4)\n    def forward(self, x): return super().forward(x).square().mean()\n"
+        "class M(nn.Linear):\n    def __init__(self): super().__init__(4, 4)\n"
+        "    def forward(self, x): return super().forward(x).square().mean()\n"
         "class Bad(M):\n    def forward(self, x): raise RuntimeError('on purpose')\n"
         "class Exits(M):\n    def forward(self, x): sys.exit(0)\n"
         "class Nothing(M):\n    def forward(self, x): return 'text'\n"
@@ -142,8 +150,8 @@ def target_source(draw: random.Random) -> str:
 
 def name(draw: random.Random) -> str:
     """The name of a file or folder."""
-    parts = [draw.choice((*TEXTS, "plan.json", "file.toml", "a b", "out", ".", "-o", "con", "x" * 255)) for _ in range(draw.choice((1, 1, 2, 3)))]
-    return "/".join(parts)
+    known = (*TEXTS, "plan.json", "file.toml", "a b", "out", ".", "-o", "con", "x" * 255)
+    return "/".join(draw.choice(known) for _ in range(draw.choice((1, 1, 2, 3))))
 
 
 def environment(draw: random.Random) -> dict[str, str]:
@@ -162,18 +170,20 @@ def command(draw: random.Random, valid: dict[str, list[str]], targets: list[str]
         "--memory": lambda: draw.choice((*TEXTS, "-1GiB", "1KiB", "0", "1e3GiB", "80 gib", "1.5.2GiB", "\u0663GiB")),
         "--pin": lambda: f"{draw.choice(('tp', 'dp', 'pp', 'zero', 'shard', 'blocks', 'schedule', 'recompute', 'micro_batch', 'no'))}="
                          f"{draw.choice((*WHOLE_NUMBERS, *TEXTS))}",
-        "--optimizer": lambda: draw.choice(TEXTS), "--precision": lambda: draw.choice((*TEXTS, "int8")), "--loss": lambda: draw.choice((*TEXTS, *targets)),
+        "--optimizer": lambda: draw.choice(TEXTS), "--precision": lambda: draw.choice((*TEXTS, "int8")),
+        "--loss": lambda: draw.choice((*TEXTS, *targets)),
         "-o": lambda: name(draw), "--out": lambda: name(draw), "--format": lambda: draw.choice((*TEXTS, "html", "json")),
-        "--steps": lambda: draw.choice(WHOLE_NUMBERS), "--plan": lambda: name(draw), "--loop": lambda: draw.choice((*TEXTS, *targets)), "--prefix": lambda: draw.choice(TEXTS),
+        "--steps": lambda: draw.choice(WHOLE_NUMBERS), "--plan": lambda: name(draw), "--loop": lambda: draw.choice((*TEXTS, *targets)),
+        "--prefix": lambda: draw.choice(TEXTS),
         "--json": lambda: "", "--no": lambda: "x", "-h": lambda: "",
     }  # fmt: skip
-    for _ in range(draw.choice((1, 1, 2, 3))):
+    for _ in range(draw.choice((0, 1, 1, 2, 3))):
         option = draw.choice(list(options))
         text = options[option]()
         given += [option, text] if text or option not in ("--json", "-h") else [option]
-    if draw.random() < 0.3 and given:
-        given[draw.randrange(len(given))] = draw.choice((*TEXTS, *targets, name(draw)))
     if draw.random() < 0.2 and given:
+        given[draw.randrange(len(given))] = draw.choice((*TEXTS, *targets, name(draw)))
+    if draw.random() < 0.15 and given:
         del given[draw.randrange(len(given))]
     if which in ("profile", "demo", "verify", "doctor"):
         given += ["--gpus", draw.choice(("0", "-3", "x"))]

@@ -104,4 +104,4 @@ def _step(module: Any, inputs: Any) -> float:
     loss = module(*inputs)
     loss.backward()
     module.zero_grad()
-    return float(loss)
+    return float(loss.detach())

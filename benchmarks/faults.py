@@ -27,7 +27,7 @@ import torch._dynamo  # noqa: F401  (which the first optimizer imports: once, no
 from torch import Tensor
 
 import autopar.checkpoint  # noqa: F401
-from benchmarks._faults_job import PHASES, PLANS, Job, Kill, emitted, reference, run_rank
+from benchmarks._faults_job import PHASES, PLANS, Job, Kill, emitted, noting_cost, reference, run_rank
 
 __all__ = ["main"]
 
@@ -73,10 +73,24 @@ def _in_a_child(what: object, path: Path) -> None:
         raise RuntimeError("the job could not be prepared")
 
 
+def _cost_of_noting(folder: Path) -> tuple[float, float]:
+    other = os.fork()
+    if other == 0:
+        try:
+            noting_cost(folder / "store-noting", 1)
+        finally:
+            os._exit(0)
+    _in_a_child(lambda: noting_cost(folder / "store-noting", 0), folder / "noting")
+    os.waitpid(other, 0)
+    found: tuple[float, float] = pickle.loads((folder / "noting").read_bytes())
+    return found
+
+
 def _run(kills: int, draw: random.Random, folder: Path) -> int:
     steps = 3 * kills  # more than there can be: each start makes a step or two
     _in_a_child(lambda: ({plan: emitted(plan) for plan in PLANS}, reference(steps)), folder / "prepared")
     made, expected = pickle.loads((folder / "prepared").read_bytes())
+    noting = _cost_of_noting(folder)
     counts: Counter[str] = Counter()
     ends: list[float] = []
     phases: Counter[str] = Counter()
@@ -117,10 +131,12 @@ def _run(kills: int, draw: random.Random, folder: Path) -> int:
     print(f"{counts['kills']} kills: {', '.join(f'{n} {phase}' for phase, n in phases.items())}; {saved} steps saved on the way")
     print(f"the others ended within {ends[len(ends) // 2]:.2f} s at the median, {ends[-1]:.2f} s at most; hangs: {counts['hangs']}")
     print(f"complete checkpoints lost: {counts['lost']}; messages that do not name the rank and its phase: {counts['other messages']}")
+    print(f"a collective is noted in {noting[0] * 1e9:.0f} ns, {noting[0] / noting[1]:.2%} of the smallest one on two ranks (gloo)")
     print(f"losses of the whole run against one that nobody interrupted: largest relative difference {error:.1e}")
     result = {
         "kills": counts["kills"], "phases": dict(phases), "hangs": counts["hangs"], "lost": counts["lost"],
         "other_messages": counts["other messages"], "loss_error": error, "end_s": [ends[len(ends) // 2], ends[-1]],
+        "noting_s": noting[0], "noting_share": noting[0] / noting[1],
     }  # fmt: skip
     print(json.dumps(result))
     return int(wrong or bool(counts["hangs"] or counts["lost"] or counts["other messages"]))

@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,10 +55,9 @@ def main(argv: list[str]) -> int:
                 try:
                     _Runner(home, options.seed, report).run(range(at, numbers.stop))
                     code = 0
-                except BaseException:
-                    traceback.print_exc()
-                    raise
                 finally:
+                    if code:
+                        traceback.print_exc()
                     sys.stderr.flush()
                     os._exit(code)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -113,6 +113,7 @@ class _Runner:
         for folder in ("home", "out", "given"):
             (self._home / folder).mkdir()
         import torch
+        import torch.distributed.checkpoint as dcp
         from torch import nn
 
         import autopar
@@ -140,6 +141,7 @@ class _Runner:
         self._model(*batch).backward()
         self._optimizer.step()
         autopar.save(self._home / "given" / "checkpoint", self._model, self._optimizer, step=3, text="x", rng=torch.get_rng_state())
+        dcp.save({"model": self._model.state_dict(), "step": 3}, checkpoint_id=self._home / "given" / "foreign", no_dist=True)
         self._clusters = [path.read_text() for path in sorted((CATALOGUE / "clusters").glob("*.toml"))]
         self._clusters += [cluster_toml(load_cluster(name)) for name in ("cpu", "dgx-h100", "p3.16xlarge")] * 3  # all in one text
         sys.addaudithook(self._audit)
@@ -180,13 +182,14 @@ class _Runner:
         came, text = "result", ""
         what, do = getattr(self, f"_{kind}")(draw, out)
         try:
-            with _limits(), self._watched():
+            with _limits(), warnings.catch_warnings(), self._watched():
+                warnings.simplefilter("ignore")
                 do()
         except _Hang:
             came, text = "hang", traceback.format_exc()
         except _expected() as error:
             came, text = "error", f"{type(error).__name__}: {error}"
-        except BaseException:
+        except BaseException:  # noqa: BLE001  (whatever it is, it is counted)
             came, text = "traceback", traceback.format_exc()
         finally:
             self._watching = False
@@ -308,7 +311,7 @@ class _Runner:
         from autopar.debug import said
         from autopar.plan_cache import cache_folder
         from autopar.run.deferred import world_size
-        from autopar.run.watch import timeout_s
+        from autopar.run.watchdog import timeout_s
 
         given = inputs.environment(draw)
         os.chdir(out)
@@ -332,6 +335,8 @@ class _Runner:
 
         folder = out / "checkpoint"
         shutil.copytree(self._home / "given" / "checkpoint", folder)
+        if draw.random() < 0.25:
+            return self._foreign(draw, folder)
         index, *others = (folder / "checkpoint.json", *folder.glob("data-*"))
         how = draw.randrange(6)
         if how < 3:
@@ -353,6 +358,18 @@ class _Runner:
                 autopar.load(folder, model, optimizer)
 
         return how, do
+
+
+    def _foreign(self, draw: random.Random, folder: Path) -> tuple[object, Callable[[], None]]:
+        """A checkpoint of torch.distributed.checkpoint."""
+        import autopar
+
+        shutil.rmtree(folder)
+        shutil.copytree(self._home / "given" / "foreign", folder)
+        path = draw.choice(inputs.valid_files(folder))
+        path.write_bytes(inputs.mutated_bytes(draw, path.read_bytes()))
+        model = type(self._model)()
+        return path.name, lambda: _ignored(autopar.load(folder, model))
 
 
 class _Said(Exception):

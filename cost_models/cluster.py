@@ -337,6 +337,13 @@ def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
     return cluster
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -344,6 +351,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise HardwareFileError(f"{path} is not valid TOML: {error}") from error
     except UnicodeDecodeError as error:
         raise HardwareFileError(f"{path} is not UTF-8 text: {error}") from error
+    except RecursionError as error:
+        raise HardwareFileError(f"{path} is nested too deeply") from error
+    except OSError as error:
+        raise HardwareFileError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _index(kind: str) -> dict[str, Path]:
@@ -362,7 +373,7 @@ def _find(kind: str, name: str | Path) -> tuple[dict[str, Any], str, Path]:
     text = str(name)
     if isinstance(name, Path) or text.endswith(".toml") or "/" in text:
         path = Path(name)
-        if not path.is_file():
+        if not _is_file(path):
             raise UnknownHardware(f"{kind.removesuffix('s')} file {text} does not exist")
     elif text.lower() in _names(kind):
         path = CATALOGUE / kind / f"{text.lower()}.toml"

@@ -25,11 +25,11 @@ MEMORY: dict[str, float] = {
     "parameters": 0.0,
     "gradients": 0.0,
     "optimizer_states": 0.0,
-    "saved_activations": 0.08,
-    "largest_temporary": 0.3,
-    "communication_buffers": 0.3,
+    "saved_activations": 0.12,
+    "largest_temporary": 0.4,
+    "communication_buffers": 0.4,
     "framework_context": 0.2,
-    "allocator_slack": 0.6,
+    "allocator_slack": 0.9,
 }
 """Term of MemoryTerms -> its spread. What rests is counted, not estimated."""
 

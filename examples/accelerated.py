@@ -1,4 +1,6 @@
-"""Accelerate in parallel: accelerate launch --num_processes 2 examples/accelerated.py --pin tp=2     (add --cpu without GPUs)
+"""Accelerate in parallel: accelerate launch --multi_gpu --num_processes 2 examples/accelerated.py --pin tp=2
+
+Without GPUs: torchrun --nproc-per-node 2 examples/accelerated.py, since `accelerate launch` starts one process on a CPU.
 
 AutoparAccelerator stands where Accelerator did, and the model is compiled before it is prepared.
 """

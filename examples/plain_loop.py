@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
     sampler = autopar.sampler(data, model, seed=1)  # autopar
     loader = DataLoader(data, batch_size=BATCH // model.data_ranks, sampler=sampler, drop_last=True)
+    line = autopar.StepLine(model, every=4)  # autopar
     losses = []
     while done < options.steps:
         epoch, first = divmod(done, len(loader))
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             optimizer.zero_grad()
             schedule.step()
             losses.append(loss.item())
+            line(loss)  # autopar
             done += 1
     if options.checkpoint is not None:
         autopar.save(options.checkpoint, model, optimizer, schedule=schedule.state_dict(), done=done)  # autopar

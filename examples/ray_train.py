@@ -20,14 +20,16 @@ import ray.train.torch
 HERE = str(Path(__file__).parent)
 
 
-def loop(config: dict[str, Any]) -> None:
-    """What each worker runs: the plain loop, which knows nothing of Ray."""
+def loop(config: dict[str, Any]) -> float:
+    """What each worker runs: the plain loop, which knows nothing of Ray. The last loss."""
     sys.path.insert(0, config["folder"])
     import plain_loop
 
     arguments = ["--steps", str(config["steps"]), *(word for pin in config["pins"] for word in ("--pin", pin))]
-    for loss in plain_loop.main(arguments):
+    losses = plain_loop.main(arguments)
+    for loss in losses:
         ray.train.report({"loss": loss})
+    return losses[-1]
 
 
 def main(argv: Sequence[str] | None = None) -> float:
@@ -52,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     )
     result = trainer.fit()
     ray.shutdown()
-    assert result.metrics is not None
-    loss = float(result.metrics["loss"])
+    loss = float(result.return_value)
     print(loss)
     return loss
 

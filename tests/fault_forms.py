@@ -10,8 +10,10 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -22,9 +24,12 @@ from run_model import Model, batch, emitted, tensors  # noqa: E402
 
 import autopar  # noqa: E402
 import autopar.checkpoint  # noqa: E402, F401
-from autopar.run import ParallelModule  # noqa: E402
+from autopar.run import ParallelModule, watchdog  # noqa: E402
 
 FORM, FOLDER = sys.argv[1], sys.argv[2]
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    PORT = free.getsockname()[1]
 RANKS = 4 if FORM == "raises, of four" else 2
 
 
@@ -64,9 +69,37 @@ def start() -> int | None:
     return None
 
 
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def other_shapes(rank: int) -> None:
+    """Both sizes are known on both ranks, when the ranks are given one each."""
+    model = autopar.compile(Plain(), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
+    for size in (8, 4, 8, 4, 8, 4, 8 if rank == 0 else 4):
+        with torch.no_grad():
+            model(torch.ones(size, 4))
+        loss = model(torch.ones(size, 4))
+        loss.backward()
+
+
 def train(rank: int) -> None:
-    store = dist.FileStore(os.path.join(FOLDER, "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    if FORM.endswith("machine"):  # ranks that do not see each other's records, and meet by an address
+        own = Path(FOLDER, f"machine-{rank}")
+        own.mkdir()
+        watchdog._folder = lambda token: own
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(PORT))
+        dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    else:
+        store = dist.FileStore(os.path.join(FOLDER, "store"), RANKS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    if FORM == "other shapes":
+        return other_shapes(rank)
     sizes = {"tp": 2} if FORM == "waits in forward" else {"dp": RANKS}
     model = ParallelModule(emitted(**sizes), tensors(Model().double()), device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -78,7 +111,9 @@ def train(rank: int) -> None:
                 sys.exit(0)
             if FORM.startswith("waits"):
                 in_no_hurry()
-            if FORM == "killed while the other computes":
+            if FORM in ("killed while the other computes", "killed on another machine"):
+                if FORM.endswith("machine"):
+                    time.sleep(2)  # its last words go over the network from time to time
                 os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and step == 3 and FORM == "killed while the other computes":
             in_no_hurry()

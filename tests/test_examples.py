@@ -32,7 +32,8 @@ def example(name: str) -> ModuleType:
 
 
 def started(*command: str, cwd: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": paths}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -43,7 +44,7 @@ def printed(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     found = []
     for process in processes:
         out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err[-4000:]
+        assert process.returncode == 0, f"{err[:6000]}\n...\n{err[-2000:]}"
         found.append(out.strip().splitlines()[-1] if out.strip() else "")
     return found
 

@@ -55,6 +55,14 @@ def test_a_rank_that_is_killed_while_no_other_waits(tmp_path: Path) -> None:
     assert re.match(r"autopar: rank 1 of 2 \(process \d+\) was killed, or crashed, after step 3, outside of the model\.", said)
 
 
+def test_a_rank_that_is_killed_on_another_machine(tmp_path: Path) -> None:
+    found = _run("killed on another machine", tmp_path)
+    assert found["codes"] == [1, -9]
+    (said,) = [line for line in found["text"].splitlines() if line.startswith("autopar: ")]
+    pattern = r"autopar: rank 1 of 2 \(process \d+\) on another machine is not heard of any more; it was last after step 3, outside of the"
+    assert re.match(pattern, said) and "Traceback" not in found["text"], found["text"]
+
+
 @pytest.mark.parametrize(("form", "axis"), [("waits", "all ranks|dp"), ("waits in forward", "tp")])
 def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str, tmp_path: Path) -> None:
     found = _run(form, tmp_path, AUTOPAR_TIMEOUT="15")

@@ -21,7 +21,7 @@ from torch import nn
 
 from autopar.catalog import OpView, localized, strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import Op, Program, Strategy, call_text, refs
+from autopar.ir import I, Op, Program, Strategy, call_text, refs
 from autopar.measure import Pricer, count
 from autopar.planner import Pins, lower, make_plan
 from autopar.planner.bounds import least_op_s
@@ -159,6 +159,47 @@ def _part(program: Program, view: OpView, s: Strategy) -> Iterator[tuple[Op, Pro
             for v, x in zip(values, (*s.inputs, *s.outputs), strict=True)
         }
         yield op, program.replace(types={**program.types, **cut}, ops=(op,))
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "stack", "deep", "tied", "balanced"])
+def test_no_rank_needs_less_than_the_bound_on_its_memory(name: str) -> None:
+    """Every choice of small models: what rests, against the account of the leanest stages; with what the data axis leaves whole too."""
+    rng = random.Random(name)
+    recipes = (AUTOPAR, Recipe(gradient_itemsize=4, master_itemsize=4, state_itemsize=4), Recipe(gradient_itemsize=4, accumulates=True))
+    compared = 0
+    for recipe in recipes:
+        search = searched(program_of(name), 8, cluster(), recipe=recipe)
+        every = list(search.space.choices())
+        for choice in rng.sample(every, min(25, len(every))):
+            rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe, choice.form)
+            estimator = search.estimator(rank, choice)
+            if isinstance(estimator, str):
+                continue
+            alike = frozenset(p.value for p in program_of(name).params if estimator.rank.data and estimator.rank.data.leaves.get(p.value) == I)
+            for known in (frozenset[str](), alike):
+                assert 0 < search._least.bytes(choice, known) <= estimator.least_bytes * (1 + 1e-9), (choice, known)
+            assert estimator.room_bytes(2**40) <= search._least.room_bytes(2**40, search._batch_bytes(choice.mesh)) * (1 + 1e-9)
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("limit", [4, 16, 64])
+def test_what_cannot_fit_is_left_out_and_nothing_else(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is the same as that of a search that prices every choice; where there is none, both say why."""
+    program = program_of("deep")
+
+    def answer() -> tuple[float, str]:
+        try:
+            return searched(program, 8, cluster(), limit * MIB).best().objective_s, ""
+        except Infeasible as e:
+            return float("inf"), str(e)
+
+    found = answer()
+    monkeypatch.setattr(Search, "_could_fit", lambda *_: True)
+    every = answer()
+    assert found[0] == every[0]
+    if found[1]:
+        assert "short" in found[1] and found[1].splitlines()[-2:] == every[1].splitlines()[-2:]
 
 
 def test_the_bound_of_a_plan_is_below_every_plan_of_the_space() -> None:

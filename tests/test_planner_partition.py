@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
 from autopar.planner.partition import Partition, least_bytes, partition
-from autopar.planner.stage_account import Account, Piece, Run, allowed, stage_bytes, stage_modes
+from autopar.planner.stage_account import Account, EveryStage, Piece, Run, allowed, stage_bytes, stage_modes
 from cost_models.pipeline import in_flight, step_time_s
 
 pytestmark = pytest.mark.pure
@@ -277,3 +277,30 @@ def test_what_a_stage_needs_beyond_its_pieces_is_counted() -> None:
     more = partition(pieces, over={(0, 2, 0): 3.0}, **given_)  # type: ignore[arg-type]
     assert free is not None and more is not None
     assert (free.cuts, free.modes, more.cuts, more.modes) == ((2,), (0, 0, 0, 0), (2,), (1, 0, 0, 0))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_stages_at_once_need_what_each_needs(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def figure() -> float:
+        return float(rng.randint(0, 1000))
+
+    kinds = []
+    for again_s in (0.0, 1.0, 2.0):
+        mode = Mode(name="one", again_s=again_s, kept_bytes=figure(), forward_bytes=figure(), backward_bytes=figure(), later_bytes=figure())
+        kinds.append(
+            Piece(
+                forward_s=1.0, backward_s=1.0, rest_bytes=figure(), passing_bytes=figure(), gradient_bytes=figure(), reduced_bytes=figure(),
+                update_bytes=3 * figure(), received_bytes=figure(), sent_bytes=figure(), modes=(mode,),
+            )
+        )  # fmt: skip
+    pieces = [rng.choice(kinds) for _ in range(rng.randint(1, 7))]
+    for m in (1, 2, 4):
+        every = EveryStage(pieces, [p.modes[0] for p in pieces], m)
+        for flights in range(1, m + 1):
+            found = every.bytes(flights)
+            for i, j in itertools.product(range(len(pieces) + 1), repeat=2):
+                one = stage_bytes(pieces[i:j], [0] * (j - i), flights, m) if i < j else math.inf
+                assert found[i, j] == one, (i, j, flights, m)
+                assert i >= j or one == spelled_out(tuple(pieces[i:j]), (0,) * (j - i), flights, m)

@@ -105,3 +105,15 @@ def test_stages_that_run_out_of_rounds_keep_their_best_and_a_bound_that_holds() 
     assert (whole.outcome.status, cut.outcome.status) == ("solved", "out of budget")
     assert cut.outcome.bound <= whole.outcome.objective <= cut.outcome.objective
     assert partition(pieces, limit_bytes=24.0, rounds=1, worth_s=cut.outcome.bound * 0.99, **given) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_columns_that_are_whole_without_demand_may_stay_if_the_gap_allows(seed: int) -> None:
+    """Within the gap of the optimum, with a bound that holds, whatever was left as it was."""
+    for items, rows, gap in ((8, 1, 0.2), (9, 2, 0.05), (10, 3, 1e-3)):
+        problem = knapsacks(items, rows, seed)
+        best, found = brute(problem), solve(problem, gap=gap)
+        assert found.outcome.status == "solved" and found.outcome.bound <= best + 1e-6
+        values = [round(v) for v in found.values]
+        assert found.outcome.objective == pytest.approx(problem.constant + sum(c * v for c, v in zip(problem.costs, values, strict=True)))
+        assert best - 1e-6 <= found.outcome.objective <= best + gap * abs(found.outcome.objective - problem.constant) + 1e-6

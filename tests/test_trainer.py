@@ -136,11 +136,13 @@ def mixed(folder: str, pins: dict[str, Any] | None, bf16: bool) -> dict[str, Any
 def test_mixed_precision_of_the_arguments_is_in_force(pair: WorkerPool, tmp_path: Path) -> None:
     expected, plain = (mixed(str(tmp_path / f"stock{bf16}"), None, bf16)["log"] for bf16 in (True, False))
     for found in pair.run(mixed, str(tmp_path / "dp2"), PLANS["dp2"], True, timeout_s=500):
-        assert found["log"][0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)  # of two batches, before the first step
-        assert abs(plain[0]["loss"] / expected[0]["loss"] - 1) > 5e-5
+        first, theirs, without = found["log"][0], expected[0], plain[0]
+        assert first["loss"] == pytest.approx(theirs["loss"], rel=1e-5)  # of two batches, before the first step
+        assert first["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-3)
+        assert min(abs(x["grad_norm"] / without["grad_norm"] - 1) for x in (first, theirs)) > 5e-5  # of float32: 1e-7
         for mine, theirs in zip(found["log"], expected, strict=True):
             for key in (k for k in theirs if "loss" in k):
-                assert mine[key] == pytest.approx(theirs[key], rel=0.02)
+                assert mine[key] == pytest.approx(theirs[key], rel=5e-3)
 
 
 @pytest.mark.parametrize(

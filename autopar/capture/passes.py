@@ -42,6 +42,7 @@ from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
+from autopar.collector import held_back
 from autopar.errors import CaptureError, NoLoss
 from autopar.ir import Buffer, Input, Program, Ref
 from autopar.run.autocast import Autocast
@@ -99,7 +100,8 @@ def capture(
     inputs, infer, guards = inputs_in(dtype, given), Inference(), Guards.take(model, loss)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         start = State.take(model, loss)
-        found, trace = _traced(model, loss, inputs, start, outputs=outputs)
+        with held_back():
+            found, trace = _traced(model, loss, inputs, start, outputs=outputs)
         trace, mutations = functionalize(with_casts(trace, infer), infer)
         trace = split_label_means(trace)
         trace, renamed = normalise(trace, infer)

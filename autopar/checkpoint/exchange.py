@@ -120,7 +120,8 @@ def import_model(source: str | os.PathLike[str], checkpoint: str | os.PathLike[s
     """Make a checkpoint of a safetensors file, or of a folder with model.safetensors (or its parts and their index) as from_pretrained
     reads it: autopar.load then takes it under any plan, without optimizer. One that is there is replaced. Raises CheckpointError."""
     path, folder = Path(source), Path(checkpoint)
-    where = _sources(path)
+    with told(f"cannot read {path}", path.parent):
+        where = _sources(path)
     names = sorted(where)
     tensors = [(f"model.{name}", where[name][1].dtype, where[name][1].shape) for name in names]
     config = _config(path)
@@ -130,7 +131,9 @@ def import_model(source: str | os.PathLike[str], checkpoint: str | os.PathLike[s
         with told(f"cannot read {file}", file.parent), file.open("rb", buffering=0) as stream:
             return read_elements(stream, entry.start, entry.dtype, entry.shape)
 
-    if folder.exists() and not folder.is_dir():
+    with told(f"cannot write the checkpoint {folder}", folder):
+        is_no_folder = folder.exists() and not folder.is_dir()
+    if is_no_folder:
         raise CheckpointError(f"cannot write the checkpoint {folder}: it is a file, and a checkpoint is a folder")
     save_id = secrets.token_hex(8)
     file = folder / data_file(save_id, 0)

@@ -18,7 +18,7 @@ from autopar.checkpoint.index import INDEX, Contents
 from autopar.checkpoint.optimizers import Optimizers, as_optimizers, load_state
 from autopar.checkpoint.planners import Target, read
 from autopar.checkpoint.saving import finish, prepared_by_all
-from autopar.checkpoint.storage import CheckpointReader
+from autopar.checkpoint.storage import CheckpointReader, told
 from autopar.checkpoint.subjects import Named, Subject, subject_of
 from autopar.checkpoint.values import decode, tensor_keys
 from autopar.errors import CheckpointError
@@ -88,6 +88,11 @@ class _Fitted:
 
 def open_checkpoint(folder: Path) -> CheckpointReader | ForeignReader:
     """The reader of a checkpoint, its index read and checked. CheckpointError if there is none."""
+    with told(f"cannot read the checkpoint {folder}", folder):
+        return _opened(folder)
+
+
+def _opened(folder: Path) -> CheckpointReader | ForeignReader:
     if (folder / INDEX).is_file():
         return CheckpointReader(folder)
     if (folder / METADATA).is_file():

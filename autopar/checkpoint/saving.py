@@ -17,12 +17,12 @@ from autopar.checkpoint.boxes import Box, boxes_of, whole_box
 from autopar.checkpoint.index import Contents
 from autopar.checkpoint.optimizers import Optimizers, as_optimizers, groups_and_state
 from autopar.checkpoint.planners import Held, write
-from autopar.checkpoint.storage import Writer
+from autopar.checkpoint.storage import Writer, told
 from autopar.checkpoint.subjects import Subject, subject_of
 from autopar.checkpoint.values import encode
 from autopar.errors import CheckpointError, LaunchError
 from autopar.progress import working
-from autopar.run import watch
+from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
 from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
@@ -126,7 +126,7 @@ def finish() -> BaseException | None:
 
 
 def _wait() -> None:
-    if (error := finish()) is not None and not watch.followed():  # another rank has gone, which has been said
+    if (error := finish()) is not None and not watchdog.followed():  # another rank has gone, which has been said
         print(f"autopar: a save that was going on has failed: {error}", file=sys.stderr, flush=True)
 
 
@@ -144,8 +144,9 @@ def _prepared(
     folder: Path, subject: Subject, optimizers: tuple[Any, ...], extra: Mapping[str, Any], *, staged: bool
 ) -> tuple[dict[str, Held], Contents, str]:
     """What this rank holds by key, what is no tensor, and a new name for the save."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"cannot save to {folder}: it is a file, and a checkpoint is a folder")
+    with told(f"cannot save to {folder}", folder):
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"cannot save to {folder}: it is a file, and a checkpoint is a folder")
     kept = _Kept(subject, staged=staged)
     for name, one in subject.tensors.items():
         kept.add(f"model.{name}", one.shape, one.here, one.boxes)

@@ -19,7 +19,9 @@ from autopar.planner.shortfall import shortfall_text
 from autopar.planner.space import Mesh
 from autopar.planner.stages import cut_stages
 
-__all__ = ["plan_of", "why_not"]
+__all__ = ["LISTED", "plan_of", "why_not"]
+
+LISTED = 12  # choices, where none fits
 
 
 def plan_of(question: Question, found: list[Candidate]) -> Plan:
@@ -106,7 +108,7 @@ def why_not(question: Question) -> str:
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
     short = question.said.short
     lines = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
-    text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:12] or ["no candidate satisfies the pins"])
+    text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:LISTED] or ["no candidate satisfies the pins"])
     if short:
         text += f"\n{shortfall_text(question)}"
     return text

@@ -106,8 +106,8 @@ class Least:
         for op, n in zip(program.ops, times, strict=True):
             for r in refs(op):
                 reader[r] = min(n, reader.get(r, n))
-        self._read = [(program.types[p.value], p.trainable, reader[p.value]) for p in program.params if p.value in reader]
-        self._resting: dict[tuple[Rest, int, tuple[int, ...]], float] = {}
+        self._read = [(p.value, program.types[p.value], p.trainable, reader[p.value]) for p in program.params if p.value in reader]
+        self._resting: dict[tuple[object, ...], float] = {}
         trained = [(program.types[p.value], reader.get(p.value, 1)) for p in program.params if p.trainable]
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
@@ -129,27 +129,27 @@ class Least:
         pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, ranks, choice.chunks, m)
         return pipeline_s + self.update_s / (ranks * parts * choice.shard)
 
-    def bytes(self, choice: Choice) -> float:
-        """Of the fullest rank of a choice."""
+    def bytes(self, choice: Choice, alike: frozenset[str] = frozenset()) -> float:
+        """Of the fullest rank of a choice. alike: parameters that all data-parallel ranks use for the same work: these rest whole."""
         sizes = tuple(n for _, n in choice.mesh.inner)
-        key = choice.rest, choice.shard, sizes
+        key = choice.rest, choice.shard, sizes, alike
         if key not in self._resting:
-            self._resting[key] = self._at_rest(*key)
+            self._resting[key] = self._at_rest(choice.rest, choice.shard, sizes, alike)
         return self._resting[key] / choice.mesh.over("layers")
 
     def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
         """What of a GPU's memory there is for that at most."""
         return (limit_bytes - self.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - batch_bytes
 
-    def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...]) -> float:
+    def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...], alike: frozenset[str]) -> float:
         """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis."""
         how = How(rest=rest, recipe=self.recipe, optimizer=self.optimizer)
         always = passes = update = 0.0
-        for t, trained, times in self._read:
+        for value, t, trained, times in self._read:
             used = t.numel
             for n in sizes:
                 used //= _parts(t, n)
-            p = _AtLeast(t.dtype.itemsize, used, used // _parts(t, shard) if trained else used, trained)
+            p = _AtLeast(t.dtype.itemsize, used, used // _parts(t, shard) if trained and value not in alike else used, trained)
             always += times * of_parameters((p,), how, "always")
             update += times * of_parameters((p,), how, "update")
             if trained and not self.recipe.accumulates:  # when backward ends

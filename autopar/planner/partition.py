@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome
-from autopar.planner.stage_account import Account, Counts, Piece, Run, allowed, stage_modes
+from autopar.planner.stage_account import Account, Counts, EveryStage, Piece, Run, allowed, stage_modes
 
 __all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
 
@@ -96,8 +96,9 @@ def partition(
         return rest * path.slowest_s + total_s + path.again_s
 
     best: _Path | None = None
-    if cuts is None and (least := spans.least_bytes()) > limit_bytes:
-        raise TooLarge(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB", least)
+    if cuts is None and not spans.could_fit():
+        text = f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB"
+        raise TooLarge(text, spans.least_bytes())
     if worth_s < math.inf and rest:
         best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
         if best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s:
@@ -179,8 +180,8 @@ class _Stages:
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
     _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
-    _lean_runs: dict[tuple[int, int], Run] = field(default_factory=dict)
-    _at_once: dict[int, int] = field(default_factory=dict)  # runs -> the most micro-batches in flight with which nothing runs again
+    _every: dict[bool, EveryStage] = field(default_factory=dict)  # in the leanest modes, and in the fastest
+    _bytes: dict[tuple[bool, int], Seconds] = field(default_factory=dict)  # by that and micro-batches in flight
     _tables: dict[int, Seconds] = field(default_factory=dict)  # by micro-batches in flight: of runs, seconds (not known yet: nan)
 
     def __post_init__(self) -> None:
@@ -188,7 +189,6 @@ class _Stages:
         self.kind = [kinds.setdefault(p, len(kinds)) for p in self.pieces]
         self.of_kind = list(kinds)
         self.may = [allowed(p.modes, self.recompute) for p in self.of_kind]
-        self.lean = [p.in_mode(_leanest([p.modes[m] for m in may])) for p, may in zip(self.of_kind, self.may, strict=True)]
         least_s = [min(p.modes[m].again_s for m in may) for p, may in zip(self.of_kind, self.may, strict=True)]
         self.fastest = [
             max(k for k, m in enumerate(may) if p.modes[m].again_s == s) for p, may, s in zip(self.of_kind, self.may, least_s, strict=True)
@@ -210,39 +210,55 @@ class _Stages:
             micro_batches=self.micro_batches,
         )  # fmt: skip
 
+    def fits(self, s: int, *, plain: bool) -> NDArray[numpy.bool_]:
+        """Of stage s as [i, j): whether it can fit in any modes; plain: whether it does if nothing runs again beyond what must."""
+        return self._stage_bytes(self.in_flight[s], plain) <= self.limit_bytes
+
+    def _stage_bytes(self, in_flight: int, plain: bool) -> Seconds:
+        if plain not in self._every:
+            of_kind = [
+                p.modes[may[fastest]] if plain else _leanest([p.modes[m] for m in may])
+                for p, may, fastest in zip(self.of_kind, self.may, self.fastest, strict=True)
+            ]
+            self._every[plain] = EveryStage(self.pieces, [of_kind[k] for k in self.kind], self.micro_batches)
+        if (plain, in_flight) not in self._bytes:
+            self._bytes[plain, in_flight] = self._every[plain].bytes(in_flight)
+        return self._bytes[plain, in_flight]
+
     def again(self, i: int, j: int, s: int) -> Again | None:
         """The least that stage s must run again if it is [i, j), beyond what its pieces must in any case: seconds, and for each run of
         equal pieces how many are in which of the allowed modes. None if it cannot fit."""
         place = (i, j, s)
-        return self._again(int(self.of_span[i, j]), s, self.over.get(place, 0.0), self.refused.get(place, ()))
+        over, refused = self.over.get(place, 0.0), self.refused.get(place, ())
+        if not over and not refused:
+            if self._stage_bytes(self.in_flight[s], True)[i, j] <= self.limit_bytes:
+                of = self.runs[self.of_span[i, j]]
+                return 0.0, tuple(tuple(n if k == self.fastest[kind] else 0 for k in range(len(self.may[kind]))) for kind, n in of)
+            if self._stage_bytes(self.in_flight[s], False)[i, j] > self.limit_bytes:
+                return None
+        return self._again(int(self.of_span[i, j]), s, over, refused)
 
     def _again(self, which: int, s: int, over: float = 0.0, refused: Collection[tuple[int, ...]] = ()) -> Again | None:
-        """Of a stage of these runs. Where nothing runs again with more micro-batches in flight, nothing does with fewer: no term of an
-        account falls with their number."""
-        flights, runs = self.in_flight[s], self.runs[which]
-        if not over and not refused and flights <= self._at_once.get(which, -1):
-            return 0.0, tuple(tuple(n if k == self.fastest[kind] else 0 for k in range(len(self.may[kind]))) for kind, n in runs)
-        account = self.account(runs, s)
+        """Of a stage of these runs."""
+        account = self.account(self.runs[which], s)
         counted = frozenset(_counts(account, modes) for modes in refused)
-        key = (flights, over, counted, which)
+        key = (self.in_flight[s], over, counted, which)
         if key not in self._known:
             found = stage_modes(account, self.limit_bytes - over, refused=counted)
             self._known[key] = None if found is None else (found.again_s, found.counts)
             self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
-            if found is not None and not over and not counted:
-                plain = all(of[self.fastest[kind]] == n for (kind, n), of in zip(runs, found.counts, strict=True))
-                self._at_once |= {which: flights} if plain else {}
         return self._known[key]
 
     def _seconds(self, s: int, rows: slice, columns: slice, wanted: NDArray[numpy.bool_]) -> Seconds:
         """What stages [i, j) must run again, of those that are wanted; infinite where they cannot fit."""
         table = self._tables.setdefault(self.in_flight[s], numpy.full(len(self.runs), numpy.nan))
-        which = self.of_span[rows, columns]
-        asked = numpy.unique(which[wanted])
-        for k in asked[numpy.isnan(table[asked])].tolist():
+        which, plain = self.of_span[rows, columns], self.fits(s, plain=True)[rows, columns]
+        between = wanted & ~plain
+        between &= self.fits(s, plain=False)[rows, columns]
+        for k in numpy.unique(which[between & numpy.isnan(table[which])]).tolist():
             again = self._again(k, s)
             table[k] = math.inf if again is None else again[0]
-        found = numpy.where(wanted, table[which], math.inf)
+        found = numpy.where(between, table[which], numpy.where(wanted & plain, 0.0, math.inf))
         for i, j in self.named.get(s, ()):
             if rows.start <= i < rows.stop and columns.start <= j < columns.stop and wanted[i - rows.start, j - columns.start]:
                 known = self.again(i, j, s)
@@ -326,36 +342,19 @@ class _Stages:
                 found += [m for m, n in zip(run.modes, counts, strict=True) for _ in range(n)]
         return tuple(found)
 
-    def least_bytes(self) -> float:
-        leanest: dict[int, float] = {0: 0.0}  # pieces placed -> the fullest of the stages so far
-        of_span, count = self.of_span.tolist(), len(self.pieces)
-        known: dict[int, dict[int, float]] = {}  # micro-batches in flight -> runs -> bytes
+    def could_fit(self) -> bool:
+        """Whether there are cuts with which every stage can."""
+        there = numpy.arange(len(self.pieces) + 1) == 0  # where the next stage can begin
         for s in range(self.stages):
-            ends: dict[int, float] = {}
-            here = known.setdefault(self.in_flight[s], {})
-            for j in range(s + 1, count + 1) if s < self.stages - 1 else [count]:
-                best = math.inf
-                for i in range(j - 1, s - 1, -1):
-                    which = of_span[i][j]
-                    if which not in here:
-                        here[which] = self._lean(self.runs[which], s)
-                    if here[which] >= best:
-                        break
-                    if i in leanest:
-                        best = min(best, max(leanest[i], here[which]))
-                if best < math.inf:
-                    ends[j] = best
-            leanest = ends
-        return leanest.get(count, math.inf)
+            there = self.fits(s, plain=False)[there].any(0)
+        return bool(there[-1])
 
-    def _lean(self, runs: Sequence[tuple[int, int]], s: int) -> float:
-        """Below what a stage of these pieces takes in any modes."""
-        lean = []
-        for run in runs:
-            if run not in self._lean_runs:
-                self._lean_runs[run] = Run(piece=self.lean[run[0]], count=run[1], modes=(0,))
-            lean.append(self._lean_runs[run])
-        return Account(runs=tuple(lean), in_flight=self.in_flight[s], micro_batches=self.micro_batches).bytes([(n,) for _, n in runs])
+    def least_bytes(self) -> float:
+        """Of the fullest stage of the leanest cuts."""
+        fullest = numpy.where(numpy.arange(len(self.pieces) + 1) == 0, 0.0, math.inf)  # of the stages so far, by where the next one begins
+        for s in range(self.stages):
+            fullest = numpy.maximum(fullest[:, None], self._stage_bytes(self.in_flight[s], False)).min(0)
+        return float(fullest[-1])
 
 
 @functools.lru_cache(maxsize=64)
@@ -380,9 +379,9 @@ def _runs_of_spans(kinds: tuple[int, ...]) -> tuple[NDArray[numpy.int64], list[t
 
 
 def _leanest(modes: Sequence[Mode]) -> Mode:
-    """The least of every figure."""
+    """The least of every figure, and running again, where that needs less."""
     return Mode(
-        name="leanest", again_s=min(m.again_s for m in modes), kept_bytes=min(m.kept_bytes for m in modes),
+        name="leanest", again_s=max(m.again_s for m in modes), kept_bytes=min(m.kept_bytes for m in modes),
         forward_bytes=min(m.forward_bytes for m in modes), backward_bytes=min(m.backward_bytes for m in modes),
         later_bytes=min(m.later_bytes for m in modes),
     )  # fmt: skip

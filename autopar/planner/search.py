@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopar.errors import Infeasible
-from autopar.ir import Program
-from autopar.planner.answer import plan_of, why_not
+from autopar.ir import I, Program
+from autopar.planner.answer import LISTED, plan_of, why_not
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
@@ -40,6 +40,7 @@ from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.question import NO_BETTER, Ledgers, Question, Searched
+from autopar.planner.rank import Rank
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
@@ -123,11 +124,8 @@ class Search(Question):
         heapq.heapify(queue)
         said.choices = len(queue) + len(hopeless)
         bounds: dict[Choice, float] = {}  # of those that were priced: what no cuts of theirs can be faster than
-        nothing = True
-        while queue or (nothing and hopeless):
-            if not queue:
-                queue, hopeless = hopeless, []
-                heapq.heapify(queue)
+        nothing = True  # is found yet
+        while queue:
             entry = heapq.heappop(queue)
             if entry.exact is not None:
                 said.left = sum(e.draft is None and e.exact is None for e in queue)
@@ -149,10 +147,12 @@ class Search(Question):
             elif entry.estimator is not None:
                 self._stages(entry, queue, bounds)
             else:
-                self._pieces(entry, queue)
+                self._pieces(entry, queue, hopeless)
+        if nothing:
+            self._say_what_lacks([entry.choice for entry in hopeless])
 
-    def _pieces(self, entry: _Entry, queue: list[_Entry]) -> None:
-        """Price the rank's program."""
+    def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
+        """Price the rank's program, unless it cannot fit as its data axis is."""
         choice, mesh = entry.choice, entry.choice.mesh
         self.said.explored += 1
         rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
@@ -160,6 +160,9 @@ class Search(Question):
         if isinstance(estimator, str):
             if choice.form == self.space.form:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
+            return
+        if not self._could_fit(choice, rank):
+            hopeless.append(entry)
             return
         fastest = self._fastest.setdefault(dataclasses.replace(choice, form=self.space.form), estimator)
         if fastest is not estimator and _no_better(estimator.pieces, fastest.pieces):
@@ -211,9 +214,25 @@ class Search(Question):
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
 
-    def _could_fit(self, choice: Choice) -> bool:
-        """Whether what rests on the fullest rank leaves room."""
-        return self._least.bytes(choice) <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+    def _could_fit(self, choice: Choice, rank: Rank | str | None = None) -> bool:
+        """Whether what rests on the fullest rank leaves room. rank: of this choice, if it is known."""
+        alike = frozenset[str]()
+        if isinstance(rank, Rank) and rank.data is not None:
+            alike = frozenset(p.value for p in self.known.folded.params if rank.data.leaves.get(p.value) == I)
+        return self._least.bytes(choice, alike) <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+
+    def _say_what_lacks(self, hopeless: list[Choice]) -> None:
+        """Of choices that cannot fit, the leanest first, as many as are listed where nothing fits."""
+        for choice in sorted(hopeless, key=lambda c: (self._least.bytes(c), c.simplicity)):
+            if len(self.said.short) >= LISTED:
+                return
+            rank = self.known.rank(choice.mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
+            estimator = self.estimator(rank, choice)
+            if isinstance(estimator, str):
+                self.refused[estimator] = None
+            else:
+                fits = self.draft(choice, estimator)
+                assert fits is None, f"{choice} fits though what rests on a rank leaves no room"
 
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:

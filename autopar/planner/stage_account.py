@@ -20,9 +20,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy
+from numpy.typing import NDArray
+
 from autopar.planner.modes import Mode
 
-__all__ = ["Account", "Accounted", "Counts", "Critical", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes"]
+__all__ = [
+    "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes",
+]  # fmt: skip
 
 NODES = 1000  # of the search for the modes of one stage
 
@@ -168,6 +173,70 @@ def stage_bytes(pieces: Sequence[Piece], modes: Sequence[int], in_flight: int, m
     """The most that a stage of these pieces in these modes needs at any moment."""
     runs = tuple(Run(piece=p, count=1, modes=(m,)) for p, m in zip(pieces, modes, strict=True))
     return Account(runs=runs, in_flight=in_flight, micro_batches=micro_batches).bytes([(1,)] * len(runs))
+
+
+class EveryStage:
+    """`Account.bytes` of every stage [i, j) of some pieces at once, each piece in one mode."""
+
+    def __init__(self, pieces: Sequence[Piece], modes: Sequence[Mode], micro_batches: int) -> None:
+        def each(values: Sequence[float]) -> NDArray[numpy.float64]:
+            return numpy.array([*values], dtype=numpy.float64)
+
+        def total(values: Sequence[float]) -> NDArray[numpy.float64]:
+            """Of the pieces of a stage: by its first piece and the first behind it."""
+            sums = before(values)
+            return sums[None, :] - sums[:, None]
+
+        def before(values: Sequence[float]) -> NDArray[numpy.float64]:
+            return numpy.concatenate(([0.0], numpy.cumsum(each(values))))
+
+        def most(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+            """The most of the pieces of a stage."""
+            found = numpy.full((count + 1, count + 1), -numpy.inf)
+            found[:count, 1:] = numpy.maximum.accumulate(numpy.where(inside, values[None, :], -numpy.inf), axis=1)
+            return found
+
+        count = len(pieces)
+        self.micro_batches = micro_batches
+        none = ~numpy.triu(numpy.ones((count + 1, count + 1), dtype=bool), 1)
+        inside = numpy.triu(numpy.ones((count, count), dtype=bool))
+        kept = before([m.kept_bytes for m in modes])
+        gradient = before([p.gradient_bytes for p in pieces])
+        sent = each([p.sent_bytes for p in pieces])
+        again = numpy.where(each([m.again_s for m in modes]) > 0, sent, 0.0)
+        bound = numpy.zeros((count + 1, count + 1))
+        bound[:count, 1:] = each([p.received_bytes for p in pieces])[:, None] + sent[None, :]
+        fixed = total([p.rest_bytes + p.passing_bytes for p in pieces])
+        gradients = total([p.gradient_bytes for p in pieces])
+        self.whole = total([m.kept_bytes for m in modes]) + bound
+        forward = most(kept[:-1] + each([m.forward_bytes for m in modes])) - kept[:, None]
+
+        def backward(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+            """Of values beside what is kept before: the last piece, if it runs again, makes what was sent."""
+            found = numpy.full((count + 1, count + 1), -numpy.inf)
+            found[:, 1:] = numpy.maximum(most(values)[:, :-1], (values - again)[None, :])
+            return found + bound - kept[:, None]
+
+        behind = backward(kept[:-1] + each([m.backward_bytes for m in modes]) - gradient[1:]) + gradient[None, :]
+        later = backward(kept[:-1] + each([m.later_bytes for m in modes])) + gradients
+        self.first = fixed + numpy.maximum(forward, behind)
+        self.later = fixed + (numpy.maximum(later, forward + gradients) if micro_batches > 2 else later)
+        self.last = fixed + numpy.maximum(later, forward + gradients)  # the same where all micro-batches are in flight
+        end = gradients + total([p.reduced_bytes for p in pieces])
+        update = total([p.rest_bytes + p.update_bytes for p in pieces])
+        self.least = numpy.where(none, numpy.inf, numpy.maximum(fixed + end, update))
+
+    def bytes(self, in_flight: int) -> NDArray[numpy.float64]:
+        """By the first piece and the first one behind; infinite where there is no stage. in_flight: as of an account."""
+        m, others = self.micro_batches, in_flight - 1
+        found = others * self.whole
+        if m > in_flight:
+            found += numpy.maximum(self.first, self.later)
+        elif m > 1:
+            found = numpy.maximum(found + self.first, max(others - 1, 0) * self.whole + self.last)
+        else:
+            found += self.first
+        return numpy.maximum(found, self.least, out=found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ def culprit(others: Mapping[int, Seen], dead: Set[int], rank: int, own: Seen, wo
     gone = {r: s for r, s in others.items() if r in dead}
     for r, seen in gone.items():
         if seen.state == record.RUNNING:
-            return killed(r, seen, world)
+            return killed(r, seen, world, _apart(rank, own, {r: seen}))
     for r, seen in others.items():
         if seen.state == record.FAILED:
             return (
@@ -41,10 +41,25 @@ def culprit(others: Mapping[int, Seen], dead: Set[int], rank: int, own: Seen, wo
     return ""
 
 
-def killed(rank: int, seen: Seen, world: int, how: str = "was killed, or crashed,") -> str:
+def killed(rank: int, seen: Seen, world: int, why: str = "", how: str = "was killed, or crashed,") -> str:
     return (
-        f"rank {rank} of {world} (process {seen.pid}) {how} {seen.where}. What came after the last checkpoint is lost; the other ranks end"
+        f"rank {rank} of {world} (process {seen.pid}) {how} {seen.where}{why}. What came after the last checkpoint is lost; the "
+        f"other ranks end"
     )
+
+
+def _apart(rank: int, own: Seen, others: Mapping[int, Seen]) -> str:
+    """What is wrong where two ranks call the model in different ways."""
+
+    def calls(seen: Seen) -> dict[int, int]:
+        return {step: given for step, given in zip((seen.step - 1, seen.step), seen.given, strict=True) if given}
+
+    def differs(seen: Seen) -> bool:
+        return any(calls(own).get(step, given) != given for step, given in calls(seen).items())
+
+    if (other := next((r for r, seen in others.items() if differs(seen)), None)) is None:
+        return ""
+    return f"; ranks {min(rank, other)} and {max(rank, other)} are called with inputs of different shapes, or in different modes"
 
 
 def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, waits_s: float) -> str:
@@ -56,9 +71,7 @@ def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, wai
         by_place.setdefault(f"{s.where}{f' ({s.text})' if s.text else ''}", []).append(r)
     places = [place if len(by_place) == 1 else f"{_ranks(ranks)} {place}" for place, ranks in by_place.items()]
     text += f" {'; '.join(places)}"
-    own = seen[rank]
-    if other := next((r for r, s in seen.items() if s.step == own.step and s.phase == own.phase and s.given != own.given), None):
-        text += f"; ranks {rank} and {other} are called with inputs of different shapes, or in different modes"
+    text += _apart(rank, seen[rank], seen)
     for r, s in sorted(seen.items()):
         if r not in waiting:
             text += f"; rank {r} {'has ended' if r in dead else 'is'} {s.where}{f' ({s.text})' if s.text and r not in dead else ''}"

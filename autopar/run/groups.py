@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from autopar.run import watch
+from autopar.run import watchdog
 
 __all__ = ["Group", "finish_first", "group_of", "release", "released_at_exit", "started"]
 
@@ -52,7 +52,7 @@ def group_of(ranks: tuple[int, ...], purpose: str = "", *, backend: str | None =
             everyone = tuple(range(dist.get_world_size()))
             _groups[everyone, ""] = one = Group(everyone, None)
             assert one.process_group is not None
-            watch.begin(one.process_group)
+            watchdog.begin(one.process_group)
     key = (ranks, purpose)
     if key not in _groups:
         _groups[key] = Group(ranks, backend)
@@ -76,7 +76,7 @@ def release() -> None:
     answer what is on its way: then nothing is waited for, and the groups are left to the end of the process."""
     for wait in _finish_first:
         wait()
-    watch.end()  # first: others may find this rank's connections closed as soon as its groups go
+    watchdog.end()  # first: others may find this rank's connections closed as soon as its groups go
     failed = getattr(sys, "last_value", None) is not None or any(not work.is_completed() for work in list(_started))
     if failed:
         for one in _groups.values():

@@ -1,10 +1,10 @@
-"""`autopar.interrupted`: whether the run is asked to save and leave (see leaving.py, and watch.py, which asks the other ranks)."""
+"""`autopar.interrupted`: whether the run is asked to save and leave (see leaving.py, and watchdog.py, which asks the other ranks)."""
 
 from __future__ import annotations
 
 import signal
 
-from autopar.run import leaving, watch
+from autopar.run import leaving, watchdog
 
 __all__ = ["interrupted"]
 
@@ -22,5 +22,5 @@ def interrupted(signals: tuple[int, ...] = (signal.SIGTERM,)) -> bool:
     call on, the signals do not end the process. Call it first from the main thread.
     """
     leaving.heed(signals)
-    now = watch.current()
+    now = watchdog.current()
     return leaving.signalled() if now is None else now.leaving.passed()

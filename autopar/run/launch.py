@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
-from autopar.run import record, watch
+from autopar.run import record, watchdog
 from autopar.run.groups import release, released_at_exit
+from autopar.run.rendezvous import kept_over_restarts, store_of_this_start
 
 __all__ = ["WorkerPool", "default_device", "join_process_group", "launch"]
 
@@ -54,7 +55,12 @@ def join_process_group(device: torch.device) -> None:
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if kept_over_restarts():
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store_of_this_start(rank), rank=rank, world_size=ranks)
+        else:
+            dist.init_process_group(backend)
         released_at_exit()
 
 
@@ -177,7 +183,7 @@ class WorkerPool:
             if errors:
                 grace = time.monotonic() + _GRACE_S
                 deadline = grace if deadline is None else min(deadline, grace)
-        seen = watch.report(self._folder) if errors or pending else {}
+        seen = watchdog.report(self._folder) if errors or pending else {}
         if len(results) == self.n:
             return [results[rank] for rank in range(self.n)]
         if len(errors) < self.n or len({summary for summary, _, _ in errors.values()}) > 1:
@@ -190,7 +196,7 @@ class WorkerPool:
 
     def _last_of(self, rank: int) -> str:
         """What a worker that has died did last."""
-        seen = watch.report(self._folder).get(rank)
+        seen = watchdog.report(self._folder).get(rank)
         if seen is None:
             return ""
         return f"; {seen.text}" if seen.state == record.FAILED and seen.text else f", {seen.where}"
@@ -237,7 +243,7 @@ def _check_main() -> None:
 def _worker(connection: Connection, rank: int, n: int, backend: str, folder: str) -> None:
     """The main function of a worker: join the group, then run what is sent until an empty message or the end."""
     threading.Thread(target=_end_with_parent, name="autopar-parent", daemon=True).start()
-    watch.in_pool(folder)
+    watchdog.in_pool(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
     if backend == "nccl":
         torch.cuda.set_device(rank)

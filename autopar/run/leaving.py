@@ -1,7 +1,7 @@
 """What `autopar.interrupted` rests on: whether the run is asked to leave, with the same answer on every rank at the same step.
 
 A signal reaches ranks at different steps, or one of them alone. Each counts its own calls of `interrupted`. Once a rank has been asked,
-the watches of all ranks say over a store how far theirs are, and hold back the next call; all leave at the call behind the furthest.
+the watchdogs of all ranks say over a store how far theirs are, and hold back the next call; all leave at the call behind the furthest.
 Until then a call reads a flag.
 """
 
@@ -73,7 +73,7 @@ class Leaving:
         return self._calls >= self._last
 
     def go_on(self) -> None:
-        """By the watch, from time to time."""
+        """By the watchdog, from time to time."""
         if self.store is None or self._last is not None or not _handled:
             return
         asked = f"{self._prefix}/asked"
@@ -90,5 +90,5 @@ class Leaving:
             if self.store.check(keys):
                 self._last = 1 + max(int(self.store.get(key)) for key in keys)
                 self._decided.set()
-        except RuntimeError:  # the store's process has gone, and with it a rank: the watch says so
+        except RuntimeError:  # the store's process has gone, and with it a rank: the watchdog says so
             self.store = None

@@ -1,9 +1,8 @@
 """What this rank is doing, written where it can be read when the rank is gone: a few numbers in a file of shared memory.
 
 Writing a number there takes tens of nanoseconds, so that every collective is noted (`entered`, `left`), and who looks at the numbers
-pays: the rank's own watch, which compares them from time to time, and other ranks of the machine after a death (`watch`). A rank holds a
-lock on its file; the system lets go of it when the process ends in any way. What an exception has left noted stays: it says where that
-came from.
+pays: the rank's own watchdog, which compares them from time to time, and other ranks of the machine after a death. A rank holds a lock on
+its file; the system lets go of it when the process ends in any way. What an exception has left noted stays: it says where that came from.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
     "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step", "write_to",
 ]  # fmt: skip
 
-_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN = range(12)
+_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE = range(13)
 _NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -77,7 +76,7 @@ def note_line(number: int) -> None:
 
 def step(number: int) -> None:
     """The call of the model that begins."""
-    _now[_STEP] = number
+    _now[_STEP], _now[_BEFORE], _now[_GIVEN] = number, _now[_GIVEN], 0
 
 
 def given(number: int) -> None:
@@ -131,8 +130,8 @@ def write_to(view: memoryview) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A record as it was read. waits: whether its watch has found that it waits too long. beside: whether it saved beside training. given:
-    a number for the shapes of its call. text: how it ended, or where it is."""
+    """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: whether it saved beside training.
+    given: numbers for the shapes of the call before this step's, and of this; 0 where there is none. text: how it ended, or where it is."""
 
     pid: int
     state: int
@@ -144,7 +143,7 @@ class Seen:
     beat: int
     waits: bool
     beside: bool
-    given: int
+    given: tuple[int, int]
     text: str
 
     @staticmethod
@@ -155,7 +154,7 @@ class Seen:
         pid, state, at_step, at_phase, at, at_line, count, beat, waits = numbers[:9]
         return Seen(
             pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
-            beside=bool(numbers[_BESIDE]), given=numbers[_GIVEN], text=text,
+            beside=bool(numbers[_BESIDE]), given=(numbers[_BEFORE], numbers[_GIVEN]), text=text,
         )  # fmt: skip
 
     @property

@@ -1,4 +1,4 @@
-"""Each rank's watch: a thread that sees whether other ranks have gone or are waited for too long, and ends this one with one message.
+"""Each rank's watchdog: a thread that sees whether other ranks have gone or are waited for too long, and ends this one with one message.
 
 Ranks of one machine read each other's records (`record`), which outlive a killed process; those of other machines are asked for over a
 store, to which each watch copies its own. Nothing is done for each collective but to note it. A rank whose collective fails looks for the
@@ -32,16 +32,17 @@ from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
 from autopar.run.record import Other, Own, Seen
 
-__all__ = ["TIMEOUT", "Watch", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
+__all__ = ["TIMEOUT", "Watchdog", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
-TIMEOUT = "AUTOPAR_TIMEOUT"  # seconds that a rank may wait in a collective for others; a tenth of it until it says so
-_DEFAULT_S = 600.0
+TIMEOUT = "AUTOPAR_TIMEOUT"  # seconds that a rank may wait in a collective for others
+_DEFAULT_S = 1500.0  # before gloo's process groups give up, which takes 1800 s and names nobody
+_SAYS_S = 60.0  # until it is said who waits for whom; a tenth of the timeout where that is less
 _PERIOD_S = 0.5
 _GRACE_S = 5.0  # for a rank to find out by itself that another has gone
 _FOLDER = "autopar-watch-"
 _UNTIMED = (record.CHECKPOINT, record.PLANNING)  # as long as they take: of rank 0's search, of a slow disk
 
-_watch: Watch | None = None
+_watch: Watchdog | None = None
 _hooked = False
 _pool: Path | None = None  # where the process that started this one looks for records
 
@@ -54,7 +55,7 @@ def begin(group: dist.ProcessGroup) -> None:
     dist.broadcast_object_list(token, src=0, group=group)
     folder = _folder(token[0][0])
     own = Own(folder / f"rank-{dist.get_rank()}")
-    _watch = Watch(own, folder, dist.get_rank(), dist.get_world_size(), token[0][0])
+    _watch = Watchdog(own, folder, dist.get_rank(), dist.get_world_size(), token[0][0])
     hosted: list[Any] = [_watch.host_store()]
     dist.broadcast_object_list(hosted, src=0, group=group)  # after it all records are there
     _watch.start(hosted[0])
@@ -75,7 +76,7 @@ def end(state: int = record.ENDED) -> None:
         watch.close(state)
 
 
-def current() -> Watch | None:
+def current() -> Watchdog | None:
     return _watch
 
 
@@ -115,12 +116,13 @@ def _alive(path: Path) -> bool:
         other.close()
 
 
-class Watch:
+class Watchdog:
     """Of one rank. timeout_s: of a collective."""
 
     def __init__(self, own: Own, folder: Path, rank: int, world: int, token: str) -> None:
         self.own, self.rank, self.world = own, rank, world
         self.timeout_s = timeout_s()
+        self._says_s = min(_SAYS_S, self.timeout_s / 10)
         self.leaving = Leaving(rank, world, token)
         self._folder, self._token = folder, token
         self._others: dict[int, Other] = {}
@@ -136,7 +138,7 @@ class Watch:
         self._last: tuple[int, int] = (0, 0)  # a collective, by its number, and what it is
         self._last_since = 0.0
         self._told = False
-        self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="autopar-watchdog", daemon=True)
 
     # ------------------------------------------------------------------------------------------------------ beginning, end
     def host_store(self) -> tuple[str, int] | None:
@@ -156,7 +158,7 @@ class Watch:
         host, port = address
         if host or self.rank == 0 or 0 in self._others:  # else rank 0 is on another machine, whose address nobody has told
             with contextlib.suppress(RuntimeError):  # a firewall, say
-                wait = datetime.timedelta(seconds=30)
+                wait = datetime.timedelta(seconds=10)
                 self._store = dist.TCPStore(host or "localhost", port, None, False, timeout=wait, wait_for_workers=False)
         self.leaving.store = self._store
         self.listen()
@@ -227,12 +229,12 @@ class Watch:
         if not waiting or (own.count, own.at) != self._last:
             self._last, self._last_since = (own.count, own.at), now
         waits_s = now - self._last_since if waiting else 0.0
-        late = waits_s > self.timeout_s / 10
+        late = waits_s > self._says_s
         asked = late or any(other.seen().waits for other in self._others.values())
         if asked and own.state == record.RUNNING:
             self.own.tell(whereabouts(self._main or 0))
         self.own.beats(waits=late)
-        if late and not (gone or self._told) and waits_s > self.timeout_s / 10 + 3 * _PERIOD_S:  # others have told where they are by now
+        if late and not (gone or self._told) and waits_s > self._says_s + 3 * _PERIOD_S:  # others have told where they are by now
             self._told = True
             self.say(self.wait_of(waits_s), "waits")
         if waits_s > self.timeout_s:
@@ -294,7 +296,7 @@ class Watch:
         time.sleep(6 * _PERIOD_S)
         for rank, seen in (self._over_the_store(read) or {}).items():
             if rank in before and before[rank].beat == seen.beat and seen.state != record.FOLLOWED:
-                return killed(rank, seen, self.world, "on another machine is not heard of any more; it was last")
+                return killed(rank, seen, self.world, how="on another machine is not heard of any more; it was last")
         return ""
 
     def wait_of(self, waits_s: float) -> str:
