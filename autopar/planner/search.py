@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopar.collector import held_back
 from autopar.errors import Infeasible
 from autopar.ir import I, Program
 from autopar.planner.answer import LISTED, plan_of, why_not
@@ -238,10 +239,11 @@ class Search(Question):
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
         wanted = MEASURED_CANDIDATES if self.measure == "live" else 1
-        found = list(itertools.islice(self.candidates(), wanted))
-        if not found:
-            raise Infeasible(why_not(self))
-        return plan_of(self, self._measured(found) if self.measure == "live" else found)
+        with held_back():
+            found = list(itertools.islice(self.candidates(), wanted))
+            if not found:
+                raise Infeasible(why_not(self))
+            return plan_of(self, self._measured(found) if self.measure == "live" else found)
 
     def _measured(self, found: list[Candidate]) -> list[Candidate]:
         """The front-runners, their operators measured on this machine and their stages decided again from these times."""
