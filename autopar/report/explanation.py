@@ -106,13 +106,15 @@ class TimePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Relief(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the question, and the best plan that was found under it. step_time_s None: none fits, and why."""
+    """A change of the question, and the best plan that was found under it. step_time_s None: none fits, and why. speedup: of what is done
+    in a second; per: of what it is, where a step is no longer the same work."""
 
     change: str
     step_time_s: float | None
     speedup: float | None
     plan: str
     why: str = ""
+    per: str = ""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +277,7 @@ def _axes(plan: Plan) -> list[AxisView]:
 def _place(size: int, per_node: int) -> str:
     if per_node >= size:
         return "inside the node"
-    return "across nodes" if per_node == 1 else f"({per_node} of them in a node, across {-(-size // per_node)} nodes)"
+    return "across nodes" if per_node == 1 else f"over {-(-size // per_node)} nodes"
 
 
 def _choices(plan: Plan) -> list[Choice]:

@@ -17,7 +17,7 @@ MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its colum
 
 def counted(amount: int, noun: str) -> str:
     """'1 GPU', '1,024 GPUs'."""
-    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+    return f"{amount:,} {noun}" + ("" if amount == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def share_text(share: float) -> str:
@@ -37,7 +37,7 @@ def rest_words(rest: str, ranks: int = 0, shard: int = 0) -> str:
     """How parameters, gradients and optimizer states rest. Without ranks in one word."""
     row = rest_of(rest)
     if not row.states:
-        return "nothing sharded (ZeRO-0)" if ranks != 1 else "whole on every rank of a stage"
+        return "no ZeRO" if ranks == 1 else row.title if row.zero or ranks else "ZeRO-0"
     if not ranks:
         return row.title.partition(":")[0]
     return row.title + (f", groups of {shard} of {ranks} ranks" if 1 < shard < ranks else "")
