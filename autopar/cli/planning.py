@@ -152,7 +152,8 @@ def _explained_as(
         )
         text = explanation_text(found)
         return document(made, found), f"{text}\n\n{tables_text(made)}" if verbose else text
-    value, texts = document(made, explanation_of(made)), []
+    value = document(made, explanation_of(made))
+    texts: list[str] = []
     if questions["why"]:
         answers = [reasons(study, name) for name in questions["why"]]
         value["why"], texts = msgspec.to_builtins(answers), [*texts, *map(why_text, answers)]

@@ -13,7 +13,7 @@ from autopar.cli.options import Json, Loss, Memory, Optimizer, PinList, Precisio
 if TYPE_CHECKING:
     from autopar.explain import Study
 
-Clusters = Annotated[str, typer.Option("--cluster", help="catalogued clusters or FILEs.toml, comma-separated; auto: this machine's devices")]
+Clusters = Annotated[str, typer.Option("--cluster", help="catalogued clusters or FILEs.toml, comma-separated")]
 
 
 @app.command()

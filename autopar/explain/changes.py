@@ -98,7 +98,9 @@ def _changed(asked: Asked, name: str, value: str) -> tuple[Asked, str]:
     if name in ("gpus", "batch"):
         if not value.isdecimal() or int(value) < 1:
             raise WishError(f"--what-if {name}={value}: needed is a positive whole number")
-        return dataclasses.replace(asked, **{name: int(value)}), f"{value} GPUs" if name == "gpus" else f"a batch of {value}"
+        if name == "gpus":
+            return dataclasses.replace(asked, gpus=int(value)), f"{value} GPUs"
+        return dataclasses.replace(asked, batch=int(value)), f"a batch of {value}"
     if name == "cluster":
         return dataclasses.replace(asked, cluster=choose_cluster(value, 1)), f"GPUs of {value}"
     if name == "optimizer":

@@ -62,8 +62,8 @@ class Refused:
 
 @dataclass(kw_only=True)
 class Study:
-    """asked: what the plan that is explained was made for; given: that plan, which is made when it is first needed. stores, answers: what was
-    found out already."""
+    """asked: what the plan that is explained was made for; given: that plan, made when it is first needed. stores, answers: what was found
+    out already."""
 
     program: Program
     asked: Asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from autopar.explain.study import Asked, Refused, Study
 from autopar.planner.plan import Plan
 from autopar.report.explanation import summary_of, time_of
 from autopar.report.text import last_wrapped, wrapped
-from autopar.report.units import bytes_text, seconds_text, table
+from autopar.report.units import bytes_text, count_text, seconds_text, table
 from autopar.report.words import share_text
 from cost_models.cluster import Cluster
 
@@ -57,6 +57,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     schema: int
+    unit: str
     points: list[Point]
     cheapest: int | None
     fastest: int | None
@@ -82,9 +83,10 @@ def sweep(
         several = (cluster.name if len(clusters) > 1 else "", bytes_text(memory) if len(memories) > 1 and memory else "",
                    f"batch {batch}" if len(batches) > 1 else "")  # fmt: skip
         series.append(Series(name=", ".join(x for x in several if x), gpus=[x.gpus for x in asked], stops_at=stops_at, why=why))
+    units = (x.samples_unit for x in study.answers.values() if isinstance(x, Plan))
     fits = [k for k, point in enumerate(points) if point.step_time_s is not None]
     return Sweep(
-        model=study.program.name, schema=1, points=points, series=series,
+        model=study.program.name, schema=1, unit=next(units, "samples"), points=points, series=series,
         cheapest=min(fits, key=lambda k: (points[k].per_sample or points[k].gpu_seconds or 0.0, points[k].gpus), default=None),
         fastest=min(fits, key=lambda k: (-(points[k].work_per_s or 0.0), points[k].gpus), default=None),
     )  # fmt: skip
@@ -131,7 +133,9 @@ def _stops(plans: Sequence[tuple[int, Plan]]) -> tuple[int | None, str]:
         if most and grown[most] > 0.01:
             was = share_text(shares[0].get(most, 0.0))
             return n, f"{m} do {said}: {most} takes {share_text(shares[1][most])} of the step, where it was {was}"
-        return n, f"{m} do {said}"
+        most = max(shares[1], key=lambda kind: shares[1][kind], default="compute")
+        taken = f": {most} takes {share_text(shares[1][most])} of the step" if most != "compute" else ""
+        return n, f"{m} do {said}{taken}"
     return (plans[-1][0] if plans else None), ""
 
 
@@ -140,7 +144,7 @@ def sweep_text(found: Sweep) -> str:
     several = {field: len({getattr(p, field) for p in found.points}) > 1 for field in ("cluster", "memory_limit_bytes", "batch")}
     titles = {"cluster": "cluster", "memory_limit_bytes": "of memory", "batch": "batch"}
     headings = ["GPUs", *(title for field, title in titles.items() if several[field])]
-    headings += ["step", "GPU-s", "per s", "memory", "MFU", "plan"]
+    headings += ["step", "GPU-s", f"{found.unit}/s", "memory", "MFU", "plan"]
     rows = []
     for k, p in enumerate(found.points):
         mark = "*" if k == found.cheapest else ""
@@ -152,11 +156,11 @@ def sweep_text(found: Sweep) -> str:
             rows.append([*own, "-", "-", "-", "-", "-", p.why])
             continue
         rows.append([
-            *own, seconds_text(p.step_time_s), f"{p.gpu_seconds:,.4g}", f"{p.work_per_s:,.4g}", bytes_text(p.memory_bytes or 0),
+            *own, seconds_text(p.step_time_s), f"{p.gpu_seconds:,.4g}", count_text(p.work_per_s or 0.0), bytes_text(p.memory_bytes or 0),
             share_text(p.mfu) if p.mfu else "-", p.plan,
         ])  # fmt: skip
     parts = [_verdict(found), last_wrapped(headings, rows)]
-    parts += [_picture(found)]
+    parts += [_picture(found, several)]
     for series in found.series:
         name = f"{series.name}: " if series.name else ""
         if series.stops_at is not None and len(series.gpus) > 1:
@@ -178,7 +182,7 @@ def _point(p: Point) -> str:
     return f"{p.gpus} GPUs of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}: {seconds_text(p.step_time_s or 0.0)} a step"
 
 
-def _picture(found: Sweep) -> str:
+def _picture(found: Sweep, several: Mapping[str, bool]) -> str:
     """Work in a second, as bars; how much of it each GPU does, against the fewest GPUs."""
     most = max((p.work_per_s or 0.0 for p in found.points), default=0.0)
     if not most or len(found.points) < 2:
@@ -186,6 +190,10 @@ def _picture(found: Sweep) -> str:
     rows = []
     for p in found.points:
         full = round(BAR * (p.work_per_s or 0.0) / most)
-        efficiency = f"{p.efficiency:.0%} of a GPU's" if p.efficiency is not None else "does not fit" if "fit" in p.why else "no plan"
-        rows.append((p.gpus, p.cluster, bytes_text(p.memory_limit_bytes), "" if p.batch is None else p.batch, "#" * full, efficiency))
-    return "work in a second\n" + table(("GPUs", "cluster", "memory", "batch", "", ""), rows)
+        efficiency = f"{p.efficiency:.0%}" if p.efficiency is not None else "does not fit" if "fit" in p.why else "no plan"
+        own = [p.cluster] if several["cluster"] else []
+        own += [bytes_text(p.memory_limit_bytes)] if several["memory_limit_bytes"] else []
+        own += [f"batch {p.batch}"] if several["batch"] else []
+        rows.append((*own, p.gpus, "#" * full, efficiency))
+    blank = [""] * sum(several.values())
+    return f"{found.unit} in a second; how much of a GPU's work on the fewest each does\n" + table((*blank, "GPUs", "", ""), rows)

@@ -129,7 +129,7 @@ def _on_axis(study: Study, body: Program, assignment: Assignment, wanted: frozen
     timed = dataclasses.replace(problem, work_first=False, state_price_s_per_byte=0.0)
     groups = [g for g in problem.choices.groups.values() if g.op is not None and not wanted.isdisjoint(g.members)]
     ops = {op.name: op for op in body.ops}
-    found = []
+    found: list[WhyOperator] = []
     for group in sorted(groups, key=lambda g: -group_cost(timed, g, assignment.ops[g.members[0]])):
         chosen, op = assignment.ops[group.members[0]], ops[group.members[0]]
         if group_cost(timed, group, chosen) <= 0 and found:
