@@ -1,8 +1,8 @@
 """A step waits for no value on the device: nothing of it is read by the host, and no shape depends on values.
 
-A host that reads a value of a GPU (`.item()`, `if tensor:`, `nonzero`) waits until all before it is computed, and then launches into an empty
-queue. On the CPU the same reads are seen as operators and as methods of tensors, and are counted here from the fourth step on: the first ones
-compare what ranks are given.
+A host that reads a value of a GPU (`.item()`, `if tensor:`, `nonzero`) waits until all before it is computed, and then launches into an
+empty queue. On the CPU the same reads are seen as operators and as methods of tensors, and are counted here from the fourth step on: the
+first ones compare what ranks are given.
 """
 
 from __future__ import annotations

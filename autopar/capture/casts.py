@@ -46,10 +46,9 @@ class Casting:
         return replace(self._trace, ops=tuple(self._ops), metas=self.metas, storages=self._storages)
 
 
-def cast_before_use(trace: Trace, kept: Set[str]) -> tuple[Trace, dict[str, str]]:
+def cast_before_use(trace: Trace, kept: Set[str]) -> Trace:
     """The trace in which parameters that are read by casts to one lower dtype alone are of that dtype, and those casts are gone: it is for
-    whoever runs the program to cast them, once (`Param.rests`). kept: values whose names must not change. Beside it what the dropped
-    values are called now."""
+    whoever runs the program to cast them, once (`Param.rests`). kept: values whose names must not change."""
     readers: dict[str, list[Op]] = {}
     for traced in trace.ops:
         for name in dict.fromkeys(refs(traced.op)):
@@ -72,7 +71,7 @@ def cast_before_use(trace: Trace, kept: Set[str]) -> tuple[Trace, dict[str, str]
     )
     params = tuple(replace(p, rests=trace.metas[p.value].dtype) if p.value in lower else p for p in trace.params)
     metas = {name: replace(meta, dtype=lower[name]) if name in lower else meta for name, meta in trace.metas.items()}
-    return replace(trace, ops=ops, params=params, metas=metas), renamed
+    return replace(trace, ops=ops, params=params, metas=metas)
 
 
 def _cast_to(op: Op, value: str) -> torch.dtype | None:
