@@ -123,10 +123,11 @@ def test_a_plain_loop_on_two_hosts_that_share_no_network_but_a_link(two_hosts: l
     """An agent and two ranks in each network namespace: nothing meets over localhost."""
     script = str(ROOT / "examples" / "plain_loop.py")
     agents = []
-    for name, address, link in two_hosts:
+    for number, (name, address, link) in enumerate(two_hosts):
         within = ("ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={link}", f"TP_SOCKET_IFNAME={link}")
         meeting = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts[0][1]}:29411")
-        train = ("--local-addr", address, script, "--pin", "dp=2", "--pin", "tp=2", "--steps", "3", "--checkpoint", "last")
+        meeting = (*meeting, "--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address)
+        train = (script, "--pin", "dp=2", "--pin", "tp=2", "--steps", "3", "--checkpoint", "last")
         agents.append(started(*within, *TORCHRUN, *meeting, *train, cwd=tmp_path))
     (said,) = [line for line in printed(agents) if line]
     assert json.loads(said) == pytest.approx(of_the_plain_loop(3), rel=1e-9)
