@@ -340,6 +340,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def from_json(data: bytes, name: str = "<plan>") -> Plan:
+        """The inverse of `to_json`, validated. name: of the file, for errors. Raises PlanError, as `load`."""
         try:
             head = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
