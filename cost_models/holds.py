@@ -83,13 +83,14 @@ def _on_rank(rank: int, steps: Numbered, exchanged: Sequence[tuple[list[int], li
         found.setdefault((k, action.pass_, last), []).append(Situation(k, action.pass_, tuple(held), tuple(reduced), last, done, after))
         held[k] += action.pass_ == "F"
         reduced[k] |= action.pass_ == frees
-    before = [
-        x for every in found.values() for after in dict.fromkeys(x.after for x in every) for x in _most([x for x in every if x.after == after])
-    ]
+    by_next = ([x for x in every if x.after == after] for every in found.values() for after in dict.fromkeys(x.after for x in every))
     return OnRank(
-        stages=tuple(stages), situations=tuple(x for every in found.values() for x in _most([x._replace(after=None) for x in every])),
-        before=tuple(before), waiting=tuple((f, b) for f, b in most), follows=tuple(dict.fromkeys(zip(passes, passes[1:]))),
-    )  # fmt: skip
+        stages=tuple(stages),
+        situations=tuple(x for every in found.values() for x in _most([x._replace(after=None) for x in every])),
+        before=tuple(x for alike in by_next for x in _most(alike)),
+        waiting=tuple((f, b) for f, b in most),
+        follows=tuple(dict.fromkeys(zip(passes, passes[1:]))),
+    )
 
 
 def _most(every: Sequence[Situation]) -> list[Situation]:

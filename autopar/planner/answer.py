@@ -9,6 +9,7 @@ from autopar.axes import AXES
 from autopar.capture import program_hash
 from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
+from autopar.planner.account import account_of
 from autopar.planner.candidate import GIB, Candidate, Draft
 from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
@@ -44,6 +45,7 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         memory_limit_bytes=question.memory_limit_bytes,
         optimizer=question.optimizer,
         precision=question.precision,
+        reduce_dtype=question.reduce_dtype,
         global_batch=program.batch_size or 0,
         samples_unit="tokens" if tokens else "samples",
         mesh=c.mesh.sizes(),
@@ -80,6 +82,7 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         step_spread=spread_of(kinds, question.cluster),
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
         searched=question.said.counts(),
+        account=account_of(program, c, axes),
     )
 
 

@@ -22,12 +22,13 @@ small problems with those of trying every plan, every assignment included.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autopar.collector import held_back
@@ -48,6 +49,7 @@ from autopar.planner.solver import Outcome
 from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
 from autopar.planner.store import Store
+from autopar.progress import found_so_far
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
 
@@ -73,12 +75,13 @@ class _Entry:
 @dataclass(kw_only=True)
 class Search(Question):
     """The search for the best choice. measure: 'live' measures the operators of the best candidates on this machine, and the best of these
-    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, the best so far is the answer, and
-    what was left is said."""
+    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, or when `stop` says so, the best so
+    far is the answer, and what was left is said."""
 
     budget: int = BUDGET
     time_limit_s: float | None = None
     measure: str = "roofline"
+    stop: Callable[[], bool] = lambda: False
 
     def on_data_axis(self, dp: int) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
         return self.known.on_data_axis(dp)
@@ -128,6 +131,7 @@ class Search(Question):
         nothing = True  # is found yet
         while queue:
             entry = heapq.heappop(queue)
+            found_so_far(functools.partial(self._so_far, queue))
             if entry.exact is not None:
                 said.left = sum(e.draft is None and e.exact is None for e in queue)
                 least = min([entry.least_s, *(e.least_s for e in queue if e.exact is None and e.draft is None)])
@@ -137,9 +141,11 @@ class Search(Question):
                 yield entry.exact
                 continue
             over_time = self.time_limit_s is not None and time.perf_counter() - start > self.time_limit_s
-            stopped = said.cut >= self.budget or over_time
+            by_user = self.stop()
+            stopped = said.cut >= self.budget or over_time or by_user
             if stopped and entry.draft is None and any(e.draft is not None or e.exact is not None for e in queue):
-                said.stopped = f"{self.time_limit_s:g} s" if over_time else f"its budget of {self.budget} choices"
+                whole = f"its budget of {self.budget} choices"
+                said.stopped = "an interrupt from the keyboard" if by_user else f"{self.time_limit_s:g} s" if over_time else whole
                 said.unexplored += 1
                 bounds[entry.choice] = entry.least_s
                 continue
@@ -151,6 +157,12 @@ class Search(Question):
                 self._pieces(entry, queue, hopeless)
         if nothing:
             self._say_what_lacks([entry.choice for entry in hopeless])
+
+    def _so_far(self, queue: list[_Entry]) -> str:
+        """For people who wait."""
+        best_s = min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        best = f", best so far {best_s * 1e3:,.4g} ms a step" if best_s < math.inf else ""
+        return f"{self.said.explored} of {self.said.choices} choices priced{best}"
 
     def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """Price the rank's program, unless it cannot fit as its data axis is."""
@@ -296,14 +308,18 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | None = None,
     time_limit_s: float | None = None,
     measure: str = "roofline",
+    store: Store | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Search and return the best plan found. measure: 'roofline' for times estimated from the cluster's description, 'live' for
-    times of operators measured on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and
-    the plan is the same on any machine. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
-    PlanError where this machine is not one of the cluster's."""
+    """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. measure:
+    'roofline' for times estimated from the cluster's description, 'live' for times of operators measured on this machine. time_limit_s:
+    stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any machine. store: what is known
+    of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the first that is found. Raises
+    Infeasible, ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
@@ -314,7 +330,10 @@ def make_plan(
         memory_limit_bytes=memory_limit_bytes or usable_bytes(cluster.gpu),
         optimizer=optimizer,
         precision=precision,
+        reduce_dtype=reduce_dtype,
         pins=pins or Pins(),
         time_limit_s=time_limit_s,
         measure=measure,
+        store=store,
+        stop=stop,
     ).best()
