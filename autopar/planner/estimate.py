@@ -219,8 +219,10 @@ class Estimator:
         buffers = sum(program.types[b.value].nbytes for b in program.buffers)
         return OfRank(buffers=buffers, batch=self.batch_bytes, prologue=prologue_bytes(self.rank))
 
-    def activity(self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0) -> Activity:
-        """Of stage s with these operators and parameters."""
+    def activity(
+        self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0, late: Collection[str] = ()
+    ) -> Activity:  # fmt: skip
+        """Of stage s with these operators and parameters. late: those that other ranks use too."""
         cuts, program = self.rank.cuts.crossing, self.rank.program
         params = {v: self.params[v] for v in own}
         parts = {v for v, p in params.items() if p.in_parts}
@@ -239,6 +241,7 @@ class Estimator:
             units=self._units,
             bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0,
             accumulates=self.recipe.accumulates,
+            late=late,
             cast={v for v, p in params.items() if p.is_cast},
         )
 
