@@ -206,7 +206,7 @@ def _operators(e: Explanation) -> str:
 def _sources(e: Explanation) -> str:
     most = [(kind, s) for kind, s in e.depends_on.items() if s >= 0.01 * e.summary.step_time_s][:5]
     depends = ", ".join(f"{kind} {share_text(s / e.summary.step_time_s)}" for kind, s in most) if e.summary.step_time_s else ""
-    lines = [("figures are", e.figures_are), *([("they depend on", depends)] if depends else [])]
+    lines = [("figures are", e.figures_are), *([("the step depends on", depends)] if depends else [])]
     return "where figures come from\n" + pairs(lines)
 
 
