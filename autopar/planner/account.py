@@ -24,6 +24,8 @@ from cost_models.cluster import Gpu
 
 __all__ = ["account_of"]
 
+LISTED = 2**31  # stands for the number of a block, of pieces that are smaller
+
 COMPUTE, LAUNCHES, RECOMPUTE, BUBBLE, UPDATE = "compute", "issuing operators", "recompute", "pipeline bubble", "optimizer"
 
 
@@ -122,22 +124,22 @@ def _blocks(c: Candidate) -> list[BlockAccount]:
     """The pieces of the program in order; instances of a block in one mode together, and where pieces are smaller than that (as many
     stages need it), those of one module of a list."""
     estimator, ops = c.estimator, c.rank.program.ops
-    groups: dict[tuple[object, ...], list[int]] = {}
-    paths: dict[tuple[object, ...], dict[str, None]] = {}
-    last: tuple[object, ...] = ()
+    groups: dict[tuple[int, int | str], list[int]] = {}
+    paths: dict[tuple[int, int | str], dict[str, None]] = {}
+    last: tuple[int, int | str] | None = None
     for k in range(len(estimator.segments)):
         segment = c.segments[k]
         modules = _modules(ops[segment.span.start : segment.span.stop])
         listed = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", modules[0]) if modules else None
-        key: tuple[object, ...] = (~k, "") if modules or not last else last
+        key: tuple[int, int | str] = (~k, "") if modules or last is None else last
         if segment.block >= 0:
             key, modules = (segment.block, c.part.modes[k]), [estimator.prefix(k)]
         elif listed is not None:
-            key, modules = (generic(listed[0]),), [listed[0]]
+            key, modules = (LISTED, generic(listed[0])), [listed[0]]
         last = key
         groups.setdefault(key, []).append(k)
         paths.setdefault(key, {}).update(dict.fromkeys(modules))
-    return [_block(c, pieces, list(paths[key]), repeated=isinstance(key[0], str) or key[0] >= 0) for key, pieces in groups.items()]
+    return [_block(c, pieces, list(paths[key]), repeated=key[0] >= 0) for key, pieces in groups.items()]
 
 
 def _block(c: Candidate, pieces: list[int], paths: list[str], *, repeated: bool) -> BlockAccount:
