@@ -192,13 +192,16 @@ class BlockAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Operators of a kind that an axis does not split though they compute. seconds: of all of them, on one rank and one micro-batch."""
+    """Operators of a kind that an axis does not split though they compute. seconds: of all of them, on one rank and one micro-batch.
+    undivided: the strategy that fewer ranks could have, and size: what of it does not divide among these; '' and 0 where there is none."""
 
     axis: str
     kind: str
     count: Count
     modules: list[str]
     seconds: Seconds
+    undivided: str = ""
+    size: Count = 0
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
