@@ -24,14 +24,16 @@ from autopar.measure.costs import dtype_of
 from autopar.planner.estimate import Estimator
 from autopar.planner.modes import run_again
 from autopar.planner.partition import Partition
+from autopar.planner.plan import MemoryPlan
 from autopar.planner.price import Ledger
 from autopar.planner.prologue import prologue_s
-from benchmarks._predict import Prediction
+from benchmarks._predict import Figures, Prediction
 from benchmarks._runs import Run
 from cost_models.compute import demand
 from cost_models.recipe import Recipe
+from cost_models.uncertainty import interval
 
-__all__ = ["SOFTWARE_S", "Form", "Forms", "Refused", "keep", "kept", "key_of"]
+__all__ = ["SOFTWARE_S", "Form", "Forms", "Refused", "figures_of", "keep", "kept", "key_of"]
 
 SOFTWARE_S = ("between_nodes_s", "contended_step_s", "contended_hop_s")
 """What a software's collectives take beyond the links: fields of Recipe."""
@@ -257,6 +259,20 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
             key = (asked.compute_class or "", asked.compute_s, asked.memory_class, asked.memory_s)
             ops[key] = ops.get(key, 0.0) + 1
     return Pass(ops=[(*key, n) for key, n in ops.items()], links=found.add(links_s), host=found.add(host_s))
+
+
+def figures_of(
+    run: Run, form: Form, step_time_s: float | None = None, memory: MemoryPlan | None = None, full: MemoryPlan | None = None
+) -> Figures:
+    """The prediction, or another one of the step, of memory, and of that of the fullest stage, by the same form."""
+    shown = msgspec.structs.replace(memory or msgspec.convert(form.memory, MemoryPlan), framework_context_bytes=0)
+    fullest = full or msgspec.convert(form.fullest, MemoryPlan)
+    step_s = form.step_time_s if step_time_s is None else step_time_s
+    return Figures(
+        run=run, step_time_s=step_s, memory_bytes=shown.total_bytes, fullest_bytes=fullest.total_bytes,
+        fullest_interval_bytes=fullest.interval_bytes, step_interval_s=interval(step_s, form.spread),
+        memory_interval_bytes=shown.interval_bytes, spread=form.spread,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- a file

@@ -21,14 +21,15 @@ from cost_models import Cluster
 from cost_models.recipe import Recipe
 from cost_models.uncertainty import interval
 
-__all__ = ["ANY_MEMORY", "Prediction", "predictions", "repriced", "search_of"]
+__all__ = ["ANY_MEMORY", "Figures", "Prediction", "predictions", "repriced", "search_of"]
 
 ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by our account
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Of one run. memory_bytes: of the fullest stage, or of the first where the source states that, without the framework's own;
+class Figures:
+    """What is predicted of one run. memory_bytes: of the fullest stage, or of the first where the source states that, without the
+    framework's own;
     step_interval_s, memory_interval_bytes: of 80%; spread: of the step."""
 
     run: Run
@@ -36,10 +37,16 @@ class Prediction:
     memory_bytes: float
     fullest_bytes: float
     fullest_interval_bytes: tuple[float, float]
-    candidate: Candidate
     step_interval_s: tuple[float, float]
     memory_interval_bytes: tuple[float, float]
     spread: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction(Figures):
+    """With the plan that it is of."""
+
+    candidate: Candidate
 
 
 def predictions(runs: Iterable[Run]) -> Iterator[tuple[Run, Prediction | Skip]]:

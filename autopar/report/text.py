@@ -99,6 +99,7 @@ def _cost(plan: Plan) -> str:
         ("throughput", f"{plan.tokens_or_samples_per_s:,.4g} {plan.samples_unit} a second"),
         ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}; 80%: {bytes_text(int(low))} to {bytes_text(int(high))}"),
         ("optimality", f"objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {plan.gap:.2%}"),
+        *([("tie", plan.tie)] if plan.tie else []),
         ("figures are", plan.provenance),
     ]
     if plan.planning_s:
