@@ -33,7 +33,7 @@ CLASSES = {"matmul": 0.7, "attention": 0.4, "conv": 0.45, "pointwise": 0.85, "ot
 """What large operators reach of a chip that nothing is known of (the assumed figures of the catalogue), and a launch by Python."""
 
 CLIP = 0.4
-ROWS = 100  # of one source, for a chip: no sweep outweighs the others by its length
+ROWS = 80  # of one source, for a chip: no sweep outweighs the others by its length
 SOFTWARE_START_S = 2e-4
 SOFTWARE_MOST_S = 5e-3
 SLACK_ROWS = 10
@@ -108,13 +108,17 @@ def memory_bytes(p: Priced, constants: Constants) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------------ fit
-def fitted(found: Sequence[Priced], known: Constants | None = None, chips: Sequence[str] | None = None) -> Constants:
+def fitted(
+    found: Sequence[Priced], known: Constants | None = None, chips: Sequence[str] | None = None, begin: Constants | None = None
+) -> Constants:
     """Constants by these runs. chips: those to be fitted anew, all by default; the others are as known. Chips without runs of their own are
-    what is assumed of them."""
+    what is assumed of them. begin: where the fit looks first."""
     usable = [p for p in found if p.counts]
-    every = sorted({p.chip for p in found})
+    every = sorted({p.chip for p in found} | set(chips or ()))
     again = every if chips is None or known is None else list(chips)
-    first = {c: (known.first[c] if known and c not in again else _chip([p for p in usable if p.chip == c], CLASSES)[0]) for c in every}
+    first = dict(known.first) if known else {}
+    if known is None or len(again) > 1:  # what a chip itself was by other runs does not matter to it
+        first |= {c: _chip([p for p in usable if p.chip == c], CLASSES)[0] for c in again}
     of_chips, software = dict(known.chips if known else {}), dict(known.software if known else {})
     for chip in again:
         others = [first[c] for c in every if c != chip and any(p.chip == c for p in usable)]
@@ -122,22 +126,23 @@ def fitted(found: Sequence[Priced], known: Constants | None = None, chips: Seque
             name: math.exp(statistics.fmean(math.log(o[name]) for o in others)) if others else default for name, default in CLASSES.items()
         }  # fmt: skip
         mine = [p for p in usable if p.chip == chip]
-        point, added = _chip(mine, centre)
+        point, added = _chip(mine, centre, begin)
         of_chips[chip] = {**centre, **point}
         software |= added
     slack, held = _memory(usable)
     return Constants(chips=of_chips, software=software, slack=slack, held=held, first=first)
 
 
-def out_of_sample(found: Sequence[Priced], left_out: Sequence[Priced], whole: Constants) -> Constants:
-    """Constants by the runs found but for those left out. whole: by all of them, from which only what changes is fitted again."""
+def out_of_sample(found: Sequence[Priced], left_out: Sequence[Priced], whole: Constants, *, few: bool = False) -> Constants:
+    """Constants by the runs found but for those left out. whole: by all of them, from which only what changes is fitted again. few: of runs
+    that change little, so that the fit may begin with them."""
     out = {id(p) for p in left_out}
     left = [p for p in found if id(p) not in out]
     chips = sorted({p.chip for p in left_out})
-    started = replace(whole, software={s: v for s, v in whole.software.items() if s not in {p.source for p in left_out}})
-    constants = fitted(left, started, chips)
-    missing = {c: CLASSES for c in chips if c not in constants.chips}
-    return replace(constants, chips={**constants.chips, **missing})
+    constants = fitted(left, whole, chips, whole if few else None)
+    sources = {p.source for p in left if p.counts}
+    software = {source: values for source, values in constants.software.items() if source in sources}
+    return replace(constants, software=software)
 
 
 def _sampled(found: Sequence[Priced]) -> list[Priced]:
@@ -148,8 +153,8 @@ def _sampled(found: Sequence[Priced]) -> list[Priced]:
     return [rows[k * len(rows) // n] for rows in by_source.values() for n in (min(ROWS, len(rows)),) for k in range(n)]
 
 
-def _chip(found: Sequence[Priced], centre: Point) -> tuple[dict[str, float], dict[str, Point]]:
-    """A chip's constants by its runs, and those of the softwares whose collectives add to its links."""
+def _chip(found: Sequence[Priced], centre: Point, known: Constants | None = None) -> tuple[dict[str, float], dict[str, Point]]:
+    """A chip's constants by its runs, and those of the softwares whose collectives add to its links. known: where the fit begins."""
     rows = _sampled(found)
     if not rows:
         return dict(centre), {}
@@ -170,19 +175,25 @@ def _chip(found: Sequence[Priced], centre: Point) -> tuple[dict[str, float], dic
     start = numpy.log([*(centre[name] for name in CLASSES), *[SOFTWARE_START_S] * (len(names) - len(CLASSES))])
     most = numpy.log([*(1e-3 if name == "launch_s" else 0.97 for name in CLASSES), *[SOFTWARE_MOST_S] * (len(names) - len(CLASSES))])
     spread = numpy.array([*[SPREADS["assumed"]] * len(CLASSES), *[SOFTWARE_SPREAD] * (len(names) - len(CLASSES))])
-    constants = parts(closest(off, start, spread, most))
+    begin = start
+    if known is not None and rows[0].chip in known.chips and set(added) <= set(known.software):
+        chip = known.chips[rows[0].chip]
+        begin = numpy.log([*(chip[n] for n in CLASSES), *(known.software[s][n] for s in added for n in SOFTWARE_S)])
+    constants = parts(closest(off, start, spread, most, begin))
     return dict(constants.chips[rows[0].chip]), dict(constants.software)
 
 
-def closest(off: Callable[[Vector], Vector], start: Vector, spread: Vector, most: Vector) -> Vector:
+def closest(
+    off: Callable[[Vector], Vector], start: Vector, spread: Vector, most: Vector, begin: Vector | None = None
+) -> Vector:
     """Logarithms of constants at which the errors are least: the sum of their sizes (each at most CLIP) over SCALE, and of the squares of
-    how far the constants were drawn from the start over their spread. Weighted least squares, again and again: the errors are linear in
-    small changes of the constants."""
+    how far the constants were drawn from `start` over their spread. begin: where to look first. Weighted least squares, again and again:
+    the errors are linear in small changes of the constants."""
 
     def loss(errors: Vector, at: Vector) -> float:
         return float(numpy.minimum(CLIP, abs(errors)).sum() / SCALE + (((at - start) / spread) ** 2).sum() / 2)
 
-    at = start.copy()
+    at = start.copy() if begin is None else begin.copy()
     errors = off(at)
     for _ in range(ROUNDS):
         slopes = numpy.stack([(off(at + BY * unit) - errors) / BY for unit in numpy.eye(len(at))], axis=1)

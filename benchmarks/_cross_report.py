@@ -34,7 +34,7 @@ def cross_validated(found: Sequence[Priced], console: Console) -> dict[str, Any]
             apart = list[Figures]()
             for model in models if len(models) > 1 else []:
                 those = [p for p in mine if p.run.row["model"] == model]
-                apart += _figures(those, out_of_sample(found, those, whole)).values()
+                apart += _figures(those, out_of_sample(found, those, whole, few=True)).values()
             if apart:
                 sizes[source] = {"models": len(models), "in": sources[source]["in"], "out": _scores(apart)}
     _table("without a source", sources, console)

@@ -26,7 +26,7 @@ from autopar.planner.modes import run_again
 from autopar.planner.partition import Partition
 from autopar.planner.plan import MemoryPlan
 from autopar.planner.price import Ledger
-from autopar.planner.prologue import prologue_s
+from autopar.planner.prologue import prologue_parts_s
 from benchmarks._predict import Figures, Prediction
 from benchmarks._runs import Run
 from cost_models.compute import demand
@@ -215,11 +215,10 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
                 item=round(sum(p.resting_bytes for p in trained) / numel) if numel else 0, tensors=max(1, len(trained)),
             )
         )  # fmt: skip
-    rules = e.recipe
+    rules, (device_s, host_s) = e.recipe, prologue_parts_s(e.rank, e.pricer)
     form = Form(
         key="", gpu="", schedule=e.flow.schedule, micro_batches=e.rank.micro_batches, hop=found.add(hop_s),
-        prologue=found.add(prologue_s(e.rank, _without_launches(e))),
-        prologue_host=found.add(prologue_s(e.rank, e.pricer) if e.cluster.gpu.launch_s else 0.0),
+        prologue=found.add(device_s), prologue_host=found.add(host_s),
         overlaps_reduction=rules.overlaps_reduction, overlaps_gathers=rules.overlaps_gathers,
         optimizer={
             "optimizer": e.optimizer, "grad_itemsize": rules.gradient_itemsize, "state_itemsize": rules.state_itemsize,
@@ -228,11 +227,6 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
         parts=parts, again=again, stages=stages, ranks=ranks, figures=[], slopes={}, step_time_s=0.0, spread=0.0, memory={}, fullest={},
     )  # fmt: skip
     return form, found.values
-
-
-def _without_launches(e: Estimator) -> Pricer:
-    gpu = dataclasses.replace(e.cluster.gpu, launch_s=0.0)
-    return Pricer(dataclasses.replace(e.cluster, gpu=gpu), e.rank.mesh.sizes(), None, e.recipe)
 
 
 def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _Figures) -> Pass:

@@ -47,7 +47,7 @@ def evaluated(point: dict[str, float]) -> list[float]:
 
 
 def test_a_form_says_what_the_planner_says() -> None:
-    assert evaluated({}) == pytest.approx([p.step_time_s for p, _ in priced()], rel=3e-4)
+    assert evaluated({}) == pytest.approx([p.step_time_s for p, _ in priced()], rel=1e-9)
     for p, form in priced():
         figures = figures_of(p.run, form)
         for name in ("step_time_s", "memory_bytes", "fullest_bytes", "fullest_interval_bytes", "step_interval_s", "memory_interval_bytes"):
@@ -59,7 +59,7 @@ def test_other_constants_of_a_gpu_give_what_the_planner_would_say(name: str, val
     times = repriced([p for p, _ in priced()], lambda cluster: changed(cluster, {name: value}))
     point = {name: value, **({"reduction": value, "gather": 0.7 * value} if name == "pointwise" else {})}
     found = evaluated(point)
-    assert found == pytest.approx([t.step_s for t in times], rel=3e-4)
+    assert found == pytest.approx([t.step_s for t in times], rel=1e-9)
     assert found != pytest.approx([p.step_time_s for p, _ in priced()], rel=1e-3)
 
 
@@ -71,7 +71,7 @@ def test_other_constants_of_a_software_give_what_the_planner_would_say(name: str
     found = evaluated({})
     with_software = evaluated({name: 7e-4})
     for (p, _), plain, other, time in zip(priced(), found, with_software, times, strict=True):
-        assert (other if p.run.recipe.between_nodes_s else plain) == pytest.approx(time.step_s, rel=3e-4)
+        assert (other if p.run.recipe.between_nodes_s else plain) == pytest.approx(time.step_s, rel=1e-9)
 
 
 def test_forms_are_kept_in_a_file(tmp_path: Path) -> None:
