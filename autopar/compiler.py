@@ -15,9 +15,10 @@ from autopar.capture import Captured, capture, program_hash
 from autopar.debug import said, timed
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
-from autopar.plan_cache import planned_once
+from autopar.plan_cache import decisive, planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
+from autopar.planner.store import Store
 from autopar.planner.wishes import PRECISIONS, WishError, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
 from autopar.render import check_backend, load, make_manifest, positional_names, render
 from autopar.report.text import plan_text
@@ -29,6 +30,7 @@ from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
+from autopar.stopping import stopped_by_user
 from autopar.variants import Variants, tensors_of
 from cost_models.memory import OPTIMIZERS
 
@@ -86,9 +88,10 @@ def wishes(
     pins: Pins | Mapping[str, Any] | None = None,
     measure: str | None = None,
     time_limit: float | None = None,
-) -> Callable[[Captured], Plan]:
+) -> Callable[..., Plan]:
     """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
-    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`."""
+    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`. What it returns takes a store of what
+    was found out about the program, too, if that is to be shared."""
     check_gpus(gpus)
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
@@ -99,19 +102,20 @@ def wishes(
     measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
     check_measure(measured, described)
 
-    def planner(captured: Captured) -> Plan:
-        decisive: dict[str, Any] = {
-            "memory_limit_bytes": limit, "optimizer": optimizer, "precision": precision, "pins": for_loss_outside(captured.program, pinned),
-        }  # fmt: skip
+    def planner(captured: Captured, store: Store | None = None) -> Plan:
+        pins = for_loss_outside(captured.program, pinned)
 
         def make() -> Plan:
-            found = make_plan(captured.program, gpus, described, **decisive, measure=measured, time_limit_s=time_limit)
+            found = make_plan(
+                captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pins,
+                measure=measured, time_limit_s=time_limit, store=store, stop=stop,
+            )  # fmt: skip
             return with_notes(found, captured.program)
 
-        with timed("planning"):
-            asked = {"gpus": gpus, "cluster": described, **decisive}
+        with timed("planning"), stopped_by_user() as stop:
+            asked = decisive(gpus, described, limit, optimizer, precision, pins)
             made = make() if measured == "live" else planned_once(
-                captured.program, asked, make, kept=lambda plan: time_limit is None or not plan.searched.get("unexplored")
+                captured.program, asked, make, kept=lambda plan: not ((time_limit or stop()) and plan.searched.get("unexplored"))
             )  # what is measured may differ each time
         said(2, lambda: plan_text(made))
         return made

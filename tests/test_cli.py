@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from autopar import cli, compiler
+from autopar.cli.options import pins_of
 from autopar.demo import SEQUENCE, corpus, draw_batches
 from autopar.planner import Pins, Plan, make_plan
 from autopar.planner.candidate import Draft
@@ -451,6 +452,6 @@ def test_a_table_sets_figures_flush_right() -> None:
 
 
 def test_pins_on_the_command_line_are_typed() -> None:
-    pins = cli._pins(["tp=2", "schedule=gpipe", "sequence_parallel=false", "recompute=full"])
+    pins = pins_of(["tp=2", "schedule=gpipe", "sequence_parallel=false", "recompute=full"])
     assert pins == Pins(tp=2, schedule="gpipe", sequence_parallel=False, recompute="full")
-    assert cli._pins(None) is None
+    assert pins_of(None) is None

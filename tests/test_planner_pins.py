@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar import cli
 from autopar.capture import capture
+from autopar.cli.options import pins_of
 from autopar.compiler import emit, plan_of
 from autopar.errors import Infeasible, PlanError
 from autopar.ir import Layout, Lowered, refs
@@ -165,10 +166,10 @@ def test_more_stages_than_gpus_fit() -> None:
 
 @pytest.mark.pure
 def test_stages_on_the_command_line() -> None:
-    assert cli._pins(["blocks=1,3", "pp=2"]) == Pins(blocks=(1, 3), pp=2)
+    assert pins_of(["blocks=1,3", "pp=2"]) == Pins(blocks=(1, 3), pp=2)
     for text in ("blocks=1,", "blocks=one", "blocks=1;3"):
         with pytest.raises(cli.UsageError, match="blocks"):
-            cli._pins([text])
+            pins_of([text])
 
 
 @pytest.mark.gloo

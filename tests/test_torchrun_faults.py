@@ -25,6 +25,17 @@ def _torchrun(folder: Path, steps: int, what: str, *options: str) -> subprocess.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
 
 
+def _until(job: subprocess.Popen[str], said: str) -> str:
+    """What a job has printed when it has said this."""
+    assert job.stdout is not None
+    out = ""
+    while said not in out:
+        line = job.stdout.readline()
+        assert line, out + job.communicate()[1]
+        out += line
+    return out
+
+
 def _losses(out: str) -> list[float]:
     return [float(x) for x in re.findall(r"^losses (.*)$", out, re.M)[-1].split()]
 
@@ -49,12 +60,7 @@ def test_with_fewer_machines_it_is_planned_anew_and_goes_on(tmp_path: Path) -> N
     timing = "last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=3"
     common = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
     first, second = (_torchrun(tmp_path, 12, "slow", *common, "--rdzv-id=job", f"--rdzv-conf=is_host={i},{timing}") for i in (1, 0))
-    assert first.stdout is not None
-    out = ""
-    while "saved 2 by" not in out:
-        line = first.stdout.readline()
-        assert line, out + first.communicate()[1]
-        out += line
+    out = _until(first, "saved 2 by")
     second.kill()  # its rank finds that out by itself
     rest, err = first.communicate(timeout=500)
     second.communicate()
@@ -67,12 +73,7 @@ def test_with_fewer_machines_it_is_planned_anew_and_goes_on(tmp_path: Path) -> N
 
 def test_sigterm_saves_and_leaves_and_one_process_goes_on(tmp_path: Path) -> None:
     job = _torchrun(tmp_path, 100_000, "asked", "--standalone", "--nproc-per-node=2")
-    assert job.stdout is not None
-    out = ""
-    while "saved 3 by" not in out:
-        line = job.stdout.readline()
-        assert line, out + job.communicate()[1]
-        out += line
+    out = _until(job, "saved 3 by")
     job.send_signal(signal.SIGTERM)
     rest, err = job.communicate(timeout=300)
     out += rest

@@ -63,7 +63,7 @@ def _load(path: Path, model: nn.Module, optimizers: tuple[Any, ...]) -> dict[str
     if subject.agreed(fitted.id) != fitted.id:
         raise CheckpointError(f"{path} was replaced while ranks were reading it, or is not the same folder on all: load it again")
     try:
-        entered(CHECKPOINT, "pp_dp_tp")
+        entered(CHECKPOINT)
         with working(f"loading {path}"):
             read(fitted.reader, fitted.metadata, fitted.targets, subject.group)
     except CheckpointError as error:

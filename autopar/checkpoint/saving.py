@@ -25,7 +25,7 @@ from autopar.progress import working
 from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
-from autopar.run.record import CHECKPOINT, SAVING, doing, entered, left, saving_beside
+from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
 from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
@@ -72,7 +72,7 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
     held, contents, save_id = prepared_by_all(subject, prepare, "saving")
     writer = Writer(folder, subject.agreed(save_id), subject.rank)
     if not async_save:
-        entered(CHECKPOINT, "pp_dp_tp")
+        entered(CHECKPOINT)
         with working(f"saving {folder}"):
             write(writer, held, contents, subject.group)
         return None
@@ -106,14 +106,9 @@ class Saving:
 
     def result(self) -> None:
         """Wait until the checkpoint is complete. Raises CheckpointError if it could not be written."""
-        entered(CHECKPOINT, "pp_dp_tp")  # so that an end of other ranks is told from an error of this one
         try:
-            self._future.result()
-        except CheckpointError:
-            left()
-            raise
-        else:
-            left()
+            with doing(SAVING, CHECKPOINT):  # so that an end of other ranks is told from an error of this one
+                self._future.result()
         finally:
             self._said = True
 

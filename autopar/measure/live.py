@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.interpret import run_op
+from autopar.files import write_file
 from autopar.ir import Arg, Op, TensorType, nameless
 
 __all__ = ["BUDGET_S", "Call", "Live", "Times", "call_of", "cache_folder", "device_name"]
@@ -118,10 +119,8 @@ class Times:
             return
         kept = {**self._read(), **self._new}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         data = {"format": FORMAT, "version": VERSION, "times_s": {k: list(v) for k, v in sorted(kept.items())}}
-        scratch.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        os.replace(scratch, self.path)
+        write_file(self.path, f"{json.dumps(data, indent=1)}\n".encode())
         self._new = {}
 
     def _read(self) -> dict[str, tuple[float, float]]:

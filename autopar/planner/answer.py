@@ -9,6 +9,7 @@ from autopar.axes import AXES
 from autopar.capture import program_hash
 from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
+from autopar.planner.account import account_of
 from autopar.planner.candidate import GIB, Candidate, Draft
 from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
@@ -73,7 +74,8 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         tensor_split_share=_split_share(*bodies[-1]) if bodies else 0.0,
         provenance=rank.ledger.provenance,
         notes=[
-            *program.notes, *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
+            *([] if tie is None else [_tied(tie)]), *program.notes,
+            *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
             *(line for body, x in bodies for line in _replicated(body, x, rank.program.types)),
             *(question.known.split_notes if question.space.pinned_to_split else ()),
         ],
@@ -83,6 +85,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         step_spread=spread_of(kinds, question.cluster),
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
         searched=question.said.counts(),
+        account=account_of(program, c, axes),
     )
 
 

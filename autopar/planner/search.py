@@ -28,9 +28,10 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from autopar.collector import held_back
 from autopar.errors import Infeasible
 from autopar.ir import I, Program
 from autopar.planner.answer import LISTED, plan_of, why_not
@@ -49,6 +50,7 @@ from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
 from autopar.planner.store import Store
 from autopar.planner.ties import Waiting, simplest
+from autopar.progress import found_so_far
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
 
@@ -74,12 +76,13 @@ class _Entry:
 @dataclass(kw_only=True)
 class Search(Question):
     """The search for the best choice. measure: 'live' measures the operators of the best candidates on this machine, and the best of these
-    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, the best so far is the answer, and
-    what was left is said."""
+    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, or when `stop` says so, the best so
+    far is the answer, and what was left is said."""
 
     budget: int = BUDGET
     time_limit_s: float | None = None
     measure: str = "roofline"
+    stop: Callable[[], bool] = lambda: False
 
     def on_data_axis(self, dp: int) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
         return self.known.on_data_axis(dp)
@@ -130,6 +133,7 @@ class Search(Question):
         nothing = True  # is found yet
         while queue:
             entry = heapq.heappop(queue)
+            found_so_far(functools.partial(self._so_far, queue))
             if entry.exact is not None:
                 said.left = sum(e.draft is None and e.exact is None for e in queue)
                 least = min([entry.least_s, *(e.least_s for e in queue if e.exact is None and e.draft is None)])
@@ -139,9 +143,11 @@ class Search(Question):
                 yield entry.exact
                 continue
             over_time = self.time_limit_s is not None and time.perf_counter() - start > self.time_limit_s
-            stopped = said.cut >= self.budget or over_time
+            by_user = self.stop()
+            stopped = said.cut >= self.budget or over_time or by_user
             if stopped and entry.draft is None and any(e.draft is not None or e.exact is not None for e in queue):
-                said.stopped = f"{self.time_limit_s:g} s" if over_time else f"its budget of {self.budget} choices"
+                whole = f"its budget of {self.budget} choices"
+                said.stopped = "an interrupt from the keyboard" if by_user else f"{self.time_limit_s:g} s" if over_time else whole
                 said.unexplored += 1
                 bounds[entry.choice] = entry.least_s
                 continue
@@ -153,6 +159,12 @@ class Search(Question):
                 self._pieces(entry, queue, hopeless)
         if nothing:
             self._say_what_lacks([entry.choice for entry in hopeless])
+
+    def _so_far(self, queue: list[_Entry]) -> str:
+        """For people who wait."""
+        best_s = min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        best = f", best so far {best_s * 1e3:,.4g} ms a step" if best_s < math.inf else ""
+        return f"{self.said.explored} of {self.said.choices} choices priced{best}"
 
     def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """Price the rank's program, unless it cannot fit as its data axis is."""
@@ -168,7 +180,7 @@ class Search(Question):
             hopeless.append(entry)
             return
         fastest = self._fastest.setdefault(dataclasses.replace(choice, form=self.space.form), estimator)
-        if fastest is not estimator and _no_better(estimator.pieces, fastest.pieces):
+        if fastest is not estimator and _no_better(estimator, fastest):
             return
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
@@ -241,13 +253,14 @@ class Search(Question):
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
         wanted = MEASURED_CANDIDATES if self.measure == "live" else 1
-        found = list(itertools.islice(self.candidates(), wanted))
-        if not found:
-            raise Infeasible(why_not(self))
-        if self.measure == "live":
-            return plan_of(self, self._measured(found)[0])
-        tie = simplest(found[0], self._waiting(), self.cluster)
-        return plan_of(self, found[0] if tie is None else tie.chosen, tie)
+        with held_back():
+            found = list(itertools.islice(self.candidates(), wanted))
+            if not found:
+                raise Infeasible(why_not(self))
+            if self.measure == "live":
+                return plan_of(self, self._measured(found)[0])
+            tie = simplest(found[0], self._waiting(), self.cluster)
+            return plan_of(self, found[0] if tie is None else tie.chosen, tie)
 
     def _waiting(self) -> Iterator[Waiting]:
         """What was priced by its pieces, and is behind the fastest candidate."""
@@ -283,18 +296,27 @@ class Search(Question):
         return sorted(again, key=lambda c: c.step_time_s) or found
 
 
-def _no_better(pieces: tuple[Piece, ...], others: tuple[Piece, ...]) -> bool:
-    """Whether none of these is faster or smaller than the other in its place."""
-
-    def costs(p: Piece) -> tuple[float, ...]:
-        held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
-        modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.forward_bytes, m.backward_bytes, m.later_bytes)]
-        return (p.forward_s, p.backward_s, *held, *modes)
-
-    if len(pieces) != len(others):
+def _no_better(form: Estimator, first: Estimator) -> bool:
+    """Whether no piece of a form is faster or smaller than that of the first one in its place. Most are where what operators keep is
+    counted alone, which is quicker."""
+    own, others = form.segments, first.segments
+    if len(own) != len(others):
         return False
-    pairs = dict.fromkeys(zip(pieces, others, strict=True))
-    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, costs(a), costs(b))) for a, b in pairs)
+    places = dict.fromkeys(zip(own.order, others.order, strict=True))
+    for a, b in places:
+        x, y = own.segments[a].span, others.segments[b].span
+        if form.rank.ledger.kept_bytes(x) < first.rank.ledger.kept_bytes(y):
+            return False
+    if any(x < y for a, b in zip(form.seconds(), first.seconds(), strict=True) for x, y in zip(a, b, strict=True)):
+        return False
+    pairs = dict.fromkeys(zip(form.pieces, first.pieces, strict=True))
+    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, _costs(a), _costs(b))) for a, b in pairs)
+
+
+def _costs(p: Piece) -> tuple[float, ...]:
+    held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
+    modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.forward_bytes, m.backward_bytes, m.later_bytes)]
+    return (p.forward_s, p.backward_s, *held, *modes)
 
 
 def make_plan(
@@ -308,10 +330,13 @@ def make_plan(
     pins: Pins | None = None,
     time_limit_s: float | None = None,
     measure: str = "roofline",
+    store: Store | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Search and return the best plan found. measure: 'roofline' for times estimated from the cluster's description, 'live' for
     times of operators measured on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and
-    the plan is the same on any machine. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
+    the plan is the same on any machine. store: what is known of the program; stop: whether the user has enough of it: then the best plan so
+    far is the answer, or the first that is found. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
     PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
@@ -326,4 +351,6 @@ def make_plan(
         pins=pins or Pins(),
         time_limit_s=time_limit_s,
         measure=measure,
+        store=store,
+        stop=stop,
     ).best()

@@ -41,19 +41,20 @@ KINDS = (
     "", "an all-reduce", "an all-gather", "a reduce-scatter", "an all-to-all", "a broadcast", "an exchange between stages", "an agreement",
     "a checkpoint's collective", "the wait for rank 0's plan",
 )  # fmt: skip
+EVERYONE = "_".join(AXES)  # the axis of all ranks, as Mesh.everyone is named
 _AXES = (
-    "", *AXES, *levels_of(BATCH), *("_".join(names) for names in joint([row.name for row in axes_over("operators")])), "_".join(AXES),
+    "", *AXES, *levels_of(BATCH), *("_".join(names) for names in joint([row.name for row in axes_over("operators")])), EVERYONE,
 )  # fmt: skip
 _AXIS = {name: number for number, name in enumerate(_AXES)}
 
 _now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others
 
 
-def entered(kind: int, axis: str) -> None:
-    """This rank begins to wait for a collective over an axis."""
+def entered(kind: int, axis: str = EVERYONE) -> None:
+    """This rank begins to wait for a collective over an axis, by default over all ranks."""
     if torch.compiler.is_compiling():
         return
-    _now[_AT] = kind * 16 + _AXIS.get(axis, 0)
+    _now[_AT] = kind * len(_AXES) + _AXIS.get(axis, 0)
     _now[_COUNT] += 1
 
 
@@ -99,7 +100,7 @@ def doing(number: int, kind: int = 0) -> Iterator[None]:
     before = _now[_PHASE]
     phase(number)
     if kind:
-        entered(kind, "pp_dp_tp")
+        entered(kind)
     try:
         yield
     except AutoparError:  # an error on all ranks alike: none has gone
@@ -159,15 +160,15 @@ class Seen:
 
     @property
     def kind(self) -> int:
-        return self.at // 16
+        return self.at // len(_AXES)
 
     @property
     def collective(self) -> str:
         """'an all-reduce over dp, line 83 of the emitted module'; '' outside of any."""
         if not self.at:
             return ""
-        axis = _AXES[self.at % 16] if self.at % 16 < len(_AXES) else ""
-        over = {"": "", "pp_dp_tp": " over all ranks"}.get(axis, f" over {axis}")
+        axis = _AXES[self.at % len(_AXES)]
+        over = {"": "", EVERYONE: " over all ranks"}.get(axis, f" over {axis}")
         where = f", line {self.line} of the emitted module" if self.line and self.kind < EXCHANGE else ""
         return f"{KINDS[self.kind] if self.kind < len(KINDS) else 'a collective'}{over}{where}"
 

@@ -213,7 +213,7 @@ class _Run:
             self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
         else:  # in a fake process group nothing is on its way
             self._works = []
-        record.entered(record.EXCHANGE, "pp")  # which may find out that the other rank has gone
+        record.entered(record.EXCHANGE, LAYERS)  # which may find out that the other rank has gone
         works = dist.batch_isend_irecv([op for op, _ in (*sends, *receives)])
         record.left()
         if len(works) == len(sends) + len(receives):

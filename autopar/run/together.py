@@ -44,7 +44,7 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
         error, mine = e, (type(e).__name__, str(e))
     found: list[tuple[str, str]] = [mine] * dist.get_world_size()
     everyone = _everyone()
-    record.entered(record.AGREEMENT, "pp_dp_tp")
+    record.entered(record.AGREEMENT)
     dist.all_gather_object(found, mine, group=everyone)
     record.left()
     if error is not None:
@@ -71,7 +71,7 @@ def decided_by_rank_0(make: Callable[[], bytes]) -> bytes:
         except _EXPECTED as e:
             error, answer = e, [([kind.__name__ for kind in type(e).__mro__], str(e), b"")]
     everyone = _everyone()
-    record.entered(record.PLANNING, "pp_dp_tp")
+    record.entered(record.PLANNING)
     dist.broadcast_object_list(answer, src=0, group=everyone)
     record.left()
     if error is not None:
