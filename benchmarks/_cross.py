@@ -33,7 +33,7 @@ CLASSES = {"matmul": 0.7, "attention": 0.4, "conv": 0.45, "pointwise": 0.85, "ot
 """What large operators reach of a chip that nothing is known of (the assumed figures of the catalogue), and a launch by Python."""
 
 CLIP = 0.4
-ROWS = 80  # of one source, for a chip: no sweep outweighs the others by its length
+ROWS = 50  # of one source, for a chip: no sweep outweighs the others by its length
 SOFTWARE_START_S = 2e-4
 SOFTWARE_MOST_S = 5e-3
 SLACK_ROWS = 10

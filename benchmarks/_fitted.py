@@ -5,7 +5,7 @@ The same account as the planner's (Estimator.times), on the numbers that forms k
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy
@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from benchmarks._forms import SOFTWARE_S, Form, OnRank
 from cost_models.cluster import OP_CLASSES, Gpu
+from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import step_time_s
-from cost_models.step import exposed_gathers_s, exposed_reduction_s, optimizer_time_s
+from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
 __all__ = ["CONSTANTS", "Fitted", "Point", "constants_of"]
 
 CONSTANTS = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other", "launch_s", *SOFTWARE_S)
+TENSORS_PER_LAUNCH = 64  # as optimizer_time_s takes it
 Point = Mapping[str, float]
 Vector = NDArray[numpy.float64]
 
@@ -68,6 +70,9 @@ class Fitted:
             name: numpy.array([*(x for f in forms for x in f.slopes.get(name, [0.0] * len(f.figures))), 0.0])
             for name in ("launch_s", *SOFTWARE_S)
         }  # fmt: skip
+        self._updates = [
+            list(dict.fromkeys(_update(f, rank, gpu) for rank in f.ranks)) for f, gpu in zip(forms, gpus, strict=True)
+        ]  # fmt: skip
         self._overlaps = numpy.array([f.overlaps_reduction for f in forms], dtype=bool)
 
     def steps_s(self, points: Sequence[Point]) -> list[float]:
@@ -93,13 +98,12 @@ class Fitted:
         mine = seconds[first : first + 2 * n + len(form.again)].tolist()
         forwards = [sum(count * mine[p] for p, _, count in stage) for stage in form.stages]
         backwards = [sum(count * (mine[n + p] + (mine[2 * n + a] if a >= 0 else 0.0)) for p, a, count in stage) for stage in form.stages]
-        gpu = dataclasses.replace(self.gpus[row], fractions=(("pointwise", point["pointwise"]),), launch_s=point["launch_s"])
         figure = figures[at : at + len(form.figures)].tolist()
-        sync = update = 0.0
+        sync = 0.0
+        update = max((_update_s(n, kernel_s, point) for n, kernel_s in self._updates[row] if n), default=0.0)
         for rank in form.ranks:
             forward_s, backward_s = sum(forwards[s] for s in rank.stages), sum(backwards[s] for s in rank.stages)
             sync = max(sync, _exposed_s(form, rank, figure, forward_s, backward_s) + figure[rank.ends])
-            update = max(update, _update_s(form, rank, gpu))
         pipeline = step_time_s(form.schedule, forwards, backwards, form.micro_batches, figure[form.hop], len(form.ranks))
         return max(figure[form.prologue], figure[form.prologue_host]) + pipeline + sync + update
 
@@ -117,12 +121,20 @@ def _exposed_s(form: Form, rank: OnRank, figure: Sequence[float], forward_s: flo
     return exposed + figure[rank.last]
 
 
-def _update_s(form: Form, rank: OnRank, gpu: Gpu) -> float:
-    rules = form.optimizer
-    item = rank.item
-    passes = 1.0 if rules["optimizer"] in ("sgd", "none") else float(rules["passes"] or 1.0)
-    return optimizer_time_s(
-        trainable_params=rank.numel, gpu=gpu, optimizer=str(rules["optimizer"]), param_itemsize=item,
-        grad_itemsize=int(rules["grad_itemsize"] or item), state_itemsize=int(rules["state_itemsize"] or item),
-        master_itemsize=int(rules["master_itemsize"] or 0), tensors=rank.tensors, passes=passes,
-    )  # fmt: skip
+def _update(form: Form, rank: OnRank, gpu: Gpu) -> tuple[int, float]:
+    """Launches of a rank's update, and the seconds of each kernel at the full bandwidth (cost_models.step.optimizer_time_s)."""
+    rules, item = form.optimizer, rank.item
+    if rules["optimizer"] == "none" or not rank.numel:
+        return 0, 0.0
+    states = OPTIMIZERS[str(rules["optimizer"])]
+    passes = float(rules["passes"] or 1.0) if states else 1.0
+    state_itemsize, gradient_itemsize = (int(rules[name] or item) for name in ("state_itemsize", "grad_itemsize"))
+    per_param = gradient_itemsize + 2 * (item + states * state_itemsize + int(rules["master_itemsize"] or 0))
+    launches = max(1, math.ceil(rank.tensors / TENSORS_PER_LAUNCH))
+    return launches, passes * rank.numel * per_param / launches / gpu.memory_bandwidth_bytes_per_s
+
+
+def _update_s(launches: int, kernel_s: float, point: Point) -> float:
+    """Of equal kernels that the host issues one after the other (cost_models.step.launched_s)."""
+    each_s, launch_s = kernel_s / point["pointwise"], point["launch_s"]
+    return launch_s + launches * each_s if each_s >= launch_s else launches * launch_s + each_s

@@ -95,7 +95,8 @@ class Pricer:
         key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
             per_node = self.per_node(axis, ranks, every)
-            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
+            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
+            self._collective[key] = seconds * self._copying(ranks, per_node)
         return self._collective[key]
 
     def joint_s(self, kind: str, nbytes: float, axes: tuple[str, ...], *, shard: int = 1) -> float:
@@ -108,7 +109,8 @@ class Pricer:
         key = (kind, int(nbytes), "+".join(axes), ranks, shard)
         if key not in self._collective:
             per_node = math.prod(self.per_node(axis, n, every) for axis, n, every in groups)
-            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            self._collective[key] = seconds * self._copying(ranks, per_node)
         return self._collective[key]
 
     @property
@@ -193,6 +195,10 @@ class Pricer:
     def shared(self) -> float:
         """How many times slower computation is than on a device of its own."""
         return self.live.shared if self.live is not None else 1.0
+
+    def _copying(self, ranks: int, per_node: int) -> float:
+        """How many times slower a collective is because the processes that copy for it share cores: inside a machine without GPUs."""
+        return self.shared if self.cluster.gpu.host and ranks <= per_node else 1.0
 
     def _roofline(self, op_class: str, dtype: str) -> str:
         """'roofline (assumed, datasheet)': the kinds of the hardware's figures that make up an estimate."""
