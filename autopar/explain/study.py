@@ -133,7 +133,7 @@ class Study:
             if candidate is None:
                 refused.append(Refused(why=_in_a_line(search), search=search))
                 raise Infeasible(refused[0].why)
-            return with_notes(plan_of(search, [candidate]), program)
+            return with_notes(plan_of(search, candidate), program)
 
         try:
             pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)
