@@ -39,6 +39,7 @@ class Asked:
     cluster: Cluster
     optimizer: str
     precision: str
+    reduce_dtype: str | None = None
     memory_limit_bytes: int | None = None
     pins: Pins = Pins()
     batch: int | None = None
@@ -118,7 +119,7 @@ class Study:
     def search(self, asked: Asked) -> Search:
         return Search(
             program=self.program_of(asked), gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes,
-            optimizer=asked.optimizer, precision=asked.precision,
+            optimizer=asked.optimizer, precision=asked.precision, reduce_dtype=asked.reduce_dtype,
             pins=for_loss_outside(self.program, asked.pins) or Pins(), store=self.store(asked),
         )  # fmt: skip
 
@@ -136,7 +137,9 @@ class Study:
 
         try:
             pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)
-            wished = decisive(asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned)
+            wished = decisive(
+                asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned, asked.reduce_dtype
+            )
             return planned_once(program, wished, make)
         except Infeasible:
             if not refused:
