@@ -40,7 +40,7 @@ SLACK_ROWS = 10
 GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
 SOFTWARE_SPREAD = 1.5  # nothing but the order of magnitude is assumed of them
-ROUNDS, HALVINGS, LONGEST, BY = 12, 4, 0.4, 0.02  # of the fit; the longest step and that of the slopes are of logarithms
+ROUNDS, HALVINGS, LONGEST, BY = 8, 4, 0.5, 0.02  # of the fit; the longest step and that of the slopes are of logarithms
 LEAST_ERROR, LEAST_GAIN = 0.01, 0.05  # of a run; of the whole loss
 
 
@@ -190,26 +190,27 @@ def closest(
     how far the constants were drawn from `start` over their spread. begin: where to look first. Weighted least squares, again and again:
     the errors are linear in small changes of the constants."""
 
-    def loss(errors: Vector, at: Vector) -> float:
-        return float(numpy.minimum(CLIP, abs(errors)).sum() / SCALE + (((at - start) / spread) ** 2).sum() / 2)
+    def loss(errors: Vector, at: Vector, clip: float) -> float:
+        return float(numpy.minimum(clip, abs(errors)).sum() / SCALE + (((at - start) / spread) ** 2).sum() / 2)
 
     at = start.copy() if begin is None else begin.copy()
     errors = off(at)
-    for _ in range(ROUNDS):
-        slopes = numpy.stack([(off(at + BY * unit) - errors) / BY for unit in numpy.eye(len(at))], axis=1)
-        weights = (abs(errors) < CLIP) / (SCALE * numpy.maximum(abs(errors), LEAST_ERROR))
-        square = slopes.T @ (weights[:, None] * slopes) + numpy.diag(1 / spread**2)
-        step = -numpy.linalg.solve(square, slopes.T @ (weights * errors) + (at - start) / spread**2)
-        step = numpy.clip(step, -LONGEST, LONGEST)
-        for _ in range(HALVINGS):
-            other = numpy.minimum(at + step, most)
-            new = off(other)
-            if loss(new, other) < loss(errors, at) - LEAST_GAIN:
+    for clip in (math.inf, CLIP) if begin is None else (CLIP,):  # from afar every run is far off
+        for _ in range(ROUNDS):
+            slopes = numpy.stack([(off(at + BY * unit) - errors) / BY for unit in numpy.eye(len(at))], axis=1)
+            weights = (abs(errors) < clip) / (SCALE * numpy.maximum(abs(errors), LEAST_ERROR))
+            square = slopes.T @ (weights[:, None] * slopes) + numpy.diag(1 / spread**2)
+            step = -numpy.linalg.solve(square, slopes.T @ (weights * errors) + (at - start) / spread**2)
+            step = numpy.clip(step, -LONGEST, LONGEST)
+            for _ in range(HALVINGS):
+                other = numpy.minimum(at + step, most)
+                new = off(other)
+                if loss(new, other, clip) < loss(errors, at, clip) - LEAST_GAIN:
+                    break
+                step = step / 2
+            else:
                 break
-            step = step / 2
-        else:
-            return at
-        at, errors = other, new
+            at, errors = other, new
     return at
 
 
