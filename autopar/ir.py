@@ -230,12 +230,15 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Param:
-    """A parameter as the program uses it. aliases: the further names of a tied parameter."""
+    """A parameter as the program uses it. aliases: the further names of a tied parameter. rests: the dtype in which it rests, in which its
+    gradient is summed, if the program reads it in a lower one (that of its type): it is cast before it is used, once a step or whenever it
+    is gathered. None: it is used as it rests."""
 
     value: str
     fqn: str
     aliases: tuple[str, ...] = ()
     trainable: bool = True
+    rests: torch.dtype | None = None
     layouts: tuple[tuple[str, Layout], ...] = ()
 
 

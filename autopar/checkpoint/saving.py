@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from autopar.progress import working
 from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
-from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
+from autopar.run.record import CHECKPOINT, SAVING, WAITS, WORKS, doing, entered, saving_beside
 from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
@@ -70,7 +71,7 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
         return _prepared(folder, subject, as_optimizers(optimizer), extra, staged=async_save)
 
     held, contents, save_id = prepared_by_all(subject, prepare, "saving")
-    writer = Writer(folder, subject.agreed(save_id), subject.rank)
+    writer = Writer(folder, subject.agreed(save_id), subject.rank, _writing_beside if async_save else contextlib.nullcontext)
     if not async_save:
         entered(CHECKPOINT)
         with working(f"saving {folder}"):
@@ -81,14 +82,21 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
     finish_first(_wait)
 
     def write_beside() -> None:
-        saving_beside(True)
+        saving_beside(WAITS)
         write(writer, held, contents, subject.group)
-        saving_beside(False)
+        saving_beside(0)
 
     going = Saving(executor.submit(write_beside), folder)
     executor.shutdown(wait=False)
     _under_way.append(going)
     return going
+
+
+@contextlib.contextmanager
+def _writing_beside() -> Iterator[None]:
+    saving_beside(WORKS)
+    yield
+    saving_beside(WAITS)
 
 
 class Saving:
@@ -162,6 +170,7 @@ def _prepared(
         stream=subject.stream,
         config=subject.config,
     )
+    kept.wait()
     return kept.held, contents, secrets.token_hex(8)
 
 
@@ -176,12 +185,28 @@ class _Kept:
 
     def __init__(self, subject: Subject, *, staged: bool) -> None:
         self._subject, self._staged = subject, staged
+        self._copying: set[torch.device] = set()
         self.held: dict[str, Held] = {}
 
     def add(self, key: str, shape: tuple[int, ...], here: Tensor, boxes: tuple[Box, ...]) -> None:
         if self._staged and boxes and self._subject.writes:
-            here = here.detach().to("cpu", copy=True)
+            here = self._copied(here.detach())
         self.held[key] = Held(shape=shape, here=here, boxes=boxes if self._subject.writes else ())
+
+    def _copied(self, here: Tensor) -> Tensor:
+        """On the CPU. From a GPU to pinned memory, one copy behind another, for which `wait` waits once."""
+        if here.device.type != "cuda":
+            return here.to("cpu", copy=True)
+        host = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+        host.copy_(here, non_blocking=True)
+        self._copying.add(here.device)
+        return host
+
+    def wait(self) -> None:
+        """All copies are there."""
+        for device in self._copying:
+            torch.cuda.current_stream(device).synchronize()
+        self._copying.clear()
 
     def keep(self, path: str, tensor: Tensor) -> str:
         """A tensor that all ranks have, or parts of it."""

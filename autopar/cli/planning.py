@@ -19,6 +19,7 @@ from autopar.cli.options import (
     Optimizer,
     PinList,
     Precision,
+    ReduceDtype,
     Target,
     TimeLimit,
     Verbose,
@@ -53,6 +54,7 @@ def plan(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="write the plan to this file")] = None,
@@ -65,8 +67,8 @@ def plan(
     writable(out)
     with answers_only(as_json):
         made = plan_of(
-            target, gpus, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision, loss=loss,
-            time_limit=time_limit,
+            target, gpus, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision,
+            reduce_dtype=reduce_dtype, loss=loss, time_limit=time_limit,
         )  # fmt: skip
         if out is not None:
             made.save(out)
@@ -89,6 +91,7 @@ def explain(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="explain this plan of the TARGET instead of making one")] = None,
@@ -122,7 +125,10 @@ def explain(
     questions = {"why": why or [], "why_not": why_not or [], "what_if": [*(what_if or []), *(more or [])]}
     writable(out)
     with answers_only(form is Format.JSON):
-        options = {"cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "loss": loss}
+        options = {
+            "cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "reduce_dtype": reduce_dtype,
+            "loss": loss,
+        }  # fmt: skip
         made, study = explained(target, gpus, pins=pin, time_limit=time_limit, plan_file=plan_file, questions=questions, **options)
         value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
     _give(value, text, form, out)
@@ -208,8 +214,8 @@ def diff(first: Path, second: Path, as_json: Json = False, verbose: Verbose = Fa
 
 
 def plan_of(
-    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
-    time_limit: float | None,
+    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str,
+    reduce_dtype: str | None, loss: str | None, time_limit: float | None,
 ) -> Plan:  # fmt: skip
     from autopar import plan
     from autopar.targets import load_target
@@ -220,7 +226,7 @@ def plan_of(
     model, example_inputs = load_target(target)
     return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
-        precision=precision, pins=pins, time_limit=time_limit,
+        precision=precision, reduce_dtype=reduce_dtype, pins=pins, time_limit=time_limit,
     )  # fmt: skip
 
 

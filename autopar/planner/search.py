@@ -327,17 +327,18 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | None = None,
     time_limit_s: float | None = None,
     measure: str = "roofline",
     store: Store | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Search and return the best plan found. measure: 'roofline' for times estimated from the cluster's description, 'live' for
-    times of operators measured on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and
-    the plan is the same on any machine. store: what is known of the program; stop: whether the user has enough of it: then the best plan so
-    far is the answer, or the first that is found. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
-    PlanError where this machine is not one of the cluster's."""
+    """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. measure:
+    'roofline' for times estimated from the cluster's description, 'live' for times of operators measured on this machine. time_limit_s:
+    stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any machine. store: what is known
+    of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the first that is found. Raises
+    Infeasible, ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
@@ -348,6 +349,7 @@ def make_plan(
         memory_limit_bytes=memory_limit_bytes or usable_bytes(cluster.gpu),
         optimizer=optimizer,
         precision=precision,
+        reduce_dtype=reduce_dtype,
         pins=pins or Pins(),
         time_limit_s=time_limit_s,
         measure=measure,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.planner.account import BUBBLE, COMPUTE, LAUNCHES, RECOMPUTE, UPDATE, collectives
-from autopar.planner.plan import Plan
+from autopar.planner.plan import Plan, parse_strategy
+from autopar.report.strategies import words_of
 from autopar.report.units import bytes_text
 from autopar.report.words import MEMORY_TERMS, counted, share_text
 
@@ -17,7 +20,7 @@ FULL = 0.9  # of the memory that a plan may fill
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """kind: compute, network, memory, launches, pipeline, batch or optimizer. share: of the step, or of the memory."""
+    """kind: compute, network, memory, launches, pipeline, batch, heads, divisibility or optimizer. share: of the step, or of the memory."""
 
     kind: str
     text: str
@@ -31,6 +34,7 @@ def limits_of(plan: Plan) -> list[Limit]:
     total = plan.step_time_s or 1.0
     shares = {kind: s / total for kind, s in sorted(plan.account.seconds.items(), key=lambda item: -item[1])}
     found = [_of_time(plan, kind, share) for kind, share in shares.items() if share >= TELLING and kind not in (COMPUTE, RECOMPUTE)]
+    found += _undivided(plan, total)
     memory = _memory(plan, shares.get(RECOMPUTE, 0.0))
     found += [memory] if memory is not None else []
     batch = _batch(plan, shares)
@@ -48,7 +52,8 @@ def _of_time(plan: Plan, kind: str, share: float) -> Limit:
         text = f"launches: for {said} of the step the GPUs wait for the host, which issues kernels more slowly than they run"
         return Limit(kind="launches", text=text, share=share)
     if kind == BUBBLE:
-        text = f"pipeline: {said} of the step is bubble and transfers, {plan.micro_batches} micro-batches over {plan.mesh[LAYERS]} ranks"
+        flow = f"{counted(plan.micro_batches, 'micro-batch')} over {plan.mesh[LAYERS]} ranks"
+        text = f"pipeline: {said} of the step is bubble and transfers, {flow}"
         return Limit(kind="pipeline", text=text, share=share)
     if kind == UPDATE:
         return Limit(kind="optimizer", text=f"optimizer: its update takes {said} of the step", share=share)
@@ -59,6 +64,19 @@ def _of_time(plan: Plan, kind: str, share: float) -> Limit:
             text = f"network: communication over {axis} that nothing hides takes {said} of the step, on the {where}"
             return Limit(kind="network", text=text, share=share)
     return Limit(kind="compute", text=f"{kind}: {said} of the step", share=share)
+
+
+def _undivided(plan: Plan, total: float) -> Iterator[Limit]:
+    """Heavy operators that every rank of an axis runs whole, since what it would divide has too few parts."""
+    for x in plan.account.idle if plan.account else ():
+        share = x.seconds * plan.micro_batches / total
+        if not x.undivided or share < TELLING:
+            continue
+        kind = x.kind.removeprefix("aten.").partition(".")[0]
+        words = words_of(x.axis, kind, parse_strategy(x.undivided))
+        text = f"{words}: {x.size} do not divide among {plan.mesh[x.axis]} ranks of {x.axis}, so that each runs {kind} whole, "
+        text += f"{share_text(share)} of the step"
+        yield Limit(kind="heads" if words == "heads" else "divisibility", text=text, share=share)
 
 
 def _memory(plan: Plan, recompute: float) -> Limit | None:
@@ -86,6 +104,6 @@ def _batch(plan: Plan, shares: dict[str, float]) -> Limit | None:
     lost = shares.get(BUBBLE, 0.0) + shares.get(LAUNCHES, 0.0)
     if ranks == plan.gpus and lost < TELLING:
         return None
-    split = f"{ranks} data-parallel ranks" + (f" and {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else "")
+    split = f"{ranks} data-parallel ranks" + (f" and {counted(plan.micro_batches, 'micro-batch')}" if plan.micro_batches > 1 else "")
     text = f"batch: {counted(plan.global_batch, 'sample')} over {split} leave one for each, so that no more can be divided"
     return Limit(kind="batch", text=text, share=lost)
