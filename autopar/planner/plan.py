@@ -235,8 +235,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     parameter lie. virtual_stages: how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were
     left. recompute: (block, instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp
     really divides. reduce_dtype: in which gradients are brought together over ranks (a name as of `precision`), None for that in which
-    parameters rest. seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation
-    of the step. account: what the figures are made of; None in plans of before."""
+    parameters rest. seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard
+    deviation of the step. account: what the figures are made of; None in plans of before."""
 
     model: str
     program_hash: str
