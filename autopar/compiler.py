@@ -18,7 +18,17 @@ from autopar.first_step import check_first_loss, first_loss
 from autopar.plan_cache import planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
-from autopar.planner.wishes import PRECISIONS, WishError, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
+from autopar.planner.wishes import (
+    PRECISIONS,
+    WishError,
+    as_pins,
+    check_gpus,
+    check_inputs,
+    check_name,
+    for_loss_outside,
+    itemsize_of,
+    with_notes,
+)
 from autopar.render import check_backend, load, make_manifest, positional_names, render
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
@@ -29,6 +39,8 @@ from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
+from autopar.stacks import stack_of
+from autopar.stacks.stack import pins_within
 from autopar.variants import Variants, tensors_of
 from cost_models.memory import OPTIMIZERS
 
@@ -58,6 +70,7 @@ def plan(
     precision: str = "fp32",
     pins: Pins | Mapping[str, Any] | None = None,
     time_limit: float | None = None,
+    stack: str | None = None,
 ) -> Plan:
     """The best plan for a model on `gpus` GPUs; no process group and no GPU is needed.
 
@@ -67,9 +80,12 @@ def plan(
     communicates in it, while parameters, sums of gradients and optimizer states stay float32; a model that was built in it stays as it
     is. 'fp32', 'fp64': nothing is cast. pins: what is decided already. time_limit: seconds after which the best
     plan so far is the answer, with a note of what was left (the first one takes as long as it takes); without it nothing depends on the
-    clock. Raises CaptureError, Infeasible, PlanError, ValueError.
+    clock. stack: a training software ('megatron', 'torchtitan', ...; autopar.stacks): the best plan that it can run, priced as it runs it.
+    Raises CaptureError, Infeasible, PlanError, ValueError.
     """
-    described = wishes(gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins, time_limit=time_limit)
+    described = wishes(
+        gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins, time_limit=time_limit, stack=stack
+    )
     check_inputs(model, example_inputs)
     with timed("capture"):
         captured = capture(model, example_inputs, loss=loss, dtype=compute_dtype(model, precision))
@@ -86,9 +102,12 @@ def wishes(
     pins: Pins | Mapping[str, Any] | None = None,
     measure: str | None = None,
     time_limit: float | None = None,
+    stack: str | None = None,
+    within: bool = True,
 ) -> Callable[[Captured], Plan]:
     """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
-    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`."""
+    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`. stack: priced is how this training
+    software runs a plan, and (within) its plans are those that it can run."""
     check_gpus(gpus)
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
@@ -98,15 +117,18 @@ def wishes(
     check_name("precision", precision, PRECISIONS)
     measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
     check_measure(measured, described)
+    software = None if stack is None else stack_of(stack)
+    variants = tuple(pins_within(software, pinned or Pins())) if software is not None and within else ()
 
     def planner(captured: Captured) -> Plan:
-        decisive: dict[str, Any] = {
-            "memory_limit_bytes": limit, "optimizer": optimizer, "precision": precision, "pins": for_loss_outside(captured.program, pinned),
-        }  # fmt: skip
+        own, others = for_loss_outside(captured.program, pinned), tuple(for_loss_outside(captured.program, each) for each in variants)
+        decisive: dict[str, Any] = {"memory_limit_bytes": limit, "optimizer": optimizer, "precision": precision, "pins": own}
+        if software is not None:
+            decisive |= {"variants": others, "recipe": software.recipe(itemsize_of(captured.program))}
 
         def make() -> Plan:
             found = make_plan(captured.program, gpus, described, **decisive, measure=measured, time_limit_s=time_limit)
-            return with_notes(found, captured.program)
+            return with_notes(found, captured.program, () if software is None else (f"priced as {software.title} runs it",))
 
         with timed("planning"):
             asked = {"gpus": gpus, "cluster": described, **decisive}

@@ -53,22 +53,31 @@ def plan(
     precision: Precision = "fp32",
     loss: Loss = None,
     time_limit: TimeLimit = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="write the plan to this file")] = None,
+    plan_out: Annotated[Path | None, typer.Option("-o", help="write the plan to this file")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="the same; with --export the file of what is exported")] = None,
+    export: Annotated[str | None, typer.Option("--export", help="as the configuration of torchtitan, megatron, deepspeed, ...")] = None,
+    software: Annotated[str | None, typer.Option("--for", help="the best plan that this software can run: megatron, ...")] = None,
     as_json: Json = False,
 ) -> None:
     """Make a plan, write it to a file and say what it is. Needs no GPU."""
+    from autopar.cli.stacks import check_stacks, exported
     from autopar.report.text import plan_json, plan_text
 
+    check_stacks(export, software)
+    exported_to, out = (out, plan_out) if export is not None else (None, plan_out or out)
     writable(out)
-    with answers_only(as_json):
+    writable(exported_to)
+    with answers_only(as_json or export is not None):
         made = plan_of(
             target, gpus, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision, loss=loss,
-            time_limit=time_limit,
+            time_limit=time_limit, stack=software,
         )  # fmt: skip
         if out is not None:
             made.save(out)
     written = {"written": str(out)} if out is not None else {}
-    if as_json:
+    if export is not None:
+        exported(made, export, exported_to, as_json, {**plan_json(made), **written})
+    elif as_json:
         answer({**plan_json(made), **written})
     else:
         print(plan_text(made))
@@ -89,10 +98,25 @@ def explain(
     time_limit: TimeLimit = None,
     form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
     out: Annotated[Path | None, typer.Option("--out", help="write the explanation to this file instead")] = None,
+    config: Annotated[Path | None, typer.Option("--from", help="price what runs today: megatron.sh, config.toml, ds.json, a YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
 ) -> None:
     """Say what a plan is: what was chosen and why, what it costs, and what limits it."""
     from autopar.report.text import plan_json, plan_text
+
+    if config is not None:
+        from autopar.cli.stacks import explain_from
+
+        if pin:
+            raise UsageError("--from and --pin exclude each other: a configuration states every choice")
+        as_json = as_json or form is Format.JSON
+        if form not in (Format.TEXT, Format.JSON):
+            raise UsageError(f"--from answers as text or json, not as {form}")
+        explain_from(
+            config, target, gpus, out=out, as_json=as_json, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision,
+            loss=loss, time_limit=time_limit,
+        )  # fmt: skip
+        return
 
     if form in (Format.HTML, Format.PERFETTO):
         raise UsageError(f"--format {form} is not available yet; text and json are")
@@ -131,7 +155,7 @@ def diff(first: Path, second: Path, as_json: Json = False) -> None:
 
 def plan_of(
     target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
-    time_limit: float | None,
+    time_limit: float | None, stack: str | None = None,
 ) -> Plan:  # fmt: skip
     from autopar import plan
     from autopar.targets import load_target
@@ -142,7 +166,7 @@ def plan_of(
     model, example_inputs = load_target(target)
     return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
-        precision=precision, pins=pins, time_limit=time_limit,
+        precision=precision, pins=pins, time_limit=time_limit, stack=stack,
     )  # fmt: skip
 
 

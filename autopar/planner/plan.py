@@ -41,7 +41,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: 'none', 'selective', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: how many stages each pipeline rank holds; several with the schedule 'interleaved' (stage s is on rank s mod pp).
-    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. axes: sizes of mesh axes beside
+    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. even_stages: each stage has as
+    many of them as the others (True); None, False: stages are cut where that is fastest. axes: sizes of mesh axes beside
     these three."""
 
     dp: Positive | None = None
@@ -56,6 +57,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
     blocks: tuple[int, ...] | None = None
+    even_stages: bool | None = None
     axes: dict[str, int] | None = None
 
     def of_axis(self, axis: str) -> int | None:
@@ -103,6 +105,9 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}{on_each}")
         if self.blocks is not None and self.schedule in several and self.virtual_stages is None:
             raise PlanError(f"pin virtual_stages with blocks and schedule={self.schedule}: blocks has one number for each stage")
+        if self.even_stages and self.blocks is not None and len(set(self.blocks)) > 1:
+            listed_blocks = ", ".join(map(str, self.blocks))
+            raise PlanError(f"even_stages asks for stages alike, and blocks for stages of {listed_blocks}: pin one of them")
         if self.micro_batch is not None and self.micro_batches is not None:
             raise PlanError("pin micro_batch or micro_batches, not both")
 
