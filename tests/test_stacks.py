@@ -71,7 +71,8 @@ def test_what_is_written_is_read_back(name, data, tmp_path_factory):
     path = tmp_path_factory.mktemp("stack") / f"run{SUFFIX[name]}"
     text = stack.text(c)
     if name == "megatron":
-        text += f'torchrun --nproc_per_node {c.gpus} --nnodes=1 pretrain_gpt.py --num-layers {sum(c.blocks or (12,))} "${{AUTOPAR_ARGS[@]}}"\n'
+        layers = sum(c.blocks or (12,))
+        text += f'torchrun --nproc_per_node {c.gpus} --nnodes=1 pretrain_gpt.py --num-layers {layers} "${{AUTOPAR_ARGS[@]}}"\n'
     path.write_text(text)
     found_stack, found = read(path)
     assert found_stack is stack
@@ -101,8 +102,10 @@ def test_uneven_stages_and_hybrid_sharding_go_where_they_can():
 
 @pytest.mark.parametrize("name", STACKS)
 def test_what_cannot_be_expressed_is_said_in_the_text_itself(name):
-    c = Configuration(dp=4, tp=2, pp=2, micro_batch=1, micro_batches=4, global_batch=16, zero=2, recompute="selective", sequence_parallel=True,
-                      schedule="gpipe", said=("something of autopar's own\nover two lines",))  # fmt: skip
+    c = Configuration(
+        dp=4, tp=2, pp=2, micro_batch=1, micro_batches=4, global_batch=16, zero=2, recompute="selective", sequence_parallel=True,
+        schedule="gpipe", said=("something of autopar's own\nover two lines",),
+    )  # fmt: skip
     cannot = beyond(c, STACKS[name])
     assert any("something" in line for line in cannot)
     assert any(line.startswith("recompute=selective") for line in cannot)
@@ -115,8 +118,10 @@ def test_what_cannot_be_expressed_is_said_in_the_text_itself(name):
 
 
 CASES = [
-    Configuration(dp=8, micro_batch=2, micro_batches=2, global_batch=32, zero=zero, shard=shard, tp=tp, recompute=recompute, precision=precision,
-                  sequence_parallel=False if tp > 1 else None, optimizer="adamw")
+    Configuration(
+        dp=8, micro_batch=2, micro_batches=2, global_batch=32, zero=zero, shard=shard, tp=tp, recompute=recompute, precision=precision,
+        sequence_parallel=False if tp > 1 else None, optimizer="adamw",
+    )
     for zero, shard, tp in ((0, None, 1), (2, None, 1), (3, None, 2), (3, 4, 1))
     for recompute, precision in (("none", "bf16"), ("full", "fp32"))
 ]  # fmt: skip
