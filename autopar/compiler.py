@@ -15,9 +15,10 @@ from autopar.capture import Captured, capture, program_hash
 from autopar.debug import said, timed
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
-from autopar.plan_cache import planned_once
+from autopar.plan_cache import decisive, planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
+from autopar.planner.store import Store
 from autopar.planner.wishes import (
     PRECISIONS,
     WishError,
@@ -41,6 +42,7 @@ from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
 from autopar.stacks import stack_of
 from autopar.stacks.stack import pins_within
+from autopar.stopping import stopped_by_user
 from autopar.variants import Variants, tensors_of
 from cost_models.memory import OPTIMIZERS
 
@@ -104,10 +106,11 @@ def wishes(
     time_limit: float | None = None,
     stack: str | None = None,
     within: bool = True,
-) -> Callable[[Captured], Plan]:
+) -> Callable[..., Plan]:
     """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
     `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`. stack: priced is how this training
-    software runs a plan, and (within) its plans are those that it can run."""
+    software runs a plan, and (within) its plans are those that it can run. What it returns takes a
+    store of what was found out about the program, too, if that is to be shared."""
     check_gpus(gpus)
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
@@ -120,20 +123,24 @@ def wishes(
     software = None if stack is None else stack_of(stack)
     variants = tuple(pins_within(software, pinned or Pins())) if software is not None and within else ()
 
-    def planner(captured: Captured) -> Plan:
-        own, others = for_loss_outside(captured.program, pinned), tuple(for_loss_outside(captured.program, each) for each in variants)
-        decisive: dict[str, Any] = {"memory_limit_bytes": limit, "optimizer": optimizer, "precision": precision, "pins": own}
+    def planner(captured: Captured, store: Store | None = None) -> Plan:
+        pins = for_loss_outside(captured.program, pinned)
+        as_it_runs: dict[str, Any] = {}
         if software is not None:
-            decisive |= {"variants": others, "recipe": software.recipe(itemsize_of(captured.program))}
+            others = tuple(for_loss_outside(captured.program, each) for each in variants)
+            as_it_runs = {"variants": others, "recipe": software.recipe(itemsize_of(captured.program))}
 
         def make() -> Plan:
-            found = make_plan(captured.program, gpus, described, **decisive, measure=measured, time_limit_s=time_limit)
+            found = make_plan(
+                captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pins,
+                measure=measured, time_limit_s=time_limit, store=store, stop=stop, **as_it_runs,
+            )  # fmt: skip
             return with_notes(found, captured.program, () if software is None else (f"priced as {software.title} runs it",))
 
-        with timed("planning"):
-            asked = {"gpus": gpus, "cluster": described, **decisive}
+        with timed("planning"), stopped_by_user() as stop:
+            asked = decisive(gpus, described, limit, optimizer, precision, pins) | as_it_runs
             made = make() if measured == "live" else planned_once(
-                captured.program, asked, make, kept=lambda plan: time_limit is None or not plan.searched.get("unexplored")
+                captured.program, asked, make, kept=lambda plan: not ((time_limit or stop()) and plan.searched.get("unexplored"))
             )  # what is measured may differ each time
         said(2, lambda: plan_text(made))
         return made

@@ -32,8 +32,9 @@ from autopar.catalog.rule import RULES
 from autopar.debug import said
 from autopar.errors import PlanError
 from autopar.ir import Program
-from autopar.planner import Plan, lower
+from autopar.planner import Pins, Plan, lower
 from autopar.planner.modes import RECOMPUTES
+from cost_models.cluster import Cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.pools import POOLS
 from cost_models.rests import RESTS
@@ -42,7 +43,7 @@ fcntl: Any = None  # no such locks: several processes may plan the same, each fo
 with contextlib.suppress(ImportError):
     fcntl = importlib.import_module("fcntl")
 
-__all__ = ["cache_folder", "identity", "planned_once"]
+__all__ = ["cache_folder", "decisive", "identity", "planned_once"]
 
 OFF = ("", "0", "off", "no", "false")
 PACKAGES = ("torch", "highspy", "pulp", "networkx", "numpy", "msgspec")
@@ -88,6 +89,16 @@ def planned_once(
     if reason:
         return msgspec.structs.replace(made, notes=[*made.notes, f"planned anew: the plan that was kept {reason}"])
     return made
+
+
+def decisive(
+    gpus: int, cluster: Cluster, memory_limit_bytes: int | None, optimizer: str, precision: str, pins: Pins | None
+) -> dict[str, object]:  # fmt: skip
+    """Everything beside the program that decides a plan, as `planned_once` takes it."""
+    return {
+        "gpus": gpus, "cluster": cluster, "memory_limit_bytes": memory_limit_bytes, "optimizer": optimizer, "precision": precision,
+        "pins": pins,
+    }  # fmt: skip
 
 
 def identity(program: Program, computes: str = "") -> str:

@@ -9,6 +9,7 @@ from autopar.axes import AXES
 from autopar.capture import program_hash
 from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
+from autopar.planner.account import account_of
 from autopar.planner.candidate import GIB, Candidate, Draft
 from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
@@ -80,6 +81,7 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         step_spread=spread_of(kinds, question.cluster),
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
         searched=question.said.counts(),
+        account=account_of(program, c, axes),
     )
 
 

@@ -19,7 +19,7 @@ from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
-__all__ = ["AxisPlan", "BlockMode", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
+__all__ = ["Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
 
 FORMAT = "autopar-plan"
 VERSION = 4
@@ -178,13 +178,59 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     micro_batches_in_flight: Count
 
 
+class BlockAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pieces of the model that are alike: instances of a repeated block that run in one mode, by module path, or what lies between blocks
+    (repeated False), by its modules. Seconds, kept bytes: of one of them, one rank and one micro-batch; backward_s without again_s, what
+    runs again. rest_bytes: of parameters and optimizer states at rest on a rank."""
+
+    paths: list[str]
+    repeated: bool
+    recompute: str
+    forward_s: Seconds
+    backward_s: Seconds
+    again_s: Seconds
+    communication_s: Seconds
+    kept_bytes: Count
+    rest_bytes: Count
+    parameters: Count
+
+
+class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Operators of a kind that an axis does not split though they compute. seconds: of all of them, on one rank and one micro-batch."""
+
+    axis: str
+    kind: str
+    count: Count
+    modules: list[str]
+    seconds: Seconds
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the figures of a plan are made of (planner.account). memory_bytes, peak_flops_per_s: of one GPU, the peak for the model's mix of
+    dtypes; flops: of a step of the model, forward and backward, once; per_node: how many neighbours on each axis share a node; seconds:
+    what the step is spent on, which adds up to it; leaves, modules: the user's names of what the plan names by values."""
+
+    gpu: str
+    gpus_per_node: Positive
+    memory_bytes: Count
+    peak_flops_per_s: Seconds
+    flops: Seconds
+    per_node: dict[str, int]
+    seconds: dict[str, Seconds]
+    blocks: list[BlockAccount]
+    idle: list[IdleAccount]
+    leaves: dict[str, str]
+    modules: dict[str, str]
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute). objective_s,
     bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share of objective_s that
     it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter lie. virtual_stages:
     how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block,
     instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides.
-    seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation of the step."""
+    seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation of the step.
+    account: what the figures are made of; None in plans of before."""
 
     model: str
     program_hash: str
@@ -226,6 +272,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     step_spread: Spread = 0.0
     planning_s: dict[str, float] = {}
     searched: dict[str, int] = {}
+    account: Account | None = None
     format: str = FORMAT
     version: int = VERSION
 

@@ -22,12 +22,13 @@ small problems with those of trying every plan, every assignment included.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -49,6 +50,7 @@ from autopar.planner.solver import Outcome
 from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
 from autopar.planner.store import Store
+from autopar.progress import found_so_far
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
 from cost_models.recipe import AUTOPAR, Recipe
@@ -75,12 +77,13 @@ class _Entry:
 @dataclass(kw_only=True)
 class Search(Question):
     """The search for the best choice. measure: 'live' measures the operators of the best candidates on this machine, and the best of these
-    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, the best so far is the answer, and
-    what was left is said."""
+    is the plan. budget: choices whose stages are cut; time_limit_s: for people in a hurry: after it, or when `stop` says so, the best so
+    far is the answer, and what was left is said."""
 
     budget: int = BUDGET
     time_limit_s: float | None = None
     measure: str = "roofline"
+    stop: Callable[[], bool] = lambda: False
 
     def on_data_axis(self, dp: int) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
         return self.known.on_data_axis(dp)
@@ -130,6 +133,7 @@ class Search(Question):
         nothing = True  # is found yet
         while queue:
             entry = heapq.heappop(queue)
+            found_so_far(functools.partial(self._so_far, queue))
             if entry.exact is not None:
                 said.left = sum(e.draft is None and e.exact is None for e in queue)
                 least = min([entry.least_s, *(e.least_s for e in queue if e.exact is None and e.draft is None)])
@@ -139,9 +143,11 @@ class Search(Question):
                 yield entry.exact
                 continue
             over_time = self.time_limit_s is not None and time.perf_counter() - start > self.time_limit_s
-            stopped = said.cut >= self.budget or over_time
+            by_user = self.stop()
+            stopped = said.cut >= self.budget or over_time or by_user
             if stopped and entry.draft is None and any(e.draft is not None or e.exact is not None for e in queue):
-                said.stopped = f"{self.time_limit_s:g} s" if over_time else f"its budget of {self.budget} choices"
+                whole = f"its budget of {self.budget} choices"
+                said.stopped = "an interrupt from the keyboard" if by_user else f"{self.time_limit_s:g} s" if over_time else whole
                 said.unexplored += 1
                 bounds[entry.choice] = entry.least_s
                 continue
@@ -153,6 +159,12 @@ class Search(Question):
                 self._pieces(entry, queue, hopeless)
         if nothing:
             self._say_what_lacks([entry.choice for entry in hopeless])
+
+    def _so_far(self, queue: list[_Entry]) -> str:
+        """For people who wait."""
+        best_s = min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        best = f", best so far {best_s * 1e3:,.4g} ms a step" if best_s < math.inf else ""
+        return f"{self.said.explored} of {self.said.choices} choices priced{best}"
 
     def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """Price the rank's program, unless it cannot fit as its data axis is."""
@@ -293,11 +305,14 @@ def make_plan(
     measure: str = "roofline",
     recipe: Recipe = AUTOPAR,
     variants: Sequence[Pins] = (),
+    store: Store | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Search and return the best plan found. recipe: how the training software carries a plan out. variants: instead of pins, several, of
     whose plans the best is the answer. measure: 'roofline' for times estimated from the cluster's description, 'live' for
     times of operators measured on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and
-    the plan is the same on any machine. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
+    the plan is the same on any machine. store: what is known of the program; stop: whether the user has enough of it: then the best plan so
+    far is the answer, or the first that is found. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
     PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
@@ -314,6 +329,8 @@ def make_plan(
         recipe=recipe,
         time_limit_s=time_limit_s,
         measure=measure,
+        store=store,
+        stop=stop,
     )
     return _best_of([search, *(_under(search, each) for each in others)])
 

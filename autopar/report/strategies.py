@@ -10,7 +10,7 @@ from autopar.axes import BATCH
 from autopar.ir import Strategy
 from autopar.planner.plan import AxisPlan, parse_strategy
 
-__all__ = ["Split", "leaves_of", "splits_of"]
+__all__ = ["Split", "kind_of", "leaves_of", "splits_of", "words_of"]
 
 # The kind of an operator -> (operand, dim) -> what is split when that operand is S on that dim. The first that fits is said.
 _SAMPLES = {(0, 0): "samples"}
@@ -43,7 +43,7 @@ def splits_of(axis: str, made: AxisPlan) -> list[Split]:
     groups: dict[tuple[str, str], Counter[str]] = {}
     for name, text in made.ops.items():
         kind = kind_of(name)
-        groups.setdefault((_words(axis, kind, parse_strategy(text)), text), Counter())[kind] += 1
+        groups.setdefault((words_of(axis, kind, parse_strategy(text)), text), Counter())[kind] += 1
     found = [
         Split(axis=axis, n=made.n, split=split, strategy=text, operators=dict(kinds.most_common()))
         for (split, text), kinds in groups.items()
@@ -64,7 +64,7 @@ def kind_of(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _words(axis: str, kind: str, strategy: Strategy) -> str:
+def words_of(axis: str, kind: str, strategy: Strategy) -> str:
     if not strategy.splits_work:
         return "not split"
     words = next((w for k, w in _WORDS.items() if kind == k or (k == "conv" and kind.startswith("conv"))), {})

@@ -1,31 +1,47 @@
-"""A plan as text and as JSON: `autopar explain`. One function for each section of the text."""
+"""An explanation as text, on one screen of 100 columns: the verdict first, then what it is made of. `tables_text` has every figure.
+
+On a terminal headings and bars are coloured (rich); in a pipe the same text is plain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from autopar.axes import AXES, BATCH, LAYERS, axes_over
-from autopar.planner.plan import AxisPlan, Plan
-from autopar.report.strategies import leaves_of, splits_of
-from autopar.report.units import bytes_text, count_text, seconds_text, table
-from cost_models.rests import rest_of
+from autopar.planner.plan import Plan
+from autopar.report.explanation import BlockView, Explanation, Family, Relief, StageView, explanation_of
+from autopar.report.strategies import splits_of
+from autopar.report.tables import tables_text
+from autopar.report.units import bytes_text, seconds_text, table
+from autopar.report.words import counted, share_text
 
-__all__ = ["plan_json", "plan_text"]
+__all__ = ["WIDTH", "document", "explanation_text", "plan_json", "plan_text", "show", "short_text"]
 
-MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its column
-    "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer", "saved_activations": "activations",
-    "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context", "allocator_slack": "slack",
-}  # fmt: skip
+WIDTH = 100
+BAR = 24
+STAGES = 8  # that have a bar of their own, where there are more: the fullest
 
 
-def plan_text(plan: Plan) -> str:
-    """What was chosen, what it costs, what limits it, and what is out of the ordinary; sections without content are left out."""
-    sections = (_heading, _choice, _cost, _stages, _memory, _strategies, _limits, _notes, _alternatives)
-    return "\n\n".join(text for text in (section(plan) for section in sections) if text)
+def plan_text(plan: Plan, *, verbose: bool = False) -> str:
+    """A plan on one screen; verbose: and every table."""
+    text = explanation_text(explanation_of(plan))
+    return f"{text}\n\n{tables_text(plan)}" if verbose else text
+
+
+def short_text(plan: Plan) -> str:
+    """What `print(plan)` shows: the verdict, and where the rest is."""
+    return wrapped(explanation_of(plan).verdict) + "\n(autopar explain, or a notebook, shows what it is made of)"
+
+
+def explanation_text(e: Explanation) -> str:
+    """Sections without content are left out."""
+    sections = (_mesh, _chosen, _blocks, _memory, _time, _limits, _reliefs, _families, _operators, _sources, _notes)
+    return "\n\n".join([wrapped(e.verdict), *(text for section in sections if (text := section(e)))])
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -36,176 +52,194 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return fields | derived
 
 
-def _heading(plan: Plan) -> str:
-    return (
-        f"{plan.model} on {_count(plan.gpus, 'GPU')} of {plan.cluster}: global batch {plan.global_batch}, {plan.precision}, "
-        f"{plan.optimizer} (program {plan.program_hash[:12]})"
+def document(plan: Plan, e: Explanation) -> dict[str, Any]:
+    """`explain --format json`: the plan with its derived figures, and the explanation (report.explanation) under `explanation`."""
+    return {**plan_json(plan), "schema": e.schema, "explanation": msgspec.to_builtins(e)}
+
+
+def show(text: str) -> None:
+    """Print: on a terminal with headings and bars in colour."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    for k, line in enumerate(text.splitlines()):
+        shown = Text(line)
+        if k and line and not line.startswith(" "):
+            shown.stylize("bold")
+        shown.highlight_regex(r"#+(?=[ .]*\d|\.)", "cyan")
+        console.print(shown)
+
+
+# -------------------------------------------------------------------------------------------------------------- sections
+def _mesh(e: Explanation) -> str:
+    axes = [x for x in e.axes if x.size > 1]
+    if not axes:
+        return ""
+    rows = [(f"{x.name} {x.size}", x.title, x.place or "inside the node", _group(x.size, x.every)) for x in reversed(axes)]
+    per_node = -(-e.gpus // e.nodes)
+    nodes = f"ranks 0-{per_node - 1} share a node, and so on: {counted(e.nodes, 'node')} of {per_node} {e.gpu}" if e.nodes > 1 else ""
+    return "mesh\n" + table(("axis", "", "where", "one of its groups"), rows) + (f"\n  {nodes}" if nodes else "")
+
+
+def _group(size: int, every: int) -> str:
+    if every == 1:
+        return f"ranks 0-{size - 1}"
+    shown = [str(k * every) for k in range(min(size, 3))]
+    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 3 else "")
+
+
+def _chosen(e: Explanation) -> str:
+    return "chosen\n" + pairs([(choice.name, choice.value) for choice in e.choices])
+
+
+def _blocks(e: Explanation) -> str:
+    rows = [
+        (
+            _shortened(block), block.count, _split(block), block.recompute, seconds_text(block.forward_s),
+            seconds_text(block.backward_s + block.again_s), seconds_text(block.communication_s) if block.communication_s else "-",
+            bytes_text(block.kept_bytes) if block.kept_bytes else "-",
+        )
+        for block in e.blocks
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    headings = ("modules", "count", "split", "recompute", "forward", "backward", "comm.", "kept")
+    return "blocks (each: one rank, one micro-batch)\n" + table(headings, rows)
+
+
+def _shortened(block: BlockView) -> str:
+    name = block.name if len(block.name) <= 26 else block.name[:23] + "..."
+    return name
+
+
+def _split(block: BlockView) -> str:
+    said = [
+        f"{axis}: {words[0].partition(' (')[0]}" + (f" +{len(words) - 1}" if len(words) > 1 else "") for axis, words in block.splits.items()
+    ]
+    text = "; ".join(said) or "-"
+    return text if len(text) <= 32 else text[:29] + "..."
+
+
+def _memory(e: Explanation) -> str:
+    limit = e.summary.memory_limit_bytes or max(stage.memory_bytes for stage in e.stages)
+    stages = sorted(e.stages, key=lambda s: -s.memory_bytes)[:STAGES] if len(e.stages) > STAGES else e.stages
+    several = len(e.stages) > 1
+    rows = [
+        (
+            *((s.rank,) if several else ()), bar(s.memory_bytes / limit), bytes_text(s.memory_bytes), share_text(s.memory_bytes / limit),
+            _terms(s),
+        )
+        for s in sorted(stages, key=lambda s: s.rank)
+    ]  # fmt: skip
+    low, high = e.summary.memory_interval_bytes
+    which = f" (the {STAGES} fullest of {len(e.stages)} pipeline ranks)" if len(e.stages) > STAGES else ""
+    heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; the fullest with 80%: {bytes_text(low)} to {bytes_text(high)}"
+    return heading + "\n" + table((*(("rank",) if several else ()), "", "", "", "most of it"), rows)
+
+
+def _terms(stage: StageView) -> str:
+    most = sorted(((name, n) for name, n in stage.memory.items() if n), key=lambda item: -item[1])
+    return ", ".join(f"{name} {bytes_text(n)}" for name, n in most[:3])
+
+
+def _time(e: Explanation) -> str:
+    rows = [(part.kind, bar(part.share), seconds_text(part.seconds), share_text(part.share)) for part in e.time if part.share >= 5e-4]
+    low, high = e.summary.step_interval_s
+    heading = f"time of a step, {seconds_text(e.summary.step_time_s)}"
+    heading += f"; with 80%: {seconds_text(low)} to {seconds_text(high)}" if low < high else ""
+    return heading + "\n" + table(("spent on", "", "", ""), rows)
+
+
+def _limits(e: Explanation) -> str:
+    return listed("what limits it", [limit.text for limit in e.limits])
+
+
+def _reliefs(e: Explanation) -> str:
+    if not e.reliefs:
+        return ""
+    return "what would relieve it (each was planned)\n" + last_wrapped(("change", "a step", "", "plan"), [_relief(x) for x in e.reliefs])
+
+
+def _relief(x: Relief) -> tuple[str, ...]:
+    if x.step_time_s is None or x.speedup is None:
+        return (x.change, "-", "-", x.why)
+    gain = x.speedup - 1
+    said = "the same" if abs(gain) < 5e-4 else f"{share_text(gain)} faster" if gain > 0 else f"{share_text(1 / x.speedup - 1)} slower"
+    return (x.change, seconds_text(x.step_time_s), said + x.per, x.plan)
+
+
+def _families(e: Explanation) -> str:
+    if not e.families:
+        return "" if not e.considered else listed("also considered", e.considered)
+    return "families of plans, each at its best\n" + last_wrapped(
+        ("family", "a step", "", "memory", "plan"), [_family(x, e.summary.step_time_s) for x in e.families]
     )
 
 
-def _recomputed(plan: Plan, blocks: str) -> list[tuple[str, str]]:
-    whole = [path for stage in plan.stages for path in stage.recomputed]
-    part = [path for stage in plan.stages for path in stage.selective]
-    lines = [("recompute", f"{len(whole)} of {blocks}: {_ranges(whole)}")] if whole else []
-    if part:
-        lines.append(("recompute in part", f"{len(part)} of {blocks}: {_ranges(part)}"))
-        lines += [("", f"of each: {', '.join(mode.operators)}") for mode in plan.modes if mode.operators]
-    return lines or [("recompute", "none")]
+def _family(x: Family, chosen_s: float) -> tuple[str, ...]:
+    if x.step_time_s is None or x.memory_bytes is None:
+        return (x.name, "-", "refused", "-", x.why)
+    more = x.step_time_s / chosen_s - 1 if chosen_s else 0.0
+    said = "chosen" if x.chosen else "the same" if abs(more) < 5e-4 else f"+{share_text(more)}" if more > 0 else f"-{share_text(-more)}"
+    return (x.name, seconds_text(x.step_time_s), said, bytes_text(x.memory_bytes), x.plan)
 
 
-def _choice(plan: Plan) -> str:
-    axes = [f"{row.name}={plan.mesh[row.name]} ({row.title})" for row in AXES.values() if plan.mesh[row.name] > 1]
-    blocks = [path for stage in plan.stages for path in stage.blocks]
-    lines = [
-        ("mesh", ", ".join(axes) or "one rank, nothing is split"),
-        ("micro-batches", f"{plan.micro_batches}" + (f", schedule {_scheduled(plan)}" if plan.mesh[LAYERS] > 1 else "")),
-        ("parameters", _resting(plan)),
-        *_recomputed(plan, _count(len(blocks), "block")),
-    ]
-    for row in [row for row in axes_over("operators") if plan.mesh[row.name] > 1][-1:]:
-        lines.append((f"split by {row.name}", f"{plan.tensor_split_share:.1%} of the FLOPs"))
-    if plan.pins:
-        lines.append(("pinned", ", ".join(f"{name}={value}" for name, value in plan.pins.items())))
-    return "chosen\n" + _pairs(lines)
+def _operators(e: Explanation) -> str:
+    step = e.summary.step_time_s or 1.0
+    axes = dict.fromkeys(x.axis for x in e.operators)
+    lines = []
+    for axis in axes:
+        own = sorted((x for x in e.operators if x.axis == axis), key=lambda x: -x.seconds)
+        kinds = ", ".join(f"{x.kind.removeprefix('aten.').partition('.')[0]} x{x.count}" for x in own[:6])
+        more = f", ... (+{len(own) - 6} kinds)" if len(own) > 6 else ""
+        micro_batches = next((int(c.value.split()[0]) for c in e.choices if c.name == "micro-batches"), 1)
+        share = share_text(sum(x.seconds for x in own) * micro_batches / step)
+        lines.append(f"not split over {axis}, {share} of the step on every one of its ranks: {kinds}{more}")
+    return listed("operators to know about", lines)
 
 
-def _scheduled(plan: Plan) -> str:
-    if plan.virtual_stages == 1:
-        return plan.schedule
-    held = [" and ".join(str(s) for s, r in enumerate(plan.rank_of) if r == rank) for rank in range(plan.mesh[LAYERS])]
-    shown = "; ".join(f"rank {r}: stages {text}" for r, text in enumerate(held[:4])) + ("; ..." if len(held) > 4 else "")
-    return f"{plan.schedule}, {plan.virtual_stages} stages on each of {plan.mesh[LAYERS]} ranks ({shown})"
+def _sources(e: Explanation) -> str:
+    most = [(kind, s) for kind, s in e.depends_on.items() if s >= 0.01 * e.summary.step_time_s][:5]
+    depends = ", ".join(f"{kind} {share_text(s / e.summary.step_time_s)}" for kind, s in most) if e.summary.step_time_s else ""
+    lines = [("figures are", e.figures_are), *([("they depend on", depends)] if depends else [])]
+    return "where figures come from\n" + pairs(lines)
 
 
-def _resting(plan: Plan) -> str:
-    ranks = plan.mesh[BATCH]
-    if ranks == 1:
-        return f"whole on every rank of a stage, but for what {' and '.join(row.name for row in axes_over('operators'))} splits"
-    groups = f", groups of {plan.shard} of {ranks} ranks" if 1 < plan.shard < ranks else ""
-    return rest_of(plan.rest).title + groups
+def _notes(e: Explanation) -> str:
+    return listed("notes", e.notes)
 
 
-def _cost(plan: Plan) -> str:
-    fullest = max(plan.memory_bytes)
-    place = plan.memory_bytes.index(fullest)
-    of_what = f"of pipeline rank {plan.rank_of[place]}" if plan.virtual_stages > 1 else f"of the fullest stage ({place})"
-    parts = {"compute": plan.compute_s, "bubble": plan.bubble_s, "gradient sync": plan.gradient_sync_s, "optimizer": plan.optimizer_s}
-    shown = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
-    of_limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
-    low, high = plan.stages[place].memory.interval_bytes
-    lines = [
-        ("step time", f"{seconds_text(plan.step_time_s)} = {shown}"),
-        *_interval(plan),
-        ("throughput", f"{plan.tokens_or_samples_per_s:,.4g} {plan.samples_unit} a second"),
-        ("memory", f"{bytes_text(fullest)}{of_limit} on a rank {of_what}; 80%: {bytes_text(int(low))} to {bytes_text(int(high))}"),
-        ("optimality", f"objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {plan.gap:.2%}"),
-        ("figures are", plan.provenance),
-    ]
-    if plan.planning_s:
-        lines.append(("planning took", ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in plan.planning_s.items())))
-    return "predicted\n" + _pairs(lines)
+# --------------------------------------------------------------------------------------------------------------- layout
+def wrapped(text: str, indent: str = "", first: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _interval(plan: Plan) -> list[tuple[str, str]]:
-    """Between what a step will take in four cases of five, and what its seconds depend on, the most first."""
-    if not plan.seconds_by_kind or not plan.step_time_s:
-        return []
-    low, high = (seconds_text(s) for s in plan.step_time_interval_s)
-    most = list(plan.seconds_by_kind.items())[:5]
-    kinds = ", ".join(f"{kind} {s / plan.step_time_s:.0%}" for kind, s in most if s >= 0.01 * plan.step_time_s)
-    return [("80%", f"{low} to {high}"), ("depends on", kinds)]
+def listed(heading: str, lines: Sequence[str]) -> str:
+    return "\n".join([heading, *(wrapped(line, "    ", "  - ") for line in lines)]) if lines else ""
 
 
-def _stages(plan: Plan) -> str:
-    rows = [
-        (
-            i, stage.first_op, _ranges(stage.blocks) or "-", count_text(stage.parameters), seconds_text(stage.forward_s),
-            seconds_text(stage.backward_s), seconds_text(stage.communication_s), stage.micro_batches_in_flight,
-        )
-        for i, stage in enumerate(plan.stages)
-    ]  # fmt: skip
-    headings = ("stage", "from", "blocks", "parameters", "forward", "backward", "of both comm.", "in flight")
-    return "stages (one rank; times of one micro-batch)\n" + table(headings, rows)
-
-
-def _memory(plan: Plan) -> str:
-    unit, factor = ("GiB", 2**30) if max(plan.memory_bytes) >= 2**30 else ("MiB", 2**20)
-    rows = []
-    several = plan.virtual_stages > 1
-    for i, stage in [(rank, plan.stages[plan.rank_of.index(rank)]) for rank in range(plan.mesh[LAYERS])]:
-        amounts = [getattr(stage.memory, f"{term}_bytes") for term in MEMORY_TERMS]
-        rows.append((i, *(f"{amount / factor:.2f}" for amount in (*amounts, stage.memory.total_bytes))))
-    return f"memory of one rank, {unit}\n" + table(("rank" if several else "stage", *MEMORY_TERMS.values(), "all"), rows)
-
-
-def _strategies(plan: Plan) -> str:
-    """Operators by name would be too long for a large model: they are counted by kind, a repeated block's once."""
-    axes = {axis: made for axis, made in plan.axes.items() if made.n > 1}
-    if not axes:
-        return ""
-    parts = [_axis_strategies(axis, made) for axis, made in axes.items()]
-    legend = "S(d) split on dim d, R the same for different work, I the same for the same work, P terms of a sum"
-    return f"strategies ({legend}; a repeated block counts once)\n" + "\n\n".join(parts)
-
-
-def _axis_strategies(axis: str, made: AxisPlan) -> str:
-    rows = [(s.split, s.strategy, s.count, ", ".join(_kinds(s.operators))) for s in splits_of(axis, made)]
-    rows += [("at rest", text, len(names), _few(names)) for text, names in leaves_of(made).items()]
-    return table((f"{axis}={made.n} splits", "layouts", "count", "operators, or parameters, buffers and inputs"), rows)
-
-
-def _kinds(operators: dict[str, int], most: int = 8) -> list[str]:
-    shown = [kind + (f" x{n}" if n > 1 else "") for kind, n in operators.items()]
-    return shown[:most] + ([f"... (+{len(shown) - most} kinds)"] if len(shown) > most else [])
-
-
-def _limits(plan: Plan) -> str:
-    return _list("what limits it", plan.limits)
-
-
-def _notes(plan: Plan) -> str:
-    return _list("notes", plan.notes)
-
-
-def _alternatives(plan: Plan) -> str:
-    return _list("also considered", plan.alternatives)
-
-
-# ------------------------------------------------------------------------------------------------------------- wording
-def _list(heading: str, lines: list[str]) -> str:
-    return heading + "\n" + "\n".join(f"  - {line}" for line in lines) if lines else ""
-
-
-def _pairs(lines: list[tuple[str, str]]) -> str:
+def pairs(lines: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
+    return "\n".join(wrapped(text, " " * (width + 4), f"  {name:<{width}}  ") for name, text in lines)
 
 
-def _count(amount: int, noun: str) -> str:
-    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+def last_wrapped(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table whose last column is broken into lines."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    left = max(24, WIDTH - 2 - sum(max(len(h), *(len(row[i]) for row in cells)) + 2 for i, h in enumerate(headings[:-1])))
+    broken = []
+    for row in cells:
+        lines = textwrap.wrap(row[-1], left, break_long_words=False, break_on_hyphens=False) or [""]
+        broken += [[*row[:-1], lines[0]], *([*[""] * (len(row) - 1), line] for line in lines[1:])]
+    return table(headings, broken)
 
 
-def _few(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f", ... (+{len(names) - most})" if len(names) > most else "")
+def bar(share: float) -> str:
+    """'######..........': a share of a whole."""
+    full = min(BAR, max(1 if share > 0 else 0, round(share * BAR)))
+    return "#" * full + "." * (BAR - full)
 
-
-def _ranges(paths: Iterable[str]) -> str:
-    """['h.0', 'h.1', 'h.2', 'ln'] to 'h.0-2, ln': consecutive module paths that differ in their last figure."""
-    shown: list[tuple[str, int, int] | str] = []
-    for path in paths:
-        prefix, _, last = path.rpartition(".")
-        previous = shown[-1] if shown else None
-        if not last.isdecimal():
-            shown.append(path)
-        elif isinstance(previous, tuple) and previous[0] == prefix and previous[2] + 1 == int(last):
-            shown[-1] = (prefix, previous[1], int(last))
-        else:
-            shown.append((prefix, int(last), int(last)))
-
-    def written(item: tuple[str, int, int] | str) -> str:
-        if isinstance(item, str):
-            return item
-        prefix, first, last = item
-        return (f"{prefix}." if prefix else "") + f"{first}" + (f"-{last}" if last > first else "")
-
-    return ", ".join(map(written, shown))

@@ -1,0 +1,58 @@
+"""What would relieve a plan of its limits: each change is planned before it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar.errors import AutoparError
+from autopar.explain.families import in_words
+from autopar.explain.study import Asked, Refused, Study
+from autopar.report.explanation import Limit, Relief
+from autopar.report.limits import limits_of
+from autopar.report.units import bytes_text
+from cost_models.cluster import Link
+
+__all__ = ["reliefs_of"]
+
+
+def reliefs_of(study: Study) -> list[Relief]:
+    """Of each limit of the plan what is the usual remedy, the most useful first."""
+    limits = limits_of(study.plan)
+    changes = dict(change for limit in limits for change in _changes(study.asked, limit))
+    found = [_tried(study, text, asked) for text, asked in changes.items()]
+    return sorted(found, key=lambda x: -(x.speedup or 0.0))
+
+
+def _changes(asked: Asked, limit: Limit) -> Iterator[tuple[str, Asked]]:
+    cluster = asked.cluster
+    if limit.kind == "memory":
+        twice = 2 * asked.limit_bytes
+        yield f"twice the memory ({bytes_text(twice)})", dataclasses.replace(asked, memory_limit_bytes=twice)
+    if limit.kind == "network":
+        between = "between" in limit.text
+        links = {"inter": _twice(cluster.inter)} if between else {"intra": _twice(cluster.intra)}
+        faster = dataclasses.replace(cluster, **links)
+        yield f"links {'between nodes' if between else 'inside the node'} twice as fast", dataclasses.replace(asked, cluster=faster)
+    if limit.kind in ("launches", "pipeline", "batch", "optimizer", "network") and asked.batch:
+        yield f"twice the batch ({2 * asked.batch})", dataclasses.replace(asked, batch=2 * asked.batch)
+    if limit.kind == "compute" and (cluster.gpu_count is None or cluster.gpu_count >= 2 * asked.gpus):
+        yield f"twice the GPUs ({2 * asked.gpus})", dataclasses.replace(asked, gpus=2 * asked.gpus)
+
+
+def _twice(link: Link) -> Link:
+    return dataclasses.replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s)
+
+
+def _tried(study: Study, change: str, asked: Asked) -> Relief:
+    try:
+        answer = study.solve(asked)
+    except AutoparError as error:
+        return Relief(change=change, step_time_s=None, speedup=None, plan="", why=str(error).splitlines()[0])
+    if isinstance(answer, Refused):
+        return Relief(change=change, step_time_s=None, speedup=None, plan="", why=answer.why)
+    before, after = study.plan.tokens_or_samples_per_s, answer.tokens_or_samples_per_s
+    per = f" a {answer.samples_unit.removesuffix('s')}" if answer.global_batch != study.plan.global_batch else ""
+    return Relief(
+        change=change, step_time_s=answer.step_time_s, speedup=after / before if before else None, plan=in_words(answer), per=per,
+    )  # fmt: skip

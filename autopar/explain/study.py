@@ -1,0 +1,140 @@
+"""One capture, many plans: what is asked of a model is asked again with something changed.
+
+What was found out about the ranks of a program is shared by all that is asked for one cluster and optimizer (planner.store); what is asked
+twice is answered once. Every answer is a search with the budgets of `autopar.plan`, so that it is the plan that would be made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import msgspec
+
+from autopar.errors import Infeasible
+from autopar.ir import Program
+from autopar.plan_cache import decisive, planned_once
+from autopar.planner.answer import plan_of, why_not
+from autopar.planner.candidate import gib
+from autopar.planner.plan import Pins, Plan
+from autopar.planner.resources import usable_bytes
+from autopar.planner.search import Search
+from autopar.planner.store import Store
+from autopar.planner.wishes import for_loss_outside, with_notes
+from autopar.progress import working
+from cost_models.cluster import Cluster
+
+__all__ = ["Asked", "Refused", "Study"]
+
+MIB = 2.0**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a plan is made for, beside the program. memory_limit_bytes: None for what a plan may fill of the cluster's GPU; batch: samples
+    of a step, None for the program's own."""
+
+    gpus: int
+    cluster: Cluster
+    optimizer: str
+    precision: str
+    memory_limit_bytes: int | None = None
+    pins: Pins = Pins()
+    batch: int | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.memory_limit_bytes or usable_bytes(self.cluster.gpu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """why: in a line."""
+
+    why: str
+    search: Search
+
+    @property
+    def text(self) -> str:
+        """As `autopar plan` says it, with what would help, which is tried now."""
+        return why_not(self.search)
+
+
+@dataclass(kw_only=True)
+class Study:
+    """asked: what the plan that is explained was made for; plan: that plan. stores, answers: what was found out already."""
+
+    program: Program
+    asked: Asked
+    plan: Plan
+    stores: dict[tuple[Cluster, str], Store] = field(default_factory=dict)
+    answers: dict[Asked, Plan | Refused] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.answers[self.asked] = self.plan
+
+    def store(self, asked: Asked) -> Store:
+        key = asked.cluster, asked.optimizer
+        if key not in self.stores:
+            self.stores[key] = Store(program=self.program, cluster=asked.cluster, optimizer=asked.optimizer)
+        return self.stores[key]
+
+    def with_pins(self, **pins: object) -> Asked:
+        """What is asked, with these pins beside its own, or in their place."""
+        return dataclasses.replace(self.asked, pins=msgspec.structs.replace(self.asked.pins, **pins))
+
+    def solve(self, asked: Asked) -> Plan | Refused:
+        """The best plan for this, or why there is none. Plans are kept as those of `autopar.plan` are."""
+        if asked not in self.answers:
+            with working(f"planning {asked.gpus} GPUs"):
+                self.answers[asked] = self._solved(asked)
+        return self.answers[asked]
+
+    def search(self, asked: Asked) -> Search:
+        return Search(
+            program=self.program, gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes, optimizer=asked.optimizer,
+            precision=asked.precision, pins=for_loss_outside(self.program, asked.pins) or Pins(), batch_size=asked.batch,
+            store=self.store(asked),
+        )  # fmt: skip
+
+    def _solved(self, asked: Asked) -> Plan | Refused:
+        refused: list[Refused] = []
+
+        def make() -> Plan:
+            search = self.search(asked)
+            candidate = next(search.candidates(), None)
+            if candidate is None:
+                refused.append(Refused(why=_in_a_line(search), search=search))
+                raise Infeasible(refused[0].why)
+            return with_notes(plan_of(search, [candidate]), self.program)
+
+        try:
+            if asked.batch not in (None, self.program.batch_size):  # no plan that could be run
+                return _of_batch(make(), asked.batch)
+            pinned = for_loss_outside(self.program, asked.pins if asked.pins != Pins() else None)
+            wished = decisive(asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned)
+            return planned_once(self.program, wished, make)
+        except Infeasible:
+            if not refused:
+                raise
+            return refused[0]
+
+
+def _of_batch(plan: Plan, batch: int | None) -> Plan:
+    """The plan's own figures for another batch than the program's. Its strategies are those of the batch that stands for it (see
+    `Store.rank`), so that it can be looked at and not run."""
+    if batch is None or not plan.global_batch:
+        return plan
+    more = batch / plan.global_batch
+    account = msgspec.structs.replace(plan.account, flops=plan.account.flops * more) if plan.account else None
+    return msgspec.structs.replace(plan, global_batch=batch, work_per_step=plan.work_per_step * more, account=account)
+
+
+def _in_a_line(search: Search) -> str:
+    lines = [line for line in search.refused if line not in search.said.short]
+    said = [line for line in lines if not line.startswith("micro-batches:")] or lines
+    short = min(search.said.short.values(), default=0.0)
+    if short >= MIB or (short and not said):
+        missing = f"its leanest form is {gib(short)} a GPU short of" if short >= MIB else "no stages of it were found that fit into"
+        return f"does not fit: {missing} {gib(search.memory_limit_bytes)}"
+    return said[0] if said else why_not(search).splitlines()[0]

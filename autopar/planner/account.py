@@ -1,0 +1,188 @@
+"""What a plan's figures are made of, as the plan keeps it: so that a plan file can be explained without its model.
+
+The seconds of the busiest pipeline rank by what they are spent on, the blocks of the model by kind, the operators that an axis does not
+split, the devices and how many share a node, and the user's own names of what the plan names by its values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from autopar.axes import BATCH
+from autopar.ir import Op, Program, refs
+from autopar.measure import count as count_op
+from autopar.measure.costs import dtype_of
+from autopar.planner.candidate import Candidate
+from autopar.planner.lower import on_inner_axes
+from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount
+from autopar.planner.shard import Assignment
+from cost_models.cluster import Gpu
+
+__all__ = ["account_of"]
+
+COMPUTE, LAUNCHES, RECOMPUTE, BUBBLE, UPDATE = "compute", "issuing operators", "recompute", "pipeline bubble", "optimizer"
+
+
+def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> Account:
+    """Of a candidate, whose strategies the plan states as `axes`."""
+    pricer = c.estimator.pricer
+    cluster, sizes = c.estimator.cluster, c.mesh.sizes()
+    bodies = on_inner_axes(c.rank.moments.body, c.rank.inner[:-1])
+    idle = [x for body, assignment in zip(bodies, c.rank.inner, strict=False) for x in _idle(body, assignment, c)]
+    flops, peak = _flops(program, cluster.gpu)
+    named = {op for axis in axes.values() for op in axis.ops}
+    return Account(
+        gpu=cluster.gpu.name,
+        gpus_per_node=cluster.gpus_per_node,
+        memory_bytes=cluster.gpu.memory_bytes,
+        peak_flops_per_s=float(peak),
+        flops=float(flops),
+        per_node={axis: pricer.per_node(axis) for axis in sizes},
+        seconds={kind: float(s) for kind, s in _seconds(c).items()},
+        blocks=_blocks(c),
+        idle=idle,
+        leaves=names_of_leaves(program),
+        modules={op.name: op.module for op in program.ops if op.name in named and op.module},
+    )
+
+
+def names_of_leaves(program: Program) -> dict[str, str]:
+    """Value -> the user's own name: of a parameter or buffer, or where an input is in the batch."""
+    found = {p.value: p.fqn for p in program.params} | {b.value: b.fqn or f"constant {b.value}" for b in program.buffers}
+    return found | {x.value: ".".join(map(str, x.path)) or x.value for x in program.inputs}
+
+
+# -------------------------------------------------------------------------------------------------------------- seconds
+def _seconds(c: Candidate) -> dict[str, float]:
+    """What the step is spent on -> seconds; they add up to the step. Collectives by axis, as far as nothing hides them."""
+    estimator, part = c.estimator, c.part
+    bounds, seconds = (0, *part.cuts, len(estimator.segments)), estimator.seconds()
+    known: dict[tuple[int, int], dict[str, float]] = {}
+    of_ranks: dict[int, dict[str, float]] = {}
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        for k in range(i, j):
+            block = c.segments[k].block
+            alike = (block, part.modes[k]) if block >= 0 else (~k, 0)
+            if alike not in known:
+                known[alike] = _of_piece(c, k, sum(seconds[k]))
+            _add(of_ranks.setdefault(c.flow.rank_of[s], {}), known[alike])
+    busiest = max(of_ranks.values(), key=lambda found: sum(found.values()))
+    micro_batch_s = sum(busiest.values())
+    scale = c.compute_s / micro_batch_s if micro_batch_s else 0.0
+    total = {kind: s * scale for kind, s in busiest.items()}
+    _add(total, {collectives(BATCH): c.gradient_sync_s, BUBBLE: c.bubble_s, UPDATE: c.optimizer_s})
+    return dict(sorted(((kind, s) for kind, s in total.items() if s > 0), key=lambda item: -item[1]))
+
+
+def collectives(axis: str) -> str:
+    return f"communication over {axis}"
+
+
+def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    for kind, s in more.items():
+        total[kind] = total.get(kind, 0.0) + s
+
+
+def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
+    """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
+    ledger, span = c.rank.ledger, c.segments[k].span
+    ops, costs = c.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
+    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop))[:2])
+    total: dict[str, float] = {}
+    for way in (0, 1):
+        found: dict[str, float] = {}
+        for op, cost in zip(ops, costs, strict=True):
+            device_s = (cost.forward_s, cost.backward_s)[way]
+            share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0
+            _add(found, {COMPUTE: device_s * (1 - share)})
+            if share:
+                _add(found, {collectives(str(op.kwarg("axis"))): device_s * share})
+        host_s = sum(cost.host_s[way] for cost in costs)
+        # what the device does is done while the host issues: of a stretch that the host governs, the rest is the host's
+        late_s = host_s - sum(found.values())
+        _add(total, found | ({LAUNCHES: late_s} if late_s > 0 else {}))
+    again_s = c.estimator.pieces[k].modes[c.part.modes[k]].again_s
+    _add(total, {RECOMPUTE: again_s} if again_s else {})
+    _add(total, {collectives(BATCH): exposed_s} if exposed_s > 0 else {})
+    return total
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+def _blocks(c: Candidate) -> list[BlockAccount]:
+    """The pieces of the program in order; instances of a block in one mode together."""
+    estimator, seconds, ops = c.estimator, c.estimator.seconds(), c.rank.program.ops
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k in range(len(estimator.segments)):
+        block = c.segments[k].block
+        groups.setdefault((block, c.part.modes[k]) if block >= 0 else (~k, 0), []).append(k)
+    found = []
+    for pieces in groups.values():
+        k = pieces[0]
+        segment, piece = c.segments[k], estimator.pieces[k]
+        mode = piece.modes[c.part.modes[k]]
+        own = ops[segment.span.start : segment.span.stop]
+        whole = mode.spans and sum(map(len, mode.spans)) == len(segment.span)
+        found.append(
+            BlockAccount(
+                paths=[estimator.prefix(k) for k in pieces] if segment.block >= 0 else _modules(own),
+                repeated=segment.block >= 0,
+                recompute="all" if whole else "part" if mode.spans else "none",
+                forward_s=float(seconds[k][0]),
+                backward_s=float(seconds[k][1]),
+                again_s=float(mode.again_s),
+                communication_s=float(c.rank.ledger.seconds(range(segment.span.start, segment.span.stop))[2]),
+                kept_bytes=int(mode.kept_bytes),
+                rest_bytes=int(piece.rest_bytes),
+                parameters=sum(estimator.params[v].numel for v in estimator.read(segment.span)),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _modules(ops: tuple[Op, ...]) -> list[str]:
+    """The modules of these operators, outermost, in order; '' for what the model's own forward does."""
+    found = dict.fromkeys(op.module for op in ops if not op.target.startswith("autopar."))
+    return [m for m in found if m and not any(m.startswith(f"{other}.") for other in found if other)]
+
+
+# ----------------------------------------------------------------------------------------------------- what is not split
+def _idle(body: Program, assignment: Assignment, c: Candidate) -> Iterator[IdleAccount]:
+    """Operators that an axis does not split though they compute, by kind, the longest first."""
+    types, ops = body.types, {op.name: k for k, op in enumerate(c.rank.program.ops)}
+    groups: dict[str, list[Op]] = {}
+    for op in body.ops:
+        computes = any(types[r].numel > 1 for r in refs(op) if r in types)
+        if computes and not assignment.ops[op.name].splits_work:
+            groups.setdefault(op.target, []).append(op)
+    seconds = {target: sum(_busy_s(c, ops.get(op.name)) for op in own) for target, own in groups.items()}
+    for target in sorted(groups, key=lambda t: (-seconds[t], t)):
+        own = groups[target]
+        if seconds[target] > 0:
+            modules = list(dict.fromkeys(generic(op.module) for op in own))
+            yield IdleAccount(axis=assignment.axis, kind=target, count=len(own), modules=modules[:8], seconds=float(seconds[target]))
+
+
+def _busy_s(c: Candidate, k: int | None) -> float:
+    """Of one micro-batch."""
+    cost = None if k is None else c.rank.ledger.costs[k]
+    return 0.0 if cost is None else cost.forward_s + cost.backward_s
+
+
+def generic(path: str) -> str:
+    """'model.layers.3.mlp' to 'model.layers.*.mlp'."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+# ---------------------------------------------------------------------------------------------------------------- flops
+def _flops(program: Program, gpu: Gpu) -> tuple[float, float]:
+    """Of a step of the model, forward and backward, each operator once; and the device's peak for this mix of dtypes."""
+    flops = ideal_s = 0.0
+    for op in program.ops:
+        ins, outs = tuple(program.types[r] for r in refs(op)), tuple(program.types[o] for o in op.outputs if o is not None)
+        counts = count_op(op, ins, outs)
+        own = counts.flops + (counts.backward_flops if any(t.grad for t in outs) else 0.0)
+        flops += own
+        ideal_s += own / gpu.peak_flops_per_s(dtype_of(outs, ins)) if own else 0.0
+    return flops, flops / ideal_s if ideal_s else 0.0

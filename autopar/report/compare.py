@@ -1,0 +1,167 @@
+"""Two plans side by side: what changed in words, then what it costs term by term, then every detail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from autopar.axes import AXES, LAYERS
+from autopar.planner.account import generic
+from autopar.planner.plan import Plan, parse_strategy
+from autopar.report.explanation import StageView, TimePart, explanation_of, summary_of, time_of
+from autopar.report.strategies import kind_of, words_of
+from autopar.report.units import bytes_text, count_text, seconds_text, table
+from autopar.report.words import counted, ranges, rest_words, share_text
+
+__all__ = ["Change", "Comparison", "Term", "compare", "comparison_text", "verdict_of_change"]
+
+SAME = 5e-4  # of a step: what differs by less is as fast
+MOST = 12  # groups of operators that are listed
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision that differs: 'mesh', 'dp 64', 'dp 8, tp 8'."""
+
+    what: str
+    first: str
+    second: str
+
+
+class Term(msgspec.Struct, frozen=True, kw_only=True):
+    """One term of the step, in seconds, or of the memory of the fullest pipeline rank, in bytes."""
+
+    kind: str
+    first: float
+    second: float
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """equal: the plans are the same in everything but the seconds that planning took. details: operators that are split otherwise."""
+
+    equal: bool
+    verdict: str
+    changes: list[Change]
+    time: list[Term]
+    memory: list[Term]
+    details: list[Change]
+
+
+def compare(first: Plan, second: Plan, names: tuple[str, str]) -> Comparison:
+    a, b = (msgspec.structs.replace(plan, planning_s={}, searched={}) for plan in (first, second))
+    changes = _changes(first, second)
+    return Comparison(
+        equal=a == b,
+        verdict=f"{names[0]} and {names[1]} are the same plan" if a == b else verdict_of_change(first, second, names),
+        changes=changes,
+        time=_time(time_of(first), time_of(second)),
+        memory=_memory(_fullest(first), _fullest(second)),
+        details=_details(first, second),
+    )
+
+
+def verdict_of_change(first: Plan, second: Plan, names: tuple[str, str]) -> str:
+    """How the second compares with the first, in one sentence."""
+    a, b = first.step_time_s, second.step_time_s
+    costs = f"{names[1]} takes {seconds_text(b)} a step, {names[0]} {seconds_text(a)}"
+    if (first.global_batch, first.gpus) != (second.global_batch, second.gpus):
+        rates = [plan.tokens_or_samples_per_s / plan.gpus for plan in (first, second)]
+        speed = f"{count_text(rates[1])} {second.samples_unit}/s on each GPU, where it was {count_text(rates[0])}"
+        return f"{costs}: {speed}, {_faster(rates[0], rates[1], 'better', 'worse')}"
+    return f"{costs}: {_faster(b, a, 'faster', 'slower')}"
+
+
+def _faster(less: float, more: float, better: str, worse: str) -> str:
+    if not less or not more or abs(more / less - 1) < SAME:
+        return "the same"
+    return f"{share_text(more / less - 1)} {better}" if more > less else f"{share_text(less / more - 1)} {worse}"
+
+
+# -------------------------------------------------------------------------------------------------------------- choices
+def _changes(first: Plan, second: Plan) -> list[Change]:
+    """Decisions that differ, the question first."""
+    facts = [_facts(plan) for plan in (first, second)]
+    return [
+        Change(what=what, first=facts[0].get(what, "-"), second=facts[1].get(what, "-"))
+        for what in dict.fromkeys([*facts[0], *facts[1]])
+        if facts[0].get(what) != facts[1].get(what)
+    ]
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    found = explanation_of(plan)
+    asked = {
+        "model": plan.model, "GPUs": f"{plan.gpus} of {plan.cluster}", "memory of a GPU": bytes_text(plan.memory_limit_bytes),
+        "batch": counted(plan.global_batch, "sample"), "optimizer": plan.optimizer, "precision": plan.precision,
+    }  # fmt: skip
+    mesh = ", ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one GPU"
+    chosen = {choice.name: choice.value for choice in found.choices if choice.name != "pinned"}
+    rest = "parameters, gradients, optimizer states"
+    stages = "; ".join(f"{ranges(s.blocks) or '-'}" for s in plan.stages) if plan.mesh[LAYERS] > 1 else "one"
+    return {**asked, "mesh": mesh, **chosen, rest: rest_words(plan.rest, 0 if plan.shard > 1 else 1), "stages": stages}
+
+
+# ---------------------------------------------------------------------------------------------------------------- costs
+def _time(first: list[TimePart], second: list[TimePart]) -> list[Term]:
+    """By what differs most."""
+    a, b = ({part.kind: part.seconds for part in parts} for parts in (first, second))
+    terms = [Term(kind=kind, first=a.get(kind, 0.0), second=b.get(kind, 0.0)) for kind in dict.fromkeys([*a, *b])]
+    return sorted(terms, key=lambda term: -abs(term.second - term.first))
+
+
+def _memory(first: StageView, second: StageView) -> list[Term]:
+    terms = [Term(kind=kind, first=first.memory[kind], second=second.memory[kind]) for kind in first.memory]
+    return sorted(terms, key=lambda term: -abs(term.second - term.first))
+
+
+def _fullest(plan: Plan) -> StageView:
+    return explanation_of(plan).stages[summary_of(plan).fullest]
+
+
+# -------------------------------------------------------------------------------------------------------------- details
+def _details(first: Plan, second: Plan) -> list[Change]:
+    """Operators and parameters that lie otherwise on an axis that both plans have, instances of a block together."""
+    groups: Counter[tuple[str, str, str]] = Counter()
+    for axis in AXES:
+        a, b = first.axes.get(axis), second.axes.get(axis)
+        if a is None or b is None or 1 in (a.n, b.n):
+            continue
+        for op, text in a.ops.items():
+            if op in b.ops and b.ops[op] != text:
+                module = generic(first.account.modules.get(op, "")) if first.account else ""
+                said = [words_of(axis, kind_of(op), parse_strategy(x)) for x in (text, b.ops[op])]
+                if said[0] == said[1]:
+                    said = [f"{words} ({x})" for words, x in zip(said, (text, b.ops[op]), strict=True)]
+                groups[f"{kind_of(op)} of {module or 'the model'} over {axis}", said[0], said[1]] += 1
+    return [Change(what=what + (f" x{n}" if n > 1 else ""), first=x, second=y) for (what, x, y), n in groups.most_common()]
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+def comparison_text(found: Comparison, names: tuple[str, str], *, most: int = MOST) -> str:
+    if found.equal:
+        return found.verdict
+    parts = [found.verdict]
+    if found.changes:
+        parts.append("what changed\n" + table(("", *names), [(c.what, c.first, c.second) for c in found.changes]))
+    else:
+        parts.append("every decision is the same" + ("" if found.details else "; only figures differ"))
+    parts.append("seconds of a step\n" + _terms_text(found.time, names, seconds_text))
+    parts.append("memory of the fullest pipeline rank\n" + _terms_text(found.memory, names, bytes_text))
+    if found.details:
+        rows = [(c.what, c.first, c.second) for c in found.details[:most]]
+        more = f"\n  ... and {len(found.details) - most} more" if len(found.details) > most else ""
+        parts.append("operators that are split otherwise\n" + table(("", *names), rows) + more)
+    return "\n\n".join(parts)
+
+
+def _terms_text(terms: list[Term], names: tuple[str, str], text: Any) -> str:
+    shown = [term for term in terms if term.first or term.second]
+    rows = [(t.kind, text(t.first), text(t.second), _signed(t.second - t.first, text)) for t in shown]
+    totals = [sum(t.first for t in shown), sum(t.second for t in shown)]
+    rows.append(("all", text(totals[0]), text(totals[1]), _signed(totals[1] - totals[0], text)))
+    return table(("", *names, "difference"), rows)
+
+
+def _signed(amount: float, text: Any) -> str:
+    return "0" if not amount else f"+{text(amount)}" if amount > 0 else f"-{text(-amount)}"
