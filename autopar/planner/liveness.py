@@ -174,7 +174,7 @@ class Liveness:
             some = bool(before.gradients)
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
-        return max(moments, key=lambda x: x.total)
+        return max(moments, key=lambda x: x.total - x.gradients * activity.accumulates)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
         """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
@@ -198,13 +198,30 @@ class Liveness:
                     own = list(self._backward(stages[k], units, _Store(held[k]), sent, accumulated=some, final=now.last))
                     arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
                     own = [_plus(x, Moment(communication=arrived)) for x in own]
-                known[key] = max(own, key=lambda x: x.total)
+                known[key] = max(own, key=lambda x: x.total - x.gradients * stages[k].accumulates)
             beside = Moment(
                 saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
                 gradients=sum(g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
             found.append(_plus(beside, known[key]))
-        return max(found, key=lambda x: x.total)
+        return max(found, key=lambda x: x.total - x.gradients * stages[0].accumulates)
+
+    def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
+        """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
+        return self._forward(activity, units, activity.span, _Store())
+
+    def backward(self, activity: Activity, units: Units, arriving: Arriving, *, accumulated: bool, final: bool) -> Iterator[Moment]:
+        """Those of a backward pass. accumulated: gradients of parameters are there already; final: it is the last one of the step."""
+        return self._backward(activity, units, self._held(activity), arriving, accumulated=accumulated, final=final)
+
+    def held_bytes(self, activity: Activity) -> int:
+        """What a micro-batch keeps between its forward and its backward pass."""
+        return self._held(activity).total
+
+    @staticmethod
+    def gradient_bytes(activity: Activity) -> int:
+        """Of the gradients of parameters that a backward pass leaves."""
+        return 0 if activity.accumulates else sum(g[r in activity.at_once] for r, g in activity.gradients.items())
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier

@@ -14,6 +14,7 @@ from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.files import write_file
 from autopar.ir import Layout, Strategy
+from autopar.planner.memory_curve import RankCurve
 from autopar.planner.modes import RECOMPUTES
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
@@ -208,7 +209,8 @@ class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the figures of a plan are made of (planner.account). memory_bytes, peak_flops_per_s: of one GPU, the peak for the model's mix of
     dtypes; flops: of a step of the model, forward and backward, once; per_node: how many neighbours on each axis share a node; seconds:
-    what the step is spent on, which adds up to it; leaves, modules: the user's names of what the plan names by values."""
+    what the step is spent on, which adds up to it; transfer_s: of the slowest transfer between stages; before_s: of what runs once a step
+    before the micro-batches; curves: of each pipeline rank; leaves, modules: the user's names of what the plan names by values."""
 
     gpu: str
     gpus_per_node: Positive
@@ -221,6 +223,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle: list[IdleAccount]
     leaves: dict[str, str]
     modules: dict[str, str]
+    transfer_s: Seconds = 0.0
+    before_s: Seconds = 0.0
+    curves: list[RankCurve] = []
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
