@@ -1,4 +1,4 @@
-"""The command line: `autopar explain | plan | verify | diff | export | import | profile | demo | doctor`.
+"""The command line: `autopar plan | explain | sweep | fit | diff | verify | export | import | profile | demo | doctor`.
 
 Exit codes: 0 done; 1 a check failed; 2 wrong usage or input; 3 infeasible; 4 the model cannot be captured. With --json
 the last line of standard output is one JSON object, also for an error that autopar raises on purpose; everything else
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from autopar.cli import checking, exchanging, planning  # noqa: F401  they register their commands
+from autopar.cli import checking, exchanging, planning, sweeping  # noqa: F401  they register their commands
 from autopar.cli.answers import answer
 from autopar.cli.application import UsageError, app
 from autopar.errors import AutoparError

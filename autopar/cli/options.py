@@ -23,6 +23,7 @@ Optimizer = Annotated[str, typer.Option("--optimizer", help="its states are pric
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16, ...")]
 Loss = Annotated[str | None, typer.Option("--loss", help="file.py:name of fn(output) -> scalar, for a model that computes no loss")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best plan so far, and what was left is said")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="every table and figure")]
 Json = Annotated[bool, typer.Option("--json", help="the last line of standard output is one JSON object")]
 
 

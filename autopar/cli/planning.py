@@ -21,6 +21,7 @@ from autopar.cli.options import (
     Precision,
     Target,
     TimeLimit,
+    Verbose,
     check_gpus,
     check_time_limit,
     loss_of,
@@ -32,6 +33,7 @@ from autopar.cli.options import (
 from autopar.files import is_file, write_file
 
 if TYPE_CHECKING:
+    from autopar.explain import Study
     from autopar.planner import Pins, Plan
 
 
@@ -58,10 +60,11 @@ def plan(
     export: Annotated[str | None, typer.Option("--export", help="as the configuration of torchtitan, megatron, deepspeed, ...")] = None,
     software: Annotated[str | None, typer.Option("--for", help="the best plan that this software can run: megatron, ...")] = None,
     as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Make a plan, write it to a file and say what it is. Needs no GPU."""
     from autopar.cli.stacks import check_stacks, exported
-    from autopar.report.text import plan_json, plan_text
+    from autopar.report.text import plan_json, plan_text, show
 
     check_stacks(export, software)
     exported_to, out = (out, plan_out) if export is not None else (None, plan_out or out)
@@ -80,14 +83,15 @@ def plan(
     elif as_json:
         answer({**plan_json(made), **written})
     else:
-        print(plan_text(made))
+        show(plan_text(made, verbose=verbose))
         if out is not None:
             print(f"\nwritten to {out}")
 
 
 @app.command()
 def explain(
-    target: Annotated[str, typer.Argument(help="a TARGET (file.py:name or package.module:name), or a plan.json")],
+    target: Annotated[str | None, typer.Argument(help="a TARGET (file.py:name or package.module:name), or a plan.json")] = None,
+    more: Annotated[list[str] | None, typer.Argument(help="further changes of --what-if, NAME=VALUE", metavar="[CHANGE]...")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="number of GPUs; a plan file states its own")] = None,
     cluster: Cluster = "auto",
     memory: Memory = None,
@@ -96,14 +100,30 @@ def explain(
     precision: Precision = "fp32",
     loss: Loss = None,
     time_limit: TimeLimit = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="explain this plan of the TARGET instead of making one")] = None,
+    why: Annotated[list[str] | None, typer.Option("--why", help="why this module, parameter or operator is split as it is")] = None,
+    why_not: Annotated[list[str] | None, typer.Option("--why-not", help="what these pins would cost, such as tp=8,pp=1")] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", help="what would change: memory=40GiB gpus=128 batch= cluster= link.inter=25GB/s")
+    ] = None,
+    alternatives: Annotated[
+        bool, typer.Option("--alternatives/--no-alternatives", help="plan families of plans and what would relieve the limits (a TARGET)")
+    ] = True,
     form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
     out: Annotated[Path | None, typer.Option("--out", help="write the explanation to this file instead")] = None,
     config: Annotated[Path | None, typer.Option("--from", help="price what runs today: megatron.sh, config.toml, ds.json, a YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
+    show_schema: Annotated[bool, typer.Option("--schema", help="the JSON schema of what --format json gives under `explanation`")] = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Say what a plan is: what was chosen and why, what it costs, and what limits it."""
-    from autopar.report.text import plan_json, plan_text
+    """Say what a plan is: what was chosen and why, what it costs, what limits it, and what would be otherwise."""
+    if show_schema:
+        from autopar.report.explanation import schema
 
+        print(json_line(schema()))
+        return
+    if target is None:
+        raise UsageError("TARGET is missing: file.py:name, package.module:name, or a plan.json")
     if config is not None:
         from autopar.cli.stacks import explain_from
 
@@ -121,17 +141,67 @@ def explain(
     if form in (Format.HTML, Format.PERFETTO):
         raise UsageError(f"--format {form} is not available yet; text and json are")
     form = Format.JSON if as_json else form
+    if more and not what_if:
+        raise UsageError(f"{more[0]} is one argument too many; changes of a question come after --what-if")
+    questions = {"why": why or [], "why_not": why_not or [], "what_if": [*(what_if or []), *(more or [])]}
     writable(out)
     with answers_only(form is Format.JSON):
-        made = explained(
-            target, gpus, cluster=cluster, memory=memory, pins=pin, optimizer=optimizer, precision=precision, loss=loss,
-            time_limit=time_limit,
-        )  # fmt: skip
-    text = json_line(plan_json(made)) if form is Format.JSON else plan_text(made)
+        options = {"cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "loss": loss}
+        made, study = explained(target, gpus, pins=pin, time_limit=time_limit, plan_file=plan_file, questions=questions, **options)
+        value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
+    _give(value, text, form, out)
+
+
+def _explained_as(
+    made: Plan, study: Study | None, questions: dict[str, list[str]], *, alternatives: bool, verbose: bool
+) -> tuple[dict[str, Any], str]:
+    """The answer as JSON and as text: to what was asked, or all about the plan."""
+    import msgspec
+
+    from autopar.explain.asking import answer_text
+    from autopar.explain.asking import what_if as planned_if
+    from autopar.explain.asking import why_not as planned_with
+    from autopar.explain.families import families_of
+    from autopar.explain.reliefs import reliefs_of
+    from autopar.explain.why import why as reasons
+    from autopar.explain.why import why_text
+    from autopar.report.explanation import explanation_of
+    from autopar.report.tables import tables_text
+    from autopar.report.text import document, explanation_text
+
+    if study is None or not any(questions.values()):
+        tried = study is not None and alternatives
+        found = explanation_of(
+            made, reliefs=tuple(reliefs_of(study)) if tried and study else (), families=tuple(families_of(study)) if tried and study else ()
+        )
+        text = explanation_text(found)
+        return document(made, found), f"{text}\n\n{tables_text(made)}" if verbose else text
+    value = document(made, explanation_of(made))
+    texts: list[str] = []
+    if questions["why"]:
+        answers = [reasons(study, name) for name in questions["why"]]
+        value["why"], texts = msgspec.to_builtins(answers), [*texts, *map(why_text, answers)]
+    if questions["why_not"]:
+        given = [planned_with(study, text) for text in questions["why_not"]]
+        value["why_not"] = msgspec.to_builtins(given)
+        texts += [answer_text(x, name) for x, name in zip(given, questions["why_not"], strict=True)]
+    if questions["what_if"]:
+        one = planned_if(study, questions["what_if"])
+        value["what_if"], texts = msgspec.to_builtins(one), [*texts, answer_text(one, "then")]
+    return value, "\n\n".join(texts)
+
+
+def _give(value: dict[str, Any], text: str, form: Format, out: Path | None) -> None:
+    """The answer to standard output, or to a file."""
+    from autopar.report.text import show
+
     if out is None:
-        print(text)
+        if form is Format.JSON:
+            answer(value)
+        else:
+            show(text)
         return
-    write_file(out, f"{text}\n".encode())
+    write_file(out, f"{json_line(value) if form is Format.JSON else text}\n".encode())
     if form is Format.JSON:
         answer({"written": str(out)})
     else:
@@ -139,18 +209,26 @@ def explain(
 
 
 @app.command()
-def diff(first: Path, second: Path, as_json: Json = False) -> None:
-    """What differs between two plan files."""
-    from autopar.planner import Plan
-    from autopar.report.diff import diff_text, differences
-    from autopar.report.text import plan_json
+def diff(first: Path, second: Path, as_json: Json = False, verbose: Verbose = False) -> None:
+    """What differs between two plan files: decisions in words, costs, details."""
+    import msgspec
 
-    first_plan, second_plan = (plan_json(Plan.load(readable(path))) for path in (first, second))
-    found = list(differences(first_plan, second_plan))
+    from autopar.planner import Plan
+    from autopar.report.compare import compare, comparison_text
+    from autopar.report.diff import diff_text, differences
+    from autopar.report.text import plan_json, show
+
+    plans = [Plan.load(readable(path)) for path in (first, second)]
+    names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+    found = compare(plans[0], plans[1], names)
+    raw = list(differences(plan_json(plans[0]), plan_json(plans[1])))
     if as_json:
-        answer({"differences": [{"path": path, "first": a, "second": b} for path, a, b in found]})
-    else:
-        print(diff_text(found, (str(first), str(second))))
+        listed = [{"path": path, "first": a, "second": b} for path, a, b in raw]
+        answer({**msgspec.to_builtins(found), "differences": [] if found.equal else listed})
+        return
+    show(comparison_text(found, names, most=len(found.details) if verbose else 12))
+    if verbose and not found.equal:
+        print(f"\nevery field\n{diff_text(raw, names)}")
 
 
 def plan_of(
@@ -170,8 +248,11 @@ def plan_of(
     )  # fmt: skip
 
 
-def explained(target: str, gpus: int | None, *, pins: list[str] | None, time_limit: float | None, **options: Any) -> Plan:
-    """The plan in a file, or the plan made for a TARGET."""
+def explained(
+    target: str, gpus: int | None, *, pins: list[str] | None, time_limit: float | None, plan_file: Path | None,
+    questions: dict[str, list[str]], **options: Any,
+) -> tuple[Plan, Study | None]:  # fmt: skip
+    """The plan in a file, or the plan made for a TARGET with what can be asked further."""
     from autopar.planner import Plan
 
     if ":" not in target and (target.endswith(".json") or is_file(target)):
@@ -182,7 +263,17 @@ def explained(target: str, gpus: int | None, *, pins: list[str] | None, time_lim
             raise UsageError(f"{target} is a plan, in which every choice is made; --pin is for a TARGET")
         if time_limit is not None:
             raise UsageError(f"{target} is a plan, and nothing is searched; --time-limit is for a TARGET")
-        return loaded
-    if gpus is None:
-        raise UsageError("--gpus N is missing: for how many GPUs is the plan to be?")
-    return plan_of(target, gpus, pins=pins_of(pins), time_limit=time_limit, **options)
+        if plan_file is not None:
+            raise UsageError(f"{target} is a plan, and so is {plan_file}; --plan is for a TARGET")
+        for name, asked in questions.items():
+            if asked:
+                option = f"--{name.replace('_', '-')} {asked[0]}"
+                raise UsageError(
+                    f"{option} makes other plans, which needs the model beside {target}: "
+                    f"autopar explain TARGET --plan {target} {option} --cluster {loaded.cluster}"
+                )
+        return loaded, None
+    from autopar.cli.studies import study_of
+
+    study = study_of(target, gpus, pins=pins_of(pins), time_limit=time_limit, plan_file=plan_file, **options)
+    return study.plan, study

@@ -18,14 +18,14 @@ __all__ = ["families_of", "in_words"]
 PARTS = "tp"  # the axis whose matrices Megatron's form cuts
 
 
-def families_of(study: Study, chosen: Plan) -> list[Family]:
+def families_of(study: Study) -> list[Family]:
     """By step time; those that were refused last. Pins of the question stay: a family that contradicts them is left out."""
     found = []
     for name, pins in _families(study.asked):
         stated = {k: v for k in study.asked.pins.__struct_fields__ if (v := getattr(study.asked.pins, k)) is not None}
         if any(k in pins and pins[k] != v for k, v in stated.items()):
             continue
-        found.append(_family(study, chosen, name, pins))
+        found.append(_family(study, study.plan, name, pins))
     return sorted(found, key=lambda family: (family.step_time_s is None, family.step_time_s or 0.0))
 
 

@@ -15,6 +15,8 @@ from cost_models.cluster import Link
 
 __all__ = ["reliefs_of"]
 
+MOSTLY = 0.3  # of the step is arithmetic, where more GPUs could help
+
 
 def reliefs_of(study: Study) -> list[Relief]:
     """Of each limit of the plan what is the usual remedy, the most useful first."""
@@ -31,12 +33,12 @@ def _changes(asked: Asked, limit: Limit) -> Iterator[tuple[str, Asked]]:
         yield f"twice the memory ({bytes_text(twice)})", dataclasses.replace(asked, memory_limit_bytes=twice)
     if limit.kind == "network":
         between = "between" in limit.text
-        links = {"inter": _twice(cluster.inter)} if between else {"intra": _twice(cluster.intra)}
-        faster = dataclasses.replace(cluster, **links)
+        inter, intra = (_twice(cluster.inter), cluster.intra) if between else (cluster.inter, _twice(cluster.intra))
+        faster = dataclasses.replace(cluster, inter=inter, intra=intra)
         yield f"links {'between nodes' if between else 'inside the node'} twice as fast", dataclasses.replace(asked, cluster=faster)
     if limit.kind in ("launches", "pipeline", "batch", "optimizer", "network") and asked.batch:
         yield f"twice the batch ({2 * asked.batch})", dataclasses.replace(asked, batch=2 * asked.batch)
-    if limit.kind == "compute" and (cluster.gpu_count is None or cluster.gpu_count >= 2 * asked.gpus):
+    if limit.kind == "compute" and limit.share >= MOSTLY and (cluster.gpu_count is None or cluster.gpu_count >= 2 * asked.gpus):
         yield f"twice the GPUs ({2 * asked.gpus})", dataclasses.replace(asked, gpus=2 * asked.gpus)
 
 

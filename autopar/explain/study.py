@@ -62,16 +62,26 @@ class Refused:
 
 @dataclass(kw_only=True)
 class Study:
-    """asked: what the plan that is explained was made for; plan: that plan. stores, answers: what was found out already."""
+    """asked: what the plan that is explained was made for; given: that plan, made when it is first needed. stores, answers: what was found
+    out already."""
 
     program: Program
     asked: Asked
-    plan: Plan
+    given: Plan | None = None
     stores: dict[tuple[Cluster, str], Store] = field(default_factory=dict)
     answers: dict[Asked, Plan | Refused] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.answers[self.asked] = self.plan
+        if self.given is not None:
+            self.answers[self.asked] = self.given
+
+    @property
+    def plan(self) -> Plan:
+        """Raises Infeasible."""
+        found = self.solve(self.asked)
+        if isinstance(found, Refused):
+            raise Infeasible(found.text)
+        return found
 
     def store(self, asked: Asked) -> Store:
         key = asked.cluster, asked.optimizer

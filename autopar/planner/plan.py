@@ -287,6 +287,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         axes = sorted(self.mesh, key=lambda axis: order.index(axis) if axis in order else len(order))
         msgspec.structs.force_setattr(self, "mesh", {axis: self.mesh[axis] for axis in axes})
 
+    def __str__(self) -> str:
+        """The verdict of `autopar explain`."""
+        from autopar.report.text import short_text  # what prints plans knows them
+
+        return short_text(self)
+
+    def __repr__(self) -> str:
+        mesh = " ".join(f"{axis}={n}" for axis, n in self.mesh.items())
+        return f"<Plan of {self.model} on {self.gpus} GPUs of {self.cluster}: {mesh} {self.rest}, {self.step_time_s:.4g} s a step>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        from autopar.report.notebook import plan_html
+
+        return plan_html(self)
+
     @property
     def zero(self) -> int:
         """The stage of ZeRO, as the pins count them."""

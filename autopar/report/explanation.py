@@ -215,7 +215,7 @@ def verdict_of(plan: Plan) -> str:
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)}" if limit else ""
     parts = [
-        f"{plan.model} on {plan.gpus} x {gpu}: {mesh_words(plan)}, {rest_words(plan.rest)}",
+        f"{plan.model} on {plan.gpus} x {gpu}: {mesh_words(plan)}" + (f", {rest_words(plan.rest)}" if plan.mesh[BATCH] > 1 else ""),
         f"{seconds_text(made.step_time_s)} a step{interval}, {count_text(made.work_per_s)} {made.work_unit}/s{mfu}",
         f"{bytes_text(made.memory_bytes)}{of_limit} on the fullest GPU",
         _proven(plan),

@@ -137,7 +137,8 @@ def _memory(e: Explanation) -> str:
     ]  # fmt: skip
     low, high = e.summary.memory_interval_bytes
     which = f" (the {STAGES} fullest of {len(e.stages)} pipeline ranks)" if len(e.stages) > STAGES else ""
-    heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; the fullest with 80%: {bytes_text(low)} to {bytes_text(high)}"
+    heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; the fullest with 80%: "
+    heading += f"{bytes_text(low)} to {bytes_text(high)}"
     return heading + "\n" + table((*(("rank",) if several else ()), "", "", "", "most of it"), rows)
 
 

@@ -228,7 +228,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         if getattr(main, "__spec__", None) is None and (file is None or not os.path.isfile(file)):
             raise ValueError(
                 f"{name} is defined in a notebook, an interactive session or a script from standard input, which new processes cannot "
-                f"import: put it into a file, and import it from there"
+                f"import: put it into a file (in a notebook with %%writefile train.py), and import it from there"
             )
     if "<locals>" in name or "<lambda>" in name:
         raise ValueError(f"{name} is defined inside of a function, where no new process finds it: define it at the top level of a module")

@@ -4,6 +4,7 @@ apart: torch.compile runs it as it is, and what would trace it or reduce its gra
 from __future__ import annotations
 
 import functools
+import html
 import importlib
 import sys
 from typing import Any, NoReturn
@@ -86,6 +87,14 @@ class StandIn(nn.Module):
             super().__delattr__(name)
         else:
             delattr(original, name)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the plan, where there is one."""
+        plan = self.__dict__.get("plan") or getattr(self.__dict__.get("compiled"), "plan", None)
+        if plan is None:
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        shown: str = plan._repr_html_()
+        return shown
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy("copied")

@@ -1,0 +1,98 @@
+"""From a TARGET and options to what can be asked about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.cli.application import UsageError
+from autopar.cli.options import check_gpus, check_time_limit, loss_of, memory_of, readable
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.explain import Study
+    from autopar.planner import Pins, Plan
+
+__all__ = ["captured_of", "study_of"]
+
+
+def captured_of(target: str, precision: str, loss: str | None) -> Captured:
+    """The model of a TARGET, captured as `autopar.plan` does."""
+    from autopar.capture import capture
+    from autopar.debug import timed
+    from autopar.planner.wishes import PRECISIONS, check_inputs, check_name
+    from autopar.run.precision import compute_dtype
+    from autopar.targets import load_target
+
+    check_name("precision", precision, PRECISIONS)
+    loss_fn = loss_of(loss)
+    model, example_inputs = load_target(target)
+    check_inputs(model, example_inputs)
+    with timed("capture"):
+        return capture(model, example_inputs, loss=loss_fn, dtype=compute_dtype(model, precision))
+
+
+def study_of(
+    target: str, gpus: int | None, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str,
+    loss: str | None, time_limit: float | None = None, plan_file: Path | None = None,
+) -> Study:  # fmt: skip
+    """The plan of a TARGET, made or read from a file, and what further plans are made from."""
+    from autopar.compiler import wishes
+    from autopar.explain import Asked, Study
+    from autopar.planner import Pins
+    from autopar.planner.resources import choose_cluster
+    from autopar.planner.store import Store
+
+    given = None if plan_file is None else _given(plan_file, gpus, pins)
+    count = given.gpus if given is not None else gpus
+    if count is None:
+        raise UsageError("--gpus N is missing: for how many GPUs is the plan to be?")
+    check_gpus(count)
+    check_time_limit(time_limit)
+    limit = memory_of(memory)
+    if given is not None:
+        optimizer, limit = given.optimizer, limit or given.memory_limit_bytes
+        cluster = given.cluster if cluster == "auto" else cluster
+        pins = _stated(given)
+    described = choose_cluster(cluster, count)
+    decide = wishes(count, cluster=cluster, memory=limit, optimizer=optimizer, precision=precision, pins=pins, time_limit=time_limit)
+    captured = captured_of(target, precision, loss)
+    program = captured.program
+    asked = Asked(
+        gpus=count, cluster=described, optimizer=optimizer, precision=precision, memory_limit_bytes=limit, pins=pins or Pins(),
+        batch=program.batch_size,
+    )  # fmt: skip
+    store = Store(program=program, cluster=described, optimizer=optimizer)
+    made = decide(captured, store) if given is None else _checked(captured, given, str(plan_file))
+    return Study(program=program, asked=asked, given=made, stores={(described, optimizer): store})
+
+
+def _given(plan_file: Path, gpus: int | None, pins: Pins | None) -> Plan:
+    from autopar.planner import Plan
+
+    given = Plan.load(readable(plan_file))
+    if gpus not in (None, given.gpus):
+        raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}")
+    if pins is not None:
+        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
+    return given
+
+
+def _stated(given: Plan) -> Pins | None:
+    """What was pinned when the plan was made."""
+    import msgspec
+
+    from autopar.planner import Pins
+
+    return msgspec.convert(given.pins, Pins) if given.pins else None
+
+
+def _checked(captured: Captured, given: Plan, name: str) -> Plan:
+    from autopar.capture import program_hash
+    from autopar.errors import PlanError
+    from autopar.planner import lower
+
+    if given.program_hash != program_hash(captured.program):
+        raise PlanError(f"{name} was made for another model or batch ({given.model}); plan {captured.program.name} again")
+    lower(captured.program, given)
+    return given

@@ -1,0 +1,57 @@
+"""Why not, what if: the same model planned with something changed, beside the plan that is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from autopar.explain.changes import pairs_of, parsed_pins, with_changes, with_pins
+from autopar.explain.study import Asked, Refused, Study
+from autopar.report.compare import Comparison, compare, comparison_text
+from autopar.report.text import wrapped
+
+__all__ = ["Answer", "answer_text", "what_if", "why_not"]
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """question: as it was asked; feasible: whether there is such a plan; verdict: the answer; remedy: where there is none, what is in
+    its way and what would do, each tried; comparison: with the plan that is explained."""
+
+    question: str
+    feasible: bool
+    verdict: str
+    remedy: str = ""
+    comparison: Comparison | None = None
+
+
+def why_not(study: Study, text: str) -> Answer:
+    """'tp=8,pp=1' -> the best plan with these pins, term by term beside the chosen one."""
+    pins = parsed_pins(pairs_of([text], "--why-not"), "--why-not")
+    return _answered(study, with_pins(study.asked, pins), text, f"why not {text}?")
+
+
+def what_if(study: Study, texts: Sequence[str]) -> Answer:
+    """['memory=40GiB', 'gpus=128'] -> the best plan under these changes."""
+    asked, said = with_changes(study.asked, pairs_of(texts, "--what-if"))
+    return _answered(study, asked, "what if", f"what if: {'; '.join(said)}?")
+
+
+def _answered(study: Study, asked: Asked, name: str, question: str) -> Answer:
+    found = study.solve(asked)
+    if isinstance(found, Refused):
+        return Answer(question=question, feasible=False, verdict=f"there is no such plan: {found.why}", remedy=found.text)
+    comparison = compare(study.plan, found, ("chosen", name))
+    verdict = f"{name} is what was chosen" if comparison.equal or not (comparison.changes or comparison.details) else comparison.verdict
+    if verdict == f"{name} is what was chosen" and asked != study.asked and not comparison.equal:
+        verdict = f"the same plan is the best then; {comparison.verdict}" if comparison.verdict else verdict
+    return Answer(question=question, feasible=True, verdict=verdict, comparison=comparison)
+
+
+def answer_text(answer: Answer, name: str) -> str:
+    lines = [wrapped(answer.question)]
+    if answer.comparison is None:
+        return "\n".join([*lines, wrapped(answer.verdict), "", answer.remedy])
+    body = comparison_text(answer.comparison, ("chosen", name))
+    return "\n".join([*lines, wrapped(answer.verdict), "", body.partition("\n\n")[2]])
+
