@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli import views
 from autopar.cli.answers import answer, answers_only, json_line
 from autopar.cli.application import UsageError, app
 from autopar.cli.options import (
@@ -41,6 +42,7 @@ class Format(enum.StrEnum):
     TEXT = "text"
     JSON = "json"
     HTML = "html"
+    SVG = "svg"
     PERFETTO = "perfetto"
 
 
@@ -109,9 +111,10 @@ def explain(
     alternatives: Annotated[
         bool, typer.Option("--alternatives/--no-alternatives", help="plan families of plans and what would relieve the limits (a TARGET)")
     ] = True,
-    form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
+    form: Annotated[Format, typer.Option("--format", help="text, json, html, svg (timeline and memory) or perfetto")] = Format.TEXT,
     out: Annotated[Path | None, typer.Option("--out", help="write the explanation to this file instead")] = None,
     config: Annotated[Path | None, typer.Option("--from", help="price what runs today: megatron.sh, config.toml, ds.json, a YAML")] = None,
+    measured: Annotated[Path | None, typer.Option("--measured", help="beside a run that model.profile(...).save(FILE) wrote")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
     show_schema: Annotated[bool, typer.Option("--schema", help="the JSON schema of what --format json gives under `explanation`")] = False,
     verbose: Verbose = False,
@@ -138,18 +141,24 @@ def explain(
         )  # fmt: skip
         return
 
-    if form in (Format.HTML, Format.PERFETTO):
-        raise UsageError(f"--format {form} is not available yet; text and json are")
-    form = Format.JSON if as_json else form
+    form = Format.JSON if as_json and form is Format.TEXT else form
     if more and not what_if:
         raise UsageError(f"{more[0]} is one argument too many; changes of a question come after --what-if")
     questions = {"why": why or [], "why_not": why_not or [], "what_if": [*(what_if or []), *(more or [])]}
     writable(out)
-    with answers_only(form is Format.JSON):
+    with answers_only(form is not Format.TEXT):
         options = {"cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "loss": loss}
         made, study = explained(target, gpus, pins=pin, time_limit=time_limit, plan_file=plan_file, questions=questions, **options)
-        value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
-    _give(value, text, form, out)
+        if form in (Format.HTML, Format.SVG, Format.PERFETTO):
+            view = views.view_of(form.value, made, study, alternatives=alternatives, measured=measured)
+        else:
+            value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
+            if measured is not None:
+                value, text = views.with_measured(value, made, measured)
+    if form in (Format.HTML, Format.SVG, Format.PERFETTO):
+        views.give(view, out, as_json)
+    else:
+        _give(value, text, form, out)
 
 
 def _explained_as(

@@ -17,8 +17,9 @@ from autopar.planner.plan import Plan
 from cost_models.actions import Event
 from cost_models.pipeline import schedule, simulate
 
-__all__ = ["Bar", "Level", "RankTimeline", "StepTimeline", "ranks_text", "timeline_of"]
+__all__ = ["MOST_DRAWN", "Bar", "Level", "RankTimeline", "StepTimeline", "ranks_text", "timeline_of"]
 
+MOST_DRAWN = 64  # pipeline ranks; of more, as many are drawn, evenly
 FORWARD, BACKWARD, WEIGHTS, BEFORE, REDUCTION, UPDATE, STEADY = (
     "forward", "backward", "weights' gradients", "before the micro-batches", "gradient reduction", "optimizer", "micro-batches between",
 )  # fmt: skip
