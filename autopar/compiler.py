@@ -70,6 +70,7 @@ def plan(
     memory: int | str | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None,
     time_limit: float | None = None,
     stack: str | None = None,
@@ -80,14 +81,16 @@ def plan(
     output, where the model does not return its loss. cluster: a name of the catalogue, a TOML file, or 'auto' (this
     machine). memory: bytes of one GPU, or text like '80GiB'. precision: 'bf16' or 'fp16': a model with float32 parameters computes and
     communicates in it, while parameters, sums of gradients and optimizer states stay float32; a model that was built in it stays as it
-    is. 'fp32', 'fp64': nothing is cast. pins: what is decided already. time_limit: seconds after which the best
+    is. 'fp32', 'fp64': nothing is cast. reduce_dtype: a name as of precision, in which gradients are brought together over ranks; by
+    default that in which their parameters rest. pins: what is decided already. time_limit: seconds after which the best
     plan so far is the answer, with a note of what was left (the first one takes as long as it takes); without it nothing depends on the
     clock. stack: a training software ('megatron', 'torchtitan', ...; autopar.stacks): the best plan that it can run, priced as it runs it.
     Raises CaptureError, Infeasible, PlanError, ValueError.
     """
     described = wishes(
-        gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins, time_limit=time_limit, stack=stack
-    )
+        gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
+        time_limit=time_limit, stack=stack,
+    )  # fmt: skip
     check_inputs(model, example_inputs)
     with timed("capture"):
         captured = capture(model, example_inputs, loss=loss, dtype=compute_dtype(model, precision))
@@ -101,6 +104,7 @@ def wishes(
     memory: int | str | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None,
     measure: str | None = None,
     time_limit: float | None = None,
@@ -118,6 +122,8 @@ def wishes(
     limit, pinned = parse_memory(memory), as_pins(pins)
     check_name("optimizer", optimizer, OPTIMIZERS)
     check_name("precision", precision, PRECISIONS)
+    if reduce_dtype is not None:
+        check_name("reduce_dtype", reduce_dtype, PRECISIONS)
     measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
     check_measure(measured, described)
     software = None if stack is None else stack_of(stack)
@@ -132,13 +138,14 @@ def wishes(
 
         def make() -> Plan:
             found = make_plan(
-                captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision, pins=pins,
-                measure=measured, time_limit_s=time_limit, store=store, stop=stop, **as_it_runs,
+                captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision,
+                reduce_dtype=reduce_dtype, pins=pins, measure=measured, time_limit_s=time_limit, store=store, stop=stop,
+                **as_it_runs,
             )  # fmt: skip
             return with_notes(found, captured.program, () if software is None else (f"priced as {software.title} runs it",))
 
         with timed("planning"), stopped_by_user() as stop:
-            asked = decisive(gpus, described, limit, optimizer, precision, pins) | as_it_runs
+            asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype) | as_it_runs
             made = make() if measured == "live" else planned_once(
                 captured.program, asked, make, kept=lambda plan: not ((time_limit or stop()) and plan.searched.get("unexplored"))
             )  # what is measured may differ each time
@@ -191,6 +198,7 @@ def compile(  # noqa: A001  (the field's word)
     memory: int | str | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     outputs: str = "loss",
@@ -215,6 +223,9 @@ def compile(  # noqa: A001  (the field's word)
     compile_stages: give what the emitted module computes between its collectives to torch.compile; the name of a backend, or True for
     'inductor'. A block is compiled once, when it is first called.
 
+    reduce_dtype: in which gradients are brought together over ranks ('fp32', 'bf16', ...): as MixedPrecisionPolicy's of
+    torch.distributed.fsdp. By default that in which the parameters rest, so that precision='bf16' of a float32 model reduces in float32.
+
     Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
     of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
     the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
@@ -230,11 +241,18 @@ def compile(  # noqa: A001  (the field's word)
     wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case
     dtype, backend = compute_dtype(model, precision), check_backend(compile_stages)
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    wanted = wishes(count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, pins=pins)
+    wanted = wishes(
+        count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
+    )  # fmt: skip
     if given is not None and as_pins(pins) is not None:
         raise ValueError("plan= and pins= exclude each other: a plan states every choice")
     if given is not None and given.gpus != count:
         raise PlanError(f"the plan is for {given.gpus} GPUs, not for {count}")
+    if given is not None and compute_dtype(model, given.precision) != dtype:
+        raise PlanError(f"the plan is for precision={given.precision!r}, and precision={precision!r} was asked for: give the plan's")
+    if given is not None and reduce_dtype not in (None, given.reduce_dtype):
+        stated = "that of the parameters" if given.reduce_dtype is None else repr(given.reduce_dtype)
+        raise PlanError(f"the plan is for a reduce_dtype of {stated}, and {reduce_dtype!r} was asked for: plan anew for another one")
 
     def finish(inputs: Inputs) -> Compiled:
         if world_size() == count:

@@ -59,7 +59,7 @@ def first_loss(
 
 def check_first_loss(module: ParallelModule, inputs: Any, loss: Callable[[Any], Tensor] | None, expected: Tensor) -> None:
     """Collective. VerificationError on every rank if the parallel module's loss is not rank 0's `expected`."""
-    wanted = module.mesh.agree(expected.item(), module.device)
+    wanted = module.mesh.agree(expected.item())
     with torch.no_grad(), _kept(dict(module.named_buffers())):
         found = objective_of(module(**inputs) if isinstance(inputs, dict) else module(*inputs), loss, None)[0].item()
     error = abs(found - wanted) / max(abs(wanted), 1e-30)

@@ -160,21 +160,18 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool = False
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "nbytes", numel * self.dtype.itemsize)
         object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.grad)))
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -233,12 +230,15 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Param:
-    """A parameter as the program uses it. aliases: the further names of a tied parameter."""
+    """A parameter as the program uses it. aliases: the further names of a tied parameter. rests: the dtype in which it rests, in which its
+    gradient is summed, if the program reads it in a lower one (that of its type): it is cast before it is used, once a step or whenever it
+    is gathered. None: it is used as it rests."""
 
     value: str
     fqn: str
     aliases: tuple[str, ...] = ()
     trainable: bool = True
+    rests: torch.dtype | None = None
     layouts: tuple[tuple[str, Layout], ...] = ()
 
 
@@ -339,10 +339,14 @@ def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
             return rename(arg.name)
         return tuple(map(sub, arg)) if isinstance(arg, tuple) else arg
 
-    return Op(
+    made = Op(
         target=op.target, args=tuple(map(sub, op.args)), kwargs=tuple((k, sub(v)) for k, v in op.kwargs), outputs=op.outputs,
         multi=op.multi, no_grad=op.no_grad, module=op.module, source=op.source,
     )  # fmt: skip
+    if op._nameless is not None and len(made._refs) == len(op._refs):  # other names alone
+        object.__setattr__(made, "_nameless", op._nameless)
+        object.__setattr__(made, "_call_text", op._call_text)
+    return made
 
 
 def nameless(op: Op) -> Op:

@@ -92,12 +92,13 @@ def planned_once(
 
 
 def decisive(
-    gpus: int, cluster: Cluster, memory_limit_bytes: int | None, optimizer: str, precision: str, pins: Pins | None
+    gpus: int, cluster: Cluster, memory_limit_bytes: int | None, optimizer: str, precision: str, pins: Pins | None,
+    reduce_dtype: str | None = None,
 ) -> dict[str, object]:  # fmt: skip
     """Everything beside the program that decides a plan, as `planned_once` takes it."""
     return {
         "gpus": gpus, "cluster": cluster, "memory_limit_bytes": memory_limit_bytes, "optimizer": optimizer, "precision": precision,
-        "pins": pins,
+        "pins": pins, "reduce_dtype": reduce_dtype,
     }  # fmt: skip
 
 

@@ -68,9 +68,10 @@ def _in_fresh_process(name: str, gpus: int, cluster: str, layers: int | None, li
     command = [sys.executable, "-m", "benchmarks", "planner", "--here", "--model", name, "--gpus", str(gpus), "--cluster", cluster]
     command += [] if layers is None else ["--layers", str(layers)]
     title = name if layers is None else f"{name} of {layers} layers"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # as Python is by itself
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment)
     except subprocess.TimeoutExpired:
         return {"model": title, "error": f"more than {limit_s:g} s"}
     if done.returncode:

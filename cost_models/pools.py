@@ -3,6 +3,7 @@
     pool            what is in it                                       divided by          lives             row of the account
     parameters      as they rest                                        their rest          always            parameters
     gathered        whole copies of what is in parts, once a step       nobody              passes            parameters
+    cast            copies of what is whole in the dtype of its use     nobody              passes            parameters
     states          optimizer states, and its own copy (master)         their rest          always            optimizer_states
     accumulators    gradients added into buffers of their own           their rest          always            gradients
     gradients       as the update finds them                            their rest          update            gradients
@@ -50,6 +51,8 @@ class Parameter(Protocol):
     def itemsize(self) -> int: ...
     @property
     def in_parts(self) -> bool: ...
+    @property
+    def is_cast(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +108,11 @@ def _gathered(p: Parameter, how: How) -> int:
     return p.local_bytes - (p.resting_bytes if how.recipe.master_itemsize else 0)
 
 
+def _cast(p: Parameter, how: How) -> int:
+    """Of a parameter that is whole at rest and is cast once a step."""
+    return p.local_bytes if p.is_cast and not p.in_parts else 0
+
+
 def _states(p: Parameter, how: How) -> int:
     recipe = how.recipe
     return (OPTIMIZERS[how.optimizer] * (recipe.state_itemsize or p.itemsize) + recipe.master_itemsize) * p.resting_numel * p.trainable
@@ -133,6 +141,7 @@ POOLS: dict[str, Pool] = {
     for row in (
         Pool(name="parameters", title="parameters", lives="always", row="parameters", of_parameter=lambda p, how: p.resting_bytes),
         Pool(name="gathered", title="parameters gathered for a step", lives="passes", row="parameters", of_parameter=_gathered),
+        Pool(name="cast", title="parameters cast for a step", lives="passes", row="parameters", of_parameter=_cast),
         Pool(
             name="gathered_in_update", title="parameters gathered for a step, beside the optimizer's own copy of their parts",
             lives="update", row="parameters", of_parameter=lambda p, how: _gathered(p, how) if how.recipe.master_itemsize else 0,

@@ -17,8 +17,8 @@ MIB = 2**20
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """gradient_itemsize, state_itemsize: bytes of an accumulated gradient and of each of the optimizer's states (None: as the
-    parameter). accumulates: gradients are added into buffers of their own, which are there all the time;
-    gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
+    parameter); reduced_itemsize: of a gradient as it is sent (None: as it is accumulated). accumulates: gradients are added into buffers
+    of their own, which are there all the time; gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. unit_bytes: parameters of a block that are gathered
     where they are used are gathered so many bytes at a time. overlaps_reduction: while the last backward pass
@@ -37,6 +37,7 @@ class Recipe:
 
     gradient_itemsize: int | None = None
     state_itemsize: int | None = None
+    reduced_itemsize: int | None = None
     accumulates: bool = False
     gradient_copies: int = 0
     master_itemsize: int = 0

@@ -1,6 +1,6 @@
 """Accelerate in parallel: accelerate launch --multi_gpu --num_processes 2 examples/accelerated.py --pin tp=2
 
-Without GPUs: torchrun --nproc-per-node 2 examples/accelerated.py, since `accelerate launch` starts one process on a CPU.
+The same without GPUs: with --cpu in its place `accelerate launch` would start one process. torchrun --nproc-per-node 2 does as well.
 
 AutoparAccelerator stands where Accelerator did, and the model is compiled before it is prepared.
 """

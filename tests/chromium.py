@@ -48,7 +48,8 @@ def visit(page: str, script: str, folder: Path, *, width: int = 1200, height: in
         target = folder / "frame.html"
         target.write_text(f"<!doctype html><body style='margin:0'>{frame}</body>", encoding="utf-8")
     command = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files", "--enable-logging=stderr", "--v=0",
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--allow-file-access-from-files", "--enable-logging=stderr", "--v=0",
         f"--virtual-time-budget={BUDGET_MS}", f"--window-size={max(width, 500)},{height}", f"--user-data-dir={folder / 'profile'}",
         "--dump-dom", target.as_uri(),
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from run_model import Model, batch, emitted, tensors  # noqa: E402
 
 import autopar  # noqa: E402
 import autopar.checkpoint  # noqa: E402, F401
+from autopar.checkpoint import saving  # noqa: E402
 from autopar.run import ParallelModule, watchdog  # noqa: E402
 
 FORM, FOLDER = sys.argv[1], sys.argv[2]
@@ -72,10 +73,10 @@ def start() -> int | None:
 class Plain(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
+        self.layer, self.scale = torch.nn.Linear(4, 4), 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().mean()
+        return self.layer(x).square().mean() * self.scale
 
 
 def other_shapes(rank: int) -> None:
@@ -86,6 +87,35 @@ def other_shapes(rank: int) -> None:
             model(torch.ones(size, 4))
         loss = model(torch.ones(size, 4))
         loss.backward()
+
+
+def captured_again(rank: int) -> None:
+    """What capture has frozen changes on all ranks, then on one alone; or one alone is given a size that is not known."""
+    model = autopar.compile(Plain(), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
+    for step in range(6):
+        if step == 4:
+            model.original.scale = 2.0
+        loss = model(torch.ones(8, 4))
+        loss.backward()
+        os.write(3, f"step {step} of rank {rank}\n".encode())
+    if rank == 1 and FORM == "changed on one rank":
+        model.original.scale = 3.0
+    model(torch.ones(16 if rank == 1 and FORM != "changed on one rank" else 8, 4)).backward()
+
+
+def saved_by_one(rank: int) -> None:
+    """One rank alone saves; or the thread of one rank's save ends without a word."""
+    model = ParallelModule(emitted(dp=2), tensors(Model().double()), device="cpu")
+    if FORM == "saved by one rank" and rank == 0:
+        autopar.save(os.path.join(FOLDER, "alone"), model)
+    elif FORM != "saved by one rank":
+        if rank == 1:
+            saving.write = lambda *_: None
+        saved = autopar.save(os.path.join(FOLDER, "beside"), model, async_save=True)
+        assert saved is not None
+        if rank == 0:
+            saved.result()
+    in_no_hurry()
 
 
 def train(rank: int) -> None:
@@ -100,6 +130,10 @@ def train(rank: int) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     if FORM == "other shapes":
         return other_shapes(rank)
+    if FORM in ("changed on one rank", "another size on one rank"):
+        return captured_again(rank)
+    if FORM.startswith("saved"):
+        return saved_by_one(rank)
     sizes = {"tp": 2} if FORM == "waits in forward" else {"dp": RANKS}
     model = ParallelModule(emitted(**sizes), tensors(Model().double()), device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -328,7 +328,7 @@ def _fails(folder: str) -> list[str]:
     attempt(lambda: autopar.load(folder if rank != 1 else folder + "/elsewhere", model))
     attempt(lambda: autopar.save(folder, plain()))
     attempt(lambda: autopar.save(folder, model.original))
-    model.mesh.agree(0, model.device)
+    model.mesh.agree(0)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()

@@ -121,12 +121,19 @@ def of_the_accelerated_loop() -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name,package", [("hf_trainer", "accelerate"), ("accelerated", "accelerate"), ("lightning_module", "lightning")])
-def test_examples_of_tools(name: str, package: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "package", "launcher"),
+    [("hf_trainer", "accelerate", ""), ("accelerated", "accelerate", ""), ("accelerated", "accelerate", "accelerate"),
+     ("lightning_module", "lightning", "")],
+)  # fmt: skip
+def test_examples_of_tools(name: str, package: str, launcher: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'autopar[tools]'")
     script = str(ROOT / "examples" / f"{name}.py")
     command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", script)
+    if launcher == "accelerate":  # accelerate launch
+        options = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+        command = (sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port", "0", script)
     if name == "lightning_module":  # which starts its processes itself
         command = (sys.executable, script, "--devices", "2")
     run = started(*command, "--pin", "tp=2", cwd=tmp_path)

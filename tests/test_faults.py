@@ -80,6 +80,35 @@ def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str,
         assert "C.all_reduce" in (ROOT / "tests" / "run_model.py").read_text().splitlines()[number - 1]
 
 
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ("changed on one rank", "self.scale was 2.0, and is 3.0"),
+        ("another size on one rank", "it is called with other inputs, or in another mode, than before"),
+    ],
+)
+def test_a_rank_that_captures_again_alone_ends_with_what_it_is(form: str, why: str, tmp_path: Path) -> None:
+    """Without waiting for a timeout: it is an error of that rank, and the others end because it has failed."""
+    found = _run(form, tmp_path, AUTOPAR_TIMEOUT="inf")
+    assert found["codes"] == [1, 1]
+    assert found["steps"].count("step 5 of rank") == 2, "what changes on all ranks alike is captured again by all"
+    errors = [line for line in found["text"].splitlines() if "autopar.errors.LaunchError: rank 1 has to" in line]
+    assert len(errors) == 1, found["text"]
+    assert re.search(rf"rank 1 has to capture Plain again \(.*{re.escape(why)}.*\), and rank 0 does not, or for another reason", errors[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [("saved by one rank", "saving a checkpoint, in "), ("saved beside by one rank", "saving a checkpoint beside, for which it waits for")],
+)
+def test_a_checkpoint_for_which_one_rank_does_nothing_is_named(form: str, where: str, tmp_path: Path) -> None:
+    found = _run(form, tmp_path, AUTOPAR_TIMEOUT="20")
+    assert found["codes"] == [1, 1], found["text"]
+    said = [line for line in found["text"].splitlines() if line.startswith("autopar: ")]
+    assert re.match(r"autopar: rank 0 of 2 has waited (\d+) s ", said[-1]) and where in said[-1], said
+    assert "rank 1 is" in said[-1] and "in_no_hurry" in said[-1] and "longer than AUTOPAR_TIMEOUT=20 allows" in said[-1]
+
+
 def test_ranks_leave_together_at_a_step_of_which_there_is_a_checkpoint(tmp_path: Path) -> None:
     """One of them alone is given the signal."""
     found = _run("asked to leave", tmp_path)

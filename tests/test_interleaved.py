@@ -149,10 +149,26 @@ def test_cuts_and_modes_beside_trying_all_of_them(seed: int) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------- plans
 @pytest.mark.pure
+@pytest.mark.parametrize("cluster", ["cpu", "dgx-a100"])
+@pytest.mark.parametrize("m", [2, 4, 8])
+def test_what_nobody_pins_is_the_faster_schedule(cluster: str, m: int) -> None:
+    captured, _ = captured_of("stack")
+
+    def planned(**pins: Any) -> Plan:
+        return make_plan(captured.program, 2, load_cluster(cluster), pins=Pins(pp=2, micro_batches=m, recompute="none", **pins))
+
+    free, one, two = planned(), planned(schedule="1f1b"), planned(schedule="interleaved", virtual_stages=2)
+    fastest = min(one.step_time_s, two.step_time_s)
+    assert free.step_time_s == pytest.approx(fastest, rel=1e-9) and free.bound_s <= fastest * (1 + 1e-12)
+    assert free.schedule == (one if one.step_time_s <= two.step_time_s else two).schedule
+    assert planned(virtual_stages=2).step_time_s >= free.step_time_s, "a pin removed is never slower"
+
+
+@pytest.mark.pure
 def test_interleaved_stages_shorten_the_bubble_and_hold_more(tmp_path: Path) -> None:
     captured, _ = captured_of("stack")
     pins: dict[str, Any] = {"pp": 2, "micro_batches": 8, "recompute": "none"}
-    one = make_plan(captured.program, 2, load_cluster("dgx-a100"), pins=Pins(**pins))
+    one = make_plan(captured.program, 2, load_cluster("dgx-a100"), pins=Pins(schedule="1f1b", **pins))
     two = make_plan(captured.program, 2, load_cluster("dgx-a100"), pins=Pins(virtual_stages=2, **pins))
     assert (one.schedule, one.virtual_stages, two.schedule, two.virtual_stages) == ("1f1b", 1, "interleaved", 2)
     assert len(two.stages) == 4 and two.rank_of == (0, 1, 0, 1)

@@ -42,6 +42,7 @@ def test_relaxing_never_makes_a_plan_slower(seed: int) -> None:
 
     tight = limits[3]
     pins: dict[str, Any] = {**plan.mesh, "micro_batches": plan.micro_batches, "zero": RESTS[plan.rest].zero, "recompute": "none"}
+    pins |= {"schedule": plan.schedule} | ({"virtual_stages": plan.virtual_stages} if plan.virtual_stages > 1 else {})
     pinned = step_s(problem, store, most, **pins)
     assert pinned == pytest.approx(plan.step_time_s, rel=joint.EQUAL), "a plan that is pinned as it is has a price, and the same"
     some = step_s(problem, store, tight, **pins)

@@ -48,6 +48,10 @@ FORMS: dict[str, tuple[tuple[Arg, ...], tuple[tuple[int, ...], ...], str]] = {
     "pad.default": ((A, (1, 1)), ((4, 6),), "f"), "conv2d.default": ((A, B, None, (1, 1), (1, 1)), ((2, 4, 8, 8), (6, 4, 3, 3)), "ff"),
     "group_norm.default": ((A, 2, B, Ref("x2"), 1e-5), ((4, 8, 6, 6), (8,), (8,)), "fff"),
     "max_pool2d.default": ((A, (2, 2)), ((2, 4, 8, 8),), "f"),
+    "reshape.default": ((A, (4, 48)), ((4, 6, 8),), "f"), "slice.Tensor": ((A, 2, 2, 6), ((4, 6, 8),), "f"),
+    "transpose.int": ((A, 1, 2), ((4, 6, 8),), "f"), "permute.default": ((A, (2, 0, 1)), ((4, 6, 8),), "f"),
+    "unsqueeze.default": ((A, 1), ((4, 6, 8),), "f"), "squeeze.dim": ((A, 1), ((4, 1, 8),), "f"),
+    "expand.default": ((A, (4, 6, 8)), ((6, 1),), "f"), "select.int": ((A, 1, 3), ((4, 6, 8),), "f"),
 }  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def test_the_picture_is_an_svg() -> None:
 # ---------------------------------------------------------------------------------------------------------- in a browser
 LOOK = """
     const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg'));
-    for (let k = 0; k < 200 && missing(); k++) { missing().scrollIntoView({ block: 'center' }); await wait(50); }
+    for (let k = 0; k < 200 && missing(); k++) await wait(50);
     const all = [...document.querySelectorAll('.chart')];
     const charts = Object.fromEntries(all.map((c) => [c.dataset.chart, c.querySelectorAll('svg').length]));
     const table = document.querySelector('#alternatives table');
@@ -270,7 +270,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(tmp_path: Path) -> None:
         page(),
         """
         const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg'));
-        for (let k = 0; k < 200 && missing(); k++) { missing().scrollIntoView({ block: 'center' }); await wait(50); }
+        for (let k = 0; k < 200 && missing(); k++) await wait(50);
         const own = document.documentElement;
         return { wide: own.scrollWidth - own.clientWidth, width: own.clientWidth, missing: !!missing() };
         """,

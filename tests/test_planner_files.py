@@ -165,7 +165,7 @@ def test_damaged_plans_are_refused_or_run_as_they_say(data: st.DataObject) -> No
         lowered = lower(program_of("pair"), read)
     except PlanError:
         return
-    assert len(lowered.stages) == read.mesh["pp"]
+    assert len(lowered.stages) == read.mesh["pp"] * read.virtual_stages
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -52,7 +52,7 @@ def searched(program: Program, gpus: int, recipe: Recipe = AUTOPAR, **pins: Any)
 
 def priced(recipe: Recipe = AUTOPAR, program: Program | None = None, **pins: Any) -> Candidate:
     """The one candidate that has these pins."""
-    pins = {"dp": 1, "tp": 1, "pp": 1, "micro_batches": 1, "zero": 0, "recompute": "none"} | pins
+    pins = {"dp": 1, "tp": 1, "pp": 1, "micro_batches": 1, "zero": 0, "recompute": "none", "schedule": "1f1b"} | pins
     gpus = pins["dp"] * pins["tp"] * pins["pp"]
     (found,) = searched(program or half(), gpus, recipe, **pins).candidates()
     return found

@@ -69,7 +69,7 @@ def searched(program: Program, gpus: int, cluster: Cluster, optimizer: str = "no
 
 def priced(program: Program, gpus: int, cluster: Cluster, optimizer: str = "none", recipe: Recipe | None = None, **pins: Any) -> Candidate:
     """The one candidate that has these pins."""
-    pins = {"dp": 1, "tp": 1, "pp": 1, "micro_batches": 1, "zero": 0, "recompute": "none"} | pins
+    pins = {"dp": 1, "tp": 1, "pp": 1, "micro_batches": 1, "zero": 0, "recompute": "none", "schedule": "1f1b"} | pins
     (found,) = searched(program, gpus, cluster, optimizer, recipe, **pins).candidates()
     return found
 

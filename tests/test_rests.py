@@ -128,7 +128,7 @@ def test_groups_exchange_on_two_levels(name: str) -> None:
     summed = collective_time_s("all_reduce", nbytes // 8, 2, cluster, ranks_per_node=1)
     everything = made.step_s([param], 1.0, 1.0) + made.pass_s([param], 1.0)
     if name == "hybrid3":
-        everything += made.unit_s(nbytes, and_scatter=True)
+        everything += made.unit_s(nbytes, scattered=nbytes)
     assert everything == pytest.approx(gather + scatter + summed, rel=1e-9)
     assert gather < collective_time_s("all_gather", nbytes, 16, cluster, ranks_per_node=8)
 

@@ -13,9 +13,18 @@ import torch
 
 pytest.importorskip("accelerate", reason="the extra tools is not installed")
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
-from autopar.integrations.trainer import AutoparTrainer
+from autopar.integrations.trainer import AutoparSeq2SeqTrainer, AutoparTrainer
 from autopar.run import WorkerPool
 
 pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]  # of transformers
@@ -157,4 +166,42 @@ def test_mixed_precision_of_the_arguments_is_in_force(pair: WorkerPool, tmp_path
 def test_what_the_trainer_cannot_follow_is_refused_with_the_remedy(given: dict[str, Any], remedy: str, tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given)
     with pytest.raises(ValueError, match=remedy):
+        AutoparTrainer(model(), args, train_dataset=data(4, 1))
+
+
+def translated(folder: str, pins: dict[str, Any] | None) -> tuple[list[dict[str, float]], np.ndarray]:
+    """Two steps of a T5, evaluations with what it generates, and predictions for five samples."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    t5 = T5ForConditionalGeneration(T5Config(**sizes)).double()
+    each = 4 if pins is None else 2
+    args = Seq2SeqTrainingArguments(
+        output_dir=folder, max_steps=2, per_device_train_batch_size=each, per_device_eval_batch_size=each, learning_rate=3e-2,
+        eval_strategy="steps", eval_steps=1, save_strategy="no", logging_steps=1, predict_with_generate=True, generation_max_length=6,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+
+    def generated(found: Any) -> dict[str, float]:
+        return {"sum": float(found.predictions.sum()), "length": float(found.predictions.shape[1])}
+
+    kind = functools.partial(AutoparSeq2SeqTrainer, compile_options={"pins": pins, "cluster": "cpu"}) if pins else Seq2SeqTrainer
+    trainer = kind(t5, args, train_dataset=data(8, 1), eval_dataset=data(8, 2), compute_metrics=generated)
+    trainer.train()
+    kept = [{k: v for k, v in e.items() if k in ("loss", "eval_loss", "eval_sum", "eval_length")} for e in trainer.state.log_history]
+    return [e for e in kept if e], trainer.predict(data(5, 3), num_beams=2).predictions
+
+
+def test_prediction_by_generating(pair: WorkerPool, tmp_path: Path) -> None:
+    log, predicted = translated(str(tmp_path / "stock"), None)
+    assert any("eval_sum" in entry for entry in log) and np.unique(predicted).size > 2
+    for plan in ("tp2", "pp2", "zero3"):
+        for found, ours in pair.run(translated, str(tmp_path / plan), PLANS[plan], timeout_s=500):
+            assert (ours == predicted).all()
+            for mine, theirs in zip(found, log, strict=True):
+                assert mine == pytest.approx(theirs, rel=2e-6)
+
+
+def test_generating_with_a_trainer_that_does_not_is_refused(tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="use AutoparSeq2SeqTrainer"):
         AutoparTrainer(model(), args, train_dataset=data(4, 1))

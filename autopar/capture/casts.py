@@ -1,17 +1,17 @@
-"""A trace that is written anew with further casts."""
+"""Casts in a trace: it is written anew with further ones, or without those of parameters that nothing reads as they rest."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
 
 import torch
 
 from autopar.capture.infer import Meta
 from autopar.capture.trace import Trace, Traced
-from autopar.ir import Op, Ref, map_refs
+from autopar.ir import Op, Ref, map_refs, refs
 
-__all__ = ["CAST", "Casting"]
+__all__ = ["CAST", "Casting", "cast_before_use"]
 
 CAST = "aten.to.dtype"
 
@@ -32,9 +32,9 @@ class Casting:
         """Adds a cast of a value, for what stands at this place; the name of its result."""
         made, by = self._trace.names.fresh(f"{name}_{str(dtype).removeprefix('torch.')}"), place.op
         self._storage -= 1
-        self.metas[made], self._storages[made] = dataclasses.replace(self.metas[name], dtype=dtype), self._storage
+        self.metas[made], self._storages[made] = replace(self.metas[name], dtype=dtype), self._storage
         op = Op(target=CAST, args=(Ref(name), dtype), outputs=(made,), no_grad=by.no_grad, module=by.module, source=by.source)
-        self.add(dataclasses.replace(place, op=op))
+        self.add(replace(place, op=op))
         return made
 
     def with_operands(self, traced: Traced, casts: Mapping[str, torch.dtype]) -> Op:
@@ -43,4 +43,38 @@ class Casting:
         return map_refs(traced.op, lambda name: Ref(made.get(name, name)))
 
     def trace(self) -> Trace:
-        return dataclasses.replace(self._trace, ops=tuple(self._ops), metas=self.metas, storages=self._storages)
+        return replace(self._trace, ops=tuple(self._ops), metas=self.metas, storages=self._storages)
+
+
+def cast_before_use(trace: Trace, kept: Set[str]) -> Trace:
+    """The trace in which parameters that are read by casts to one lower dtype alone are of that dtype, and those casts are gone: it is for
+    whoever runs the program to cast them, once (`Param.rests`). kept: values whose names must not change."""
+    readers: dict[str, list[Op]] = {}
+    for traced in trace.ops:
+        for name in dict.fromkeys(refs(traced.op)):
+            readers.setdefault(name, []).append(traced.op)
+    lower: dict[str, torch.dtype] = {}
+    for p in trace.params:
+        casts, own = readers.get(p.value, []), trace.metas[p.value].dtype
+        to = {_cast_to(op, p.value) for op in casts}
+        now = next(iter(to)) if len(to) == 1 else None
+        if now is None or not (own.is_floating_point and now.is_floating_point and now.itemsize < own.itemsize):
+            continue
+        stopped = p.trainable and any(op.no_grad for op in casts)  # no gradient goes through those
+        if not stopped and kept.isdisjoint((p.value, *(op.name for op in casts))):
+            lower[p.value] = now
+    renamed = {op.name: value for value in lower for op in readers[value]}
+    ops = tuple(
+        replace(traced, op=map_refs(traced.op, lambda name: Ref(renamed.get(name, name))))
+        for traced in trace.ops
+        if traced.op.name not in renamed
+    )
+    params = tuple(replace(p, rests=trace.metas[p.value].dtype) if p.value in lower else p for p in trace.params)
+    metas = {name: replace(meta, dtype=lower[name]) if name in lower else meta for name, meta in trace.metas.items()}
+    return replace(trace, ops=ops, params=params, metas=metas)
+
+
+def _cast_to(op: Op, value: str) -> torch.dtype | None:
+    """The dtype to which an operator casts this value, and does nothing else; None otherwise."""
+    to = op.args[1] if op.target == CAST and len(op.args) == 2 and not op.kwargs and refs(op) == (value,) else None
+    return to if isinstance(to, torch.dtype) else None

@@ -77,10 +77,23 @@ def run_program(program: Program, values: Mapping[str, torch.Tensor]) -> torch.T
     return run_whole_program(program, values)[0]
 
 
+class _Env(dict[str, torch.Tensor]):
+    """Values by name, those of some of which are cast at each use, so that their gradients are added in their own dtypes."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dtype]) -> None:
+        super().__init__(values)
+        self._casts = casts
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = super().__getitem__(name)
+        return value.to(self._casts[name]) if name in self._casts else value
+
+
 def run_whole_program(program: Program, values: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """As run_program: the loss, and the program's outputs."""
-    env = dict(values)
-    device = next((v.device for v in env.values()), None)
+    lower = {p.value: program.types[p.value].dtype for p in program.params if p.rests is not None}
+    env = _Env(values, lower)
+    device = next((v.device for v in values.values()), None)
     for _ in run_ops(program.ops, env, device):
         pass
     with torch.no_grad():

@@ -20,6 +20,7 @@ from autopar.capture.batch import batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
+from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.export import without_key_value_cache
@@ -102,16 +103,17 @@ def capture(
         start = State.take(model, loss)
         with held_back():
             found, trace = _traced(model, loss, inputs, start, outputs=outputs)
-        trace, mutations = functionalize(with_casts(trace, infer), infer)
-        trace = split_label_means(trace)
-        trace, renamed = normalise(trace, infer)
-        mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
-        trace = with_copies_returned(trace, infer)
-        trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
-        originals = {p.value: at_rest.get(id(trace.tensors[p.value]), trace.tensors[p.value]) for p in trace.params}
-        trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
-        whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
-        program = _program(as_reshapes(trace), mutations)
+            trace, mutations = functionalize(with_casts(trace, infer), infer)
+            trace = split_label_means(trace)
+            trace, renamed = normalise(trace, infer)
+            mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
+            trace = with_copies_returned(trace, infer)
+            trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
+            originals = {p.value: at_rest.get(id(trace.tensors[p.value]), trace.tensors[p.value]) for p in trace.params}
+            trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
+            trace = cast_before_use(trace, {trace.loss, *trace.returned, *(value for pair in mutations for value in pair)})
+            whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
+            program = _program(as_reshapes(trace), mutations)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())

@@ -146,6 +146,7 @@ RANDOM = (
     "randint_like normal normal_functional multinomial uniform exponential cauchy geometric log_normal random poisson binomial randperm "
     "_standard_gamma _sample_dirichlet rrelu"
 )
+_RANDOM = frozenset(RANDOM.split())
 SAME_DRAW = "same_draw"  # the operator as it is: the ranks draw the same, but moments would not
 
 
@@ -156,11 +157,21 @@ def _same_draw(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op,
 
 def is_random(target: str) -> bool:
     """Whether the operator draws random numbers, unless it is told that it is not training."""
-    return target.split(".")[1] in RANDOM.split()
+    return target.split(".")[1] in _RANDOM
 
 
 def draws(op: Op) -> bool:
     """Whether this call draws random numbers: always, or for a dropout that is part of it (attention, recurrent layers)."""
+    call = call_text(op)
+    if call not in _DRAWS:
+        _DRAWS[call] = _draws(op)
+    return _DRAWS[call]
+
+
+_DRAWS: dict[str, bool] = {}
+
+
+def _draws(op: Op) -> bool:
     if op.target in ("autopar.L.dropout", "autopar.L.draw"):
         return True
     if op.target == "autopar.L.region":

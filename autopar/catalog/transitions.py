@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from autopar.catalog.rule import OpView, register
 from autopar.ir import Arg, Kind, Layout, Op, P, Ref, S, Strategy, TensorType
 
@@ -40,6 +42,7 @@ TRANSITIONS: dict[tuple[Kind, Kind], Transition] = {
     (_R, _P): Transition("mask_one"),
     (_R, _I): Transition("own"),
 }
+SUMMING = ("copy_to", "all_gather")  # what is no activation may be read so by ranks that do different work
 ALL_TO_ALL = Transition("all_to_all", "all_to_all", "all_to_all")
 REGROUP = Transition("regroup", "all_to_all", "all_to_all")
 
@@ -57,8 +60,9 @@ def transition(have: Layout, want: Layout) -> Transition:
     return TRANSITIONS[have.kind, want.kind]
 
 
-def transition_op(value: str, have: Layout, want: Layout, axis: str, name: str) -> Op:
-    """The operator 'autopar.C.<function>' that takes a value from one layout to another on an axis."""
+def transition_op(value: str, have: Layout, want: Layout, axis: str, name: str, sums: torch.dtype | None = None) -> Op:
+    """The operator 'autopar.C.<function>' that takes a value from one layout to another on an axis. sums: the dtype in which its gradients
+    are summed over the ranks, where that is not its own: of a parameter that is used in a lower dtype than it rests in."""
     kwargs: list[tuple[str, Arg]] = [("axis", axis)]
     if have.is_shard and want.is_shard:
         kwargs += [("dim", have.dim), ("groups", have.groups)]
@@ -69,7 +73,10 @@ def transition_op(value: str, have: Layout, want: Layout, axis: str, name: str) 
             kwargs.append(("dim", shard.dim))
             if shard.groups != 1:
                 kwargs.append(("groups", shard.groups))
-    return Op(target=f"autopar.C.{transition(have, want).function}", args=(Ref(value),), kwargs=tuple(kwargs), outputs=(name,))
+    made = transition(have, want)
+    if sums is not None and made.function in SUMMING:
+        kwargs.append(("sums", sums))
+    return Op(target=f"autopar.C.{made.function}", args=(Ref(value),), kwargs=tuple(kwargs), outputs=(name,))
 
 
 def rule(view: OpView) -> Iterable[Strategy]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from autopar.progress import working
 from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
 from autopar.run.parts import is_part, lies_of, local
-from autopar.run.record import CHECKPOINT, SAVING, doing, entered, saving_beside
+from autopar.run.record import CHECKPOINT, SAVING, WAITS, WORKS, doing, entered, saving_beside
 from autopar.run.together import done_by_all
 
 __all__ = ["Saving", "finish", "prepared_by_all", "save"]
@@ -70,7 +71,7 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
         return _prepared(folder, subject, as_optimizers(optimizer), extra, staged=async_save)
 
     held, contents, save_id = prepared_by_all(subject, prepare, "saving")
-    writer = Writer(folder, subject.agreed(save_id), subject.rank)
+    writer = Writer(folder, subject.agreed(save_id), subject.rank, _writing_beside if async_save else contextlib.nullcontext)
     if not async_save:
         entered(CHECKPOINT)
         with working(f"saving {folder}"):
@@ -81,14 +82,21 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
     finish_first(_wait)
 
     def write_beside() -> None:
-        saving_beside(True)
+        saving_beside(WAITS)
         write(writer, held, contents, subject.group)
-        saving_beside(False)
+        saving_beside(0)
 
     going = Saving(executor.submit(write_beside), folder)
     executor.shutdown(wait=False)
     _under_way.append(going)
     return going
+
+
+@contextlib.contextmanager
+def _writing_beside() -> Iterator[None]:
+    saving_beside(WORKS)
+    yield
+    saving_beside(WAITS)
 
 
 class Saving:

@@ -7,7 +7,8 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,10 +55,13 @@ def told(what: str, folder: Path, nbytes: int | None = None) -> Iterator[None]:
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint. rank: of this process; save_id: the same on all ranks, and of no other save."""
+    """Writes one checkpoint. rank: of this process; save_id: the same on all ranks, and of no other save. writes: entered while this
+    process's part is written, outside of which ranks wait for each other."""
 
-    def __init__(self, folder: Path, save_id: str, rank: int) -> None:
-        self._folder, self._id, self._rank = folder, save_id, rank
+    def __init__(
+        self, folder: Path, save_id: str, rank: int, writes: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        self._folder, self._id, self._rank, self._writes = folder, save_id, rank, writes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP's: nothing is kept from one save to the next."""
@@ -91,7 +95,7 @@ class Writer(StorageWriter):
         if tensors:
             path = self._folder / data_file(self._id, self._rank)
             try:
-                with told(f"cannot write {path}", self._folder, sum(sizes)):
+                with self._writes(), told(f"cannot write {path}", self._folder, sum(sizes)):
                     placed = write(path, tensors, data)
                     total = path.stat().st_size
             except CheckpointError:

@@ -21,6 +21,7 @@ Memory = Annotated[str | None, typer.Option("--memory", help="memory of one GPU 
 PinList = Annotated[list[str] | None, typer.Option("--pin", help="fix a choice, such as tp=2; may be given many times")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="its states are priced: adamw, adam, sgd, ...")]
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16, ...")]
+ReduceDtype = Annotated[str | None, typer.Option("--reduce-dtype", help="of gradients as they are sent (default: as parameters rest)")]
 Loss = Annotated[str | None, typer.Option("--loss", help="file.py:name of fn(output) -> scalar, for a model that computes no loss")]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best plan so far, and what was left is said")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="every table and figure")]

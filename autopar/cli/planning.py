@@ -20,6 +20,7 @@ from autopar.cli.options import (
     Optimizer,
     PinList,
     Precision,
+    ReduceDtype,
     Target,
     TimeLimit,
     Verbose,
@@ -55,6 +56,7 @@ def plan(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
     plan_out: Annotated[Path | None, typer.Option("-o", help="write the plan to this file")] = None,
@@ -74,8 +76,8 @@ def plan(
     writable(exported_to)
     with answers_only(as_json or export is not None):
         made = plan_of(
-            target, gpus, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision, loss=loss,
-            time_limit=time_limit, stack=software,
+            target, gpus, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision,
+            reduce_dtype=reduce_dtype, loss=loss, time_limit=time_limit, stack=software,
         )  # fmt: skip
         if out is not None:
             made.save(out)
@@ -100,6 +102,7 @@ def explain(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="explain this plan of the TARGET instead of making one")] = None,
@@ -147,7 +150,10 @@ def explain(
     questions = {"why": why or [], "why_not": why_not or [], "what_if": [*(what_if or []), *(more or [])]}
     writable(out)
     with answers_only(form is not Format.TEXT):
-        options = {"cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "loss": loss}
+        options = {
+            "cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "reduce_dtype": reduce_dtype,
+            "loss": loss,
+        }  # fmt: skip
         made, study = explained(target, gpus, pins=pin, time_limit=time_limit, plan_file=plan_file, questions=questions, **options)
         if form in (Format.HTML, Format.SVG, Format.PERFETTO):
             view = views.view_of(form.value, made, study, alternatives=alternatives, measured=measured)
@@ -241,8 +247,8 @@ def diff(first: Path, second: Path, as_json: Json = False, verbose: Verbose = Fa
 
 
 def plan_of(
-    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str, loss: str | None,
-    time_limit: float | None, stack: str | None = None,
+    target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str,
+    reduce_dtype: str | None, loss: str | None, time_limit: float | None, stack: str | None = None,
 ) -> Plan:  # fmt: skip
     from autopar import plan
     from autopar.targets import load_target
@@ -253,7 +259,7 @@ def plan_of(
     model, example_inputs = load_target(target)
     return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
-        precision=precision, pins=pins, time_limit=time_limit, stack=stack,
+        precision=precision, reduce_dtype=reduce_dtype, pins=pins, time_limit=time_limit, stack=stack,
     )  # fmt: skip
 
 

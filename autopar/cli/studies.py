@@ -34,7 +34,7 @@ def captured_of(target: str, precision: str, loss: str | None) -> Captured:
 
 def study_of(
     target: str, gpus: int | None, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str,
-    loss: str | None, time_limit: float | None = None, plan_file: Path | None = None,
+    reduce_dtype: str | None, loss: str | None, time_limit: float | None = None, plan_file: Path | None = None,
 ) -> Study:  # fmt: skip
     """The plan of a TARGET, made or read from a file, and what further plans are made from."""
     from autopar.compiler import wishes
@@ -51,16 +51,19 @@ def study_of(
     check_time_limit(time_limit)
     limit = memory_of(memory)
     if given is not None:
-        optimizer, limit = given.optimizer, limit or given.memory_limit_bytes
+        optimizer, reduce_dtype, limit = given.optimizer, given.reduce_dtype, limit or given.memory_limit_bytes
         cluster = given.cluster if cluster == "auto" else cluster
         pins = _stated(given)
     described = choose_cluster(cluster, count)
-    decide = wishes(count, cluster=cluster, memory=limit, optimizer=optimizer, precision=precision, pins=pins, time_limit=time_limit)
+    decide = wishes(
+        count, cluster=cluster, memory=limit, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
+        time_limit=time_limit,
+    )  # fmt: skip
     captured = captured_of(target, precision, loss)
     program = captured.program
     asked = Asked(
-        gpus=count, cluster=described, optimizer=optimizer, precision=precision, memory_limit_bytes=limit, pins=pins or Pins(),
-        batch=program.batch_size,
+        gpus=count, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype,
+        memory_limit_bytes=limit, pins=pins or Pins(), batch=program.batch_size,
     )  # fmt: skip
     store = Store(program=program, cluster=described, optimizer=optimizer)
     made = decide(captured, store) if given is None else _checked(captured, given, str(plan_file))

@@ -8,7 +8,7 @@ import typer
 
 from autopar.cli.answers import answer, answers_only
 from autopar.cli.application import UsageError, app
-from autopar.cli.options import Json, Loss, Memory, Optimizer, PinList, Precision, Target, memory_of, pins_of
+from autopar.cli.options import Json, Loss, Memory, Optimizer, PinList, Precision, ReduceDtype, Target, memory_of, pins_of
 
 if TYPE_CHECKING:
     from autopar.explain import Study
@@ -26,6 +26,7 @@ def sweep(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +43,8 @@ def sweep(
     clusters = [choose_cluster(name, 1) for name in _listed("--cluster", cluster)]
     batches: list[int | None] = [*_numbers("--batch", batch)] if batch is not None else [None]
     with answers_only(as_json):
-        study = _study(target, clusters[0].name if cluster == "auto" else _listed("--cluster", cluster)[0], pin, optimizer, precision, loss)
+        first = clusters[0].name if cluster == "auto" else _listed("--cluster", cluster)[0]
+        study = _study(target, first, pin, optimizer, precision, reduce_dtype, loss)
         found = swept(study, counts, memories, clusters, batches)
     if as_json:
         answer(msgspec.to_builtins(found))
@@ -60,6 +62,7 @@ def fit(
     pin: PinList = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "fp32",
+    reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     most: Annotated[int | None, typer.Option("--most", min=1, help="no more GPUs than these")] = None,
     as_json: Json = False,
@@ -73,7 +76,7 @@ def fit(
 
     limit = memory_of(memory)
     with answers_only(as_json):
-        study = _study(target, cluster, pin, optimizer, precision, loss, limit)
+        study = _study(target, cluster, pin, optimizer, precision, reduce_dtype, loss, limit)
         found, plan = fewest(study, most)
     if as_json:
         answer({**plan_json(plan), **msgspec.to_builtins(found)})
@@ -82,22 +85,26 @@ def fit(
 
 
 def _study(
-    target: str, cluster: str, pin: list[str] | None, optimizer: str, precision: str, loss: str | None, limit: int | None = None
+    target: str, cluster: str, pin: list[str] | None, optimizer: str, precision: str, reduce_dtype: str | None, loss: str | None,
+    limit: int | None = None,
 ) -> Study:  # fmt: skip
     """What can be asked of a TARGET, with no plan of its own."""
     from autopar.cli.studies import captured_of
     from autopar.explain import Asked, Study
     from autopar.planner import Pins
     from autopar.planner.resources import choose_cluster
-    from autopar.planner.wishes import check_name
+    from autopar.planner.wishes import PRECISIONS, check_name
     from cost_models.memory import OPTIMIZERS
 
     check_name("optimizer", optimizer, OPTIMIZERS)
+    if reduce_dtype is not None:
+        check_name("reduce_dtype", reduce_dtype, PRECISIONS)
     described, pins = choose_cluster(cluster, 1), pins_of(pin) or Pins()
     program = captured_of(target, precision, loss).program
     asked = Asked(
-        gpus=1, cluster=described, optimizer=optimizer, precision=precision, memory_limit_bytes=limit, pins=pins, batch=program.batch_size
-    )
+        gpus=1, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, memory_limit_bytes=limit, pins=pins,
+        batch=program.batch_size,
+    )  # fmt: skip
     return Study(program=program, asked=asked)
 
 

@@ -38,6 +38,7 @@ class Asked:
     cluster: Cluster
     optimizer: str
     precision: str
+    reduce_dtype: str | None = None
     memory_limit_bytes: int | None = None
     pins: Pins = Pins()
     batch: int | None = None
@@ -103,8 +104,8 @@ class Study:
     def search(self, asked: Asked) -> Search:
         return Search(
             program=self.program, gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes, optimizer=asked.optimizer,
-            precision=asked.precision, pins=for_loss_outside(self.program, asked.pins) or Pins(), batch_size=asked.batch,
-            store=self.store(asked),
+            precision=asked.precision, reduce_dtype=asked.reduce_dtype, pins=for_loss_outside(self.program, asked.pins) or Pins(),
+            batch_size=asked.batch, store=self.store(asked),
         )  # fmt: skip
 
     def _solved(self, asked: Asked) -> Plan | Refused:
@@ -122,7 +123,9 @@ class Study:
             if asked.batch not in (None, self.program.batch_size):  # no plan that could be run
                 return _of_batch(make(), asked.batch)
             pinned = for_loss_outside(self.program, asked.pins if asked.pins != Pins() else None)
-            wished = decisive(asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned)
+            wished = decisive(
+                asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned, asked.reduce_dtype
+            )
             return planned_once(self.program, wished, make)
         except Infeasible:
             if not refused:

@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer on a parallel module: `AutoparTrainer` in the place of `Trainer`, under torchrun.
+"""Hugging Face's Trainer on a parallel module: `AutoparTrainer` in the place of `Trainer`, `AutoparSeq2SeqTrainer` in that of
+`Seq2SeqTrainer`, under torchrun.
 
 The Trainer goes on as it does on one process: each process reads the global batch, and the model takes its part of it. What it logs, the
 norm of gradients that it clips, evaluation and schedules are those of one process with the whole batch, up to rounding.
@@ -16,17 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 
 from autopar.checkpoint import load, save
 from autopar.compiler import compile as parallel
 from autopar.errors import CheckpointError
+from autopar.generation import generate
 from autopar.integrations.accelerate import AutoparAccelerator, one_process
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
 
-__all__ = ["AutoparTrainer"]
+__all__ = ["AutoparSeq2SeqTrainer", "AutoparTrainer"]
 
 FOLDER = "autopar"  # of a checkpoint of the Trainer's: the parts of parameters and optimizer states
 
@@ -55,8 +57,14 @@ class AutoparTrainer(Trainer):
     ) -> None:
         self._compile_options = dict(compile_options or {})
         self._compiled: ParallelModule | DeferredModule | None = None
+        generates = bool(getattr(args, "predict_with_generate", False))
+        if generates and not isinstance(self, Seq2SeqTrainer):
+            raise ValueError(
+                "TrainingArguments(predict_with_generate=True) is for a trainer that generates: use AutoparSeq2SeqTrainer, which takes the "
+                "same arguments, in the place of AutoparTrainer"
+            )
         super().__init__(model, _of_global_batches(args), *more, **options)
-        if self.compute_metrics is not None:
+        if self.compute_metrics is not None and not generates:  # else they are given what is generated
             self._compile_options.setdefault("outputs", "all")
 
     # ------------------------------------------------------------------------------------------------------------- training
@@ -79,7 +87,7 @@ class AutoparTrainer(Trainer):
         return self.accelerator.prepare_model(self._compiled)
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **more: Any
     ) -> tuple[Any, Any, Any]:
         """As the Trainer's; where only the loss is wanted no other output is asked for. A last batch that does not divide is computed with
         whole parameters, with a warning."""
@@ -87,7 +95,7 @@ class AutoparTrainer(Trainer):
         module = self._started()
         with module.by_the_original_where_unplanned() if module is not None else contextlib.nullcontext():
             if not prediction_loss_only or not labelled or self.label_smoother is not None or self.compute_loss_func is not None:
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
                 items = self._get_num_items_in_batch([inputs], self.args.device)
@@ -148,6 +156,29 @@ class AutoparTrainer(Trainer):
 
     def _plain_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+class AutoparSeq2SeqTrainer(AutoparTrainer, Seq2SeqTrainer):
+    """An AutoparTrainer that generates in evaluation and prediction, as Seq2SeqTrainer does: `predict_with_generate=True` in
+    Seq2SeqTrainingArguments. Every process generates for the whole batch, with whole parameters while it does (`autopar.generate`)."""
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **more: Any
+    ) -> tuple[Any, Any, Any]:
+        """As the Seq2SeqTrainer's. more: arguments of generate."""
+        module, original = self._started(), self.model
+        if module is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            del original.__dict__["generate"]
+            return generate(module, *args, **kwargs)
+
+        original.__dict__["generate"] = whole  # which the Seq2SeqTrainer calls once, on the model that it was given
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
+        finally:
+            original.__dict__.pop("generate", None)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import torch
+
 from autopar.axes import BATCH, LAYERS
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, call_text, refs
@@ -204,7 +206,9 @@ class Pricer:
         t = _TRANSITION[op.target.rpartition(".")[2]]
         whole = have.nbytes * self.mesh[axis] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
         forward = self.collective_s(t.forward, whole, axis)
-        backward = self.collective_s(t.backward, whole, axis) if have.grad else 0.0
+        sums = op.kwarg("sums")
+        wider = sums.itemsize / have.dtype.itemsize if isinstance(sums, torch.dtype) else 1.0
+        backward = self.collective_s(t.backward, whole * wider, axis) if have.grad else 0.0
         host = (self.host_s(t.forward, axis), self.host_s(t.backward, axis) if have.grad else 0.0)
         if self.recipe.regathers and op.target == GATHER and have.grad:
             backward, host = backward + forward, (host[0], host[1] + host[0])

@@ -142,7 +142,8 @@ _PLAIN = (
     "logical_not.default eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor "
     "ge.Tensor masked_fill.Scalar index_select.default cumsum.default softmax.int log_softmax.int roll.default triu.default "
     "tril.default maximum.default minimum.default dropout.default cross_entropy_loss.default index.Tensor gather.default pad.default "
-    "contiguous.default conv2d.default group_norm.default max_pool2d.default"
+    "contiguous.default conv2d.default group_norm.default max_pool2d.default reshape.default slice.Tensor transpose.int "
+    "permute.default unsqueeze.default squeeze.dim expand.default select.int"
 )
 SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
 

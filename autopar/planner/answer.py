@@ -45,6 +45,7 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         memory_limit_bytes=question.memory_limit_bytes,
         optimizer=question.optimizer,
         precision=question.precision,
+        reduce_dtype=question.reduce_dtype,
         global_batch=program.batch_size or 0,
         samples_unit="tokens" if tokens else "samples",
         mesh=c.mesh.sizes(),

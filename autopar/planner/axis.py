@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autopar.catalog import needs_transition, transition
@@ -41,7 +41,8 @@ WORK_FIRST = 1000.0  # how many times its time without latencies an operator cos
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisProblem:
     """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward;
-    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states. fixed: values that
+    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states; wider: how many times more bytes
+    those have than the parameter as it is used, where that is cast. fixed: values that
     may not change their layout after they are made (mutated buffers). sync_params: price the reduction of gradients
     of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as
     can be split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so
@@ -53,6 +54,7 @@ class AxisProblem:
     choices: Choices
     pricer: Pricer
     params: frozenset[str]
+    wider: Mapping[str, float] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
     sync_params: bool = True
     work_first: bool = False
@@ -133,10 +135,11 @@ def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     if group.key not in problem.params:
         return 0.0
     layout, t = s.outputs[0], group.outs[0]
-    resting = _bytes(t, layout, problem.n) * group.times
+    wider = problem.wider.get(group.key, 1.0)
+    resting = _bytes(t, layout, problem.n) * wider * group.times
     cost = problem.state_price_s_per_byte * resting * (WORK_FIRST if problem.work_first else 1.0)
     if layout.kind is Kind.REPLICATE and t.grad and problem.sync_params:
-        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * group.times, problem.axis)
+        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * wider * group.times, problem.axis)
     return cost
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy
 
-from autopar.ir import Op, Program, TensorType, refs
+from autopar.ir import Op, Param, Program, TensorType, refs
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import stands_for
@@ -106,9 +106,9 @@ class Least:
         for op, n in zip(program.ops, times, strict=True):
             for r in refs(op):
                 reader[r] = min(n, reader.get(r, n))
-        self._read = [(p.value, program.types[p.value], p.trainable, reader[p.value]) for p in program.params if p.value in reader]
+        self._read = [(p.value, _at_rest(p, program), p.trainable, reader[p.value]) for p in program.params if p.value in reader]
         self._resting: dict[tuple[object, ...], float] = {}
-        trained = [(program.types[p.value], reader.get(p.value, 1)) for p in program.params if p.trainable]
+        trained = [(_at_rest(p, program), reader.get(p.value, 1)) for p in program.params if p.trainable]
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
             trainable_params=sum(t.numel * n for t, n in trained), gpu=dataclasses.replace(gpu, launch_s=0.0), optimizer=optimizer,
@@ -158,7 +158,7 @@ class Least:
 
 
 class _AtLeast(NamedTuple):
-    """A parameter on one rank, as small as it can be. What is gathered of it is not counted: it may rest whole after all."""
+    """A parameter on one rank, as small as it can be. What is gathered or cast of it is not counted: it may rest whole, or in parts."""
 
     itemsize: int
     numel: int
@@ -176,6 +176,14 @@ class _AtLeast(NamedTuple):
     @property
     def in_parts(self) -> bool:
         return False
+
+    @property
+    def is_cast(self) -> bool:
+        return False
+
+
+def _at_rest(p: Param, program: Program) -> TensorType:
+    return dataclasses.replace(program.types[p.value], dtype=p.rests or program.types[p.value].dtype)
 
 
 def _parts(t: TensorType, n: int) -> int:

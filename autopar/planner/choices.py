@@ -312,9 +312,7 @@ def _converted(
     found: Mapping[str, tuple[Strategy, ...]], incoming: Mapping[str, list[Edge]], ops: Mapping[str, Op]
 ) -> dict[str, tuple[Strategy, ...]]:
     """Keep grouped shards that are connected, through the strategies they share, with one that changes their groups."""
-    import networkx  # takes a quarter of a second, and is seldom needed
-
-    connected: networkx.Graph[Place] = networkx.Graph()
+    beside: dict[Place, dict[Place, None]] = defaultdict(dict)
     changing: set[Place] = set()
     grouped_of: dict[tuple[str, Strategy], list[Place]] = {}
     for name, strategies in found.items():
@@ -326,12 +324,13 @@ def _converted(
             if not grouped:
                 continue
             grouped_of[name, s] = grouped
-            connected.add_nodes_from(grouped)
-            connected.add_edges_from(zip(grouped, grouped[1:], strict=False))
+            for a, b in zip(grouped, grouped[1:], strict=False):
+                beside[a][b] = beside[b][a] = None
             if len({p[1].groups for p in places}) > 1:
                 changing |= set(grouped)
-    paying: set[Place] = set()
-    for component in networkx.connected_components(connected):
-        if component & changing:
-            paying |= component
+    paying, reached = set(changing), [*changing]  # importing networkx takes longer than all of this
+    while reached:
+        fresh = beside[reached.pop()].keys() - paying
+        paying |= fresh
+        reached += fresh
     return {name: tuple(s for s in ss if (name, s) not in grouped_of or grouped_of[name, s][0] in paying) for name, ss in found.items()}

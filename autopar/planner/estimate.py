@@ -28,6 +28,7 @@ from autopar.planner.stage_account import Piece, stage_bytes
 from autopar.planner.stages import Pieces, recomputable
 from autopar.planner.units import gather_units
 from cost_models.cluster import Cluster, Gpu
+from cost_models.compute import kernel_time_s
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES, Flow
 from cost_models.pools import How, OfRank, gradient_bytes, of_parameters, of_rank
@@ -129,7 +130,27 @@ class Estimator:
         """Exposed seconds of gathering parameters where they are used, the next unit while the present one is used;
         and_scatter: and of reduce-scattering their gradients in the same way."""
         gathered = self._gathered([(v, 0) for v in own])
-        return max(0.0, sum(self._exchange.unit_s(n, and_scatter=and_scatter) for n in gathered.values()) - compute_s)
+        sent = (self._exchange.unit_s(n, scattered=x if and_scatter else 0.0) for n, x in gathered.values())
+        return max(0.0, sum(sent) - compute_s)
+
+    def _casts_s(self, params: Collection[ParamBytes]) -> float:
+        """Of casting what rests of these parameters to the dtype in which they are used, once."""
+        moved = sum(p.resting_bytes + p.local_bytes * p.resting_numel / p.numel for p in params if p.is_cast and p.numel)
+        return self._moved_s(moved)
+
+    def _casts_of_a_pass_s(self, own: Collection[str]) -> tuple[float, float]:
+        """In forward and backward of one micro-batch: of what is gathered, and of gradients, which backward makes in the dtype of use."""
+        params = [self.params[v] for v in own]
+        gathered_s = self._casts_s([p for p in params if p.in_parts]) if self.rest.gathered == "use" else 0.0
+        made = sum(p.local_bytes + p.numel * p.itemsize for p in params if p.is_cast and p.trainable)
+        return gathered_s, gathered_s + self._moved_s(made)
+
+    def _casts_of_a_step_s(self, own: Collection[ParamBytes]) -> float:
+        """Before the first micro-batch, of what is not gathered where it is used."""
+        return self._casts_s([p for p in own if not (p.in_parts and self.rest.gathered == "use")])
+
+    def _moved_s(self, nbytes: float) -> float:
+        return self.pricer.shared * kernel_time_s("pointwise", 0.0, nbytes, "float32", self.cluster.gpu) if nbytes else 0.0
 
     def _ends_s(self, i: int, j: int) -> float:
         """Exposed seconds of the first gather of a step of the pieces [i, j), and of its last reduce-scatter, which is of the same unit:
@@ -138,7 +159,7 @@ class Estimator:
             return 0.0
         gathered = self._gathered(self._own(i, j))
         first = next((min(here) for k in range(i, j) if (here := self._gathered(self._own(k, k + 1)))), None)
-        return 0.0 if first is None else self._exchange.unit_s(gathered[first], and_scatter=True)
+        return 0.0 if first is None else self._exchange.unit_s(gathered[first][0], scattered=gathered[first][1])
 
     @functools.cached_property
     def _exchange(self) -> Exchange:
@@ -147,13 +168,15 @@ class Estimator:
             recipe=self.recipe,
         )  # fmt: skip
 
-    def _gathered(self, own: Collection[tuple[str, int]]) -> dict[tuple[int, int], int]:
-        """(unit, which copy of it) -> bytes, of these parameters if they are gathered where they are used."""
-        found: dict[tuple[int, int], int] = {}
+    def _gathered(self, own: Collection[tuple[str, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+        """(unit, which copy of it) -> bytes, of these parameters if they are gathered where they are used, and of their gradients as they
+        are reduce-scattered."""
+        found: dict[tuple[int, int], tuple[int, int]] = {}
         for v, copy in own:
             if v in self._units:
-                key = self._units[v], copy
-                found[key] = found.get(key, 0) + self.params[v].local_bytes
+                p, key = self.params[v], (self._units[v], copy)
+                gathered, sent = found.get(key, (0, 0))
+                found[key] = gathered + p.local_bytes, sent + self._exchange.scattered_bytes(p)
         return found
 
     @functools.cached_property
@@ -219,6 +242,7 @@ class Estimator:
             units=self._units,
             bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0,
             accumulates=self.recipe.accumulates,
+            cast={v for v, p in params.items() if p.is_cast},
         )
 
     # ----------------------------------------------------------------------------------------------------------- time
@@ -301,17 +325,18 @@ class Estimator:
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, LAYERS) if sent else 0.0)
-        busiest = 0.0
+        busiest, held_by = 0.0, list[list[ParamBytes]]()
         for r in range(self.flow.ranks):
             held = [s for s, of in enumerate(self.flow.rank_of) if of == r]
             own = list(dict.fromkeys(x for s in held for x in self._own(bounds[s], bounds[s + 1])))
             forward_s, backward_s = (sum(each[s] for s in held) for each in (forwards, backwards))
             busiest = max(busiest, forward_s + backward_s)
             ends_s = self._ends_s(bounds[held[0]], bounds[held[0] + 1])
-            sync = max(sync, self._exchange.step_s(self._params(own), forward_s, backward_s) + ends_s)
+            held_by.append(self._params(own))
+            sync = max(sync, self._exchange.step_s(held_by[-1], forward_s, backward_s) + ends_s)
             optimizer = max(optimizer, self._optimizer_s(own))
         pipeline = self.flow.step_time_s(forwards, backwards, hop)
-        before = self._prologue_s
+        before = self._prologue_s + max(self._casts_of_a_step_s(params) for params in held_by)
         compute = before + rank.micro_batches * busiest
         return Times(
             forwards_s=tuple(forwards), backwards_s=tuple(backwards), compute_s=compute, sync_s=sync, optimizer_s=optimizer,
@@ -338,7 +363,9 @@ class Estimator:
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
-        return update_s + self._exchange.step_s(self._params(self._own(0, n)), forward_s, backward_s) + self._ends_s(0, n)
+        params = self._params(self._own(0, n))
+        ends_s = self._exchange.step_s(params, forward_s, backward_s) + self._ends_s(0, n)
+        return update_s + self._casts_of_a_step_s(params) + ends_s
 
     @functools.cached_property
     def _prologue_s(self) -> float:
@@ -372,7 +399,8 @@ class Estimator:
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
             own = self.read(segment.span)
             exposed = self._gather_s(own, backward, and_scatter=True) + self._exchange.pass_s([self.params[v] for v in own], backward)
-            found.append((forward + self._gather_s(own, forward), backward + exposed))
+            casts_s = self._casts_of_a_pass_s(own)
+            found.append((forward + self._gather_s(own, forward) + casts_s[0], backward + exposed + casts_s[1]))
             if segment.block >= 0:
                 known[segment.block] = found[-1]
         return found

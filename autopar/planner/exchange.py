@@ -32,10 +32,14 @@ class Exchange:
     pricer: Pricer
     recipe: Recipe
 
-    def unit_s(self, nbytes: float, *, and_scatter: bool) -> float:
-        """Of gathering a unit where it is used; and_scatter: and of reduce-scattering its gradients, if that is done in every pass."""
-        scatter_s = self._parts_s("reduce_scatter", nbytes) if and_scatter and self.rest.reduced == "pass" else 0.0
+    def unit_s(self, nbytes: float, *, scattered: float = 0.0) -> float:
+        """Of gathering a unit where it is used, and of reduce-scattering so many bytes of its gradients, if that is done in every pass."""
+        scatter_s = self._parts_s("reduce_scatter", scattered) if scattered and self.rest.reduced == "pass" else 0.0
         return self._parts_s("all_gather", nbytes) + scatter_s
+
+    def scattered_bytes(self, p: ParamBytes) -> int:
+        """Of the gradient of a parameter that is gathered where it is used, as it is sent."""
+        return p.numel * self.recipe.reduced_itemsize if self.recipe.reduced_itemsize else p.numel * p.itemsize
 
     def pass_s(self, params: Collection[ParamBytes], compute_s: float) -> float:
         """Exposed, of reduce-scattering gradients bucket by bucket in a backward pass (ZeRO-2), but for the last bucket."""
@@ -101,7 +105,10 @@ class Exchange:
 
     def _sent_bytes(self, params: Collection[ParamBytes]) -> float:
         """Of the gradients of parameters as they are reduced."""
-        return float(sum(p.numel * (self.recipe.gradient_itemsize or p.itemsize) for p in params if p.trainable))
+        return float(sum(p.numel * self._sent_itemsize(p) for p in params if p.trainable))
+
+    def _sent_itemsize(self, p: ParamBytes) -> int:
+        return self.recipe.reduced_itemsize or self.recipe.gradient_itemsize or p.itemsize
 
     def _buckets(self, nbytes: float) -> list[tuple[int, float]]:
         """(how many, bytes of each): full buckets, and what is left."""

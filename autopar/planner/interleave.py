@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
@@ -97,7 +97,7 @@ def partition_of_ranks(
     """The best stages and modes; None if no objective below worth_s is found. Arguments as of `partition`. Raises Infeasible where all cuts
     were tried and none fits, OutOfBudget where those that were tried do not."""
     start = time.perf_counter()
-    ranks = _Ranks(pieces, flow, limit_bytes, recompute, over or {}, refused or {}, step_s, least_ends_s)
+    ranks = _Ranks(pieces, flow, limit_bytes, recompute, over or {}, refused or {}, step_s, least_ends_s, worth_s)
     least_s = flow.least_s(ranks.busy[-1])
     if least_s >= worth_s:
         return None
@@ -110,10 +110,12 @@ def partition_of_ranks(
         ranks.move_cuts(even)
         done = ranks.try_all()
     best_s, best, modes = ranks.best
+    if best is None and ranks.passed_over and done:
+        return None
     if best is None or modes is None:
         text = f"stages: no cuts of {len(pieces)} segments into {flow.stages} stages fit into {limit_bytes / GIB:.2f} GiB"
         raise Infeasible(text) if done else OutOfBudget(text, least_s)
-    bound = max(least_s, min(ranks.bound_s, best_s)) if done else least_s
+    bound = max(least_s, min(ranks.bound_s, best_s, worth_s)) if done else least_s
     if best_s >= worth_s and bound >= worth_s:
         return None
     outcome = Outcome(
@@ -127,7 +129,7 @@ def partition_of_ranks(
 @dataclass
 class _Ranks:
     """best: the fastest cuts and modes so far, without what the objective leaves out. bound_s: the fastest of all cuts that were
-    priced, if nothing more than must ran again."""
+    priced, if nothing more than must ran again. worth_s: cuts that are no faster are not priced; passed_over: whether there were such."""
 
     pieces: tuple[Piece, ...]
     flow: Flow
@@ -137,6 +139,8 @@ class _Ranks:
     refused: Refused
     step_s: StepTime
     least_ends_s: float
+    worth_s: float = math.inf
+    passed_over: bool = False
     best: tuple[float, tuple[int, ...] | None, tuple[int, ...] | None] = (math.inf, None, None)
     bound_s: float = math.inf
     _known: dict[tuple[object, ...], StageModes | None] = field(default_factory=dict)
@@ -210,7 +214,7 @@ class _Ranks:
             moved = False
             for k, by in ((k, by) for k in range(len(cuts)) for by in (-1, 1)):
                 other = (*here[:k], here[k] + by, *here[k + 1 :])
-                if left <= 0 or other in self._priced or not self._legal(other) or self._least_s(other) >= self.best[0]:
+                if left <= 0 or other in self._priced or not self._legal(other) or not self._could_do(self._least_s(other)):
                     continue
                 left -= 1
                 if (seconds := self.price(other)) < here_s:
@@ -219,37 +223,57 @@ class _Ranks:
     def _legal(self, cuts: tuple[int, ...]) -> bool:
         return all(i < j and self.trained[i] < self.trained[j] for i, j in pairwise((0, *cuts, len(self.pieces))))
 
-    def _least_s(self, cuts: tuple[int, ...], stages: int | None = None) -> float:
-        """No step with these cuts, or with these first ones, is faster."""
+    def _could_do(self, least_s: float) -> bool:
+        """Whether cuts whose step takes so long at least are worth a price."""
+        if least_s >= self.worth_s:
+            self.passed_over = True
+        return least_s < min(self.best[0], self.worth_s)
+
+    def _least_s(self, cuts: tuple[int, ...], stages: int | None = None, again_s: Mapping[int, float] | None = None) -> float:
+        """No step with these cuts, or with these first ones, is faster. again_s: of a rank, what it must run again at least."""
         flow, bounds = self.flow, (0, *cuts, len(self.pieces))[: (stages or self.flow.stages) + 1]
         of_rank, first = [0.0] * flow.ranks, [-1.0] * flow.ranks
         for s, (i, j) in enumerate(pairwise(bounds)):
             rank = flow.rank_of[s]
             first[rank] = self.busy[i] if first[rank] < 0 else first[rank]
             of_rank[rank] += self.busy[j] - self.busy[i]
-        return max(flow.least_s(self.busy[-1]), *(max(a, 0.0) + flow.micro_batches * b for a, b in zip(first, of_rank, strict=True)))
+        for rank, seconds in (again_s or {}).items():
+            of_rank[rank] += seconds
+        evenly_s = flow.least_s(self.busy[-1] + sum((again_s or {}).values()))
+        return max(evenly_s, *(max(a, 0.0) + flow.micro_batches * b for a, b in zip(first, of_rank, strict=True)))
 
     def try_all(self) -> bool:
         """Price all cuts that could be faster than the best ones. False if the nodes did not reach all of them."""
-        count, stages = len(self.pieces), self.flow.stages
+        count, stages, rank_of = len(self.pieces), self.flow.stages, self.flow.rank_of
+        whole = {s for s in range(stages) if rank_of[s] not in rank_of[s + 1 :]}  # with which all stages of a rank are there
         nodes = NODES
 
-        def place(s: int, made: tuple[int, ...]) -> bool:
+        def place(s: int, made: tuple[int, ...], again_s: Mapping[int, float]) -> bool:
             nonlocal nodes
             i = made[-1] if made else 0
-            if s == stages - 1:
-                if made not in self._priced and self._legal(made) and self._least_s(made) < self.best[0]:
-                    self.price(made)
-                return True
+            last = s == stages - 1
             even = self.busy[i] + (self.busy[-1] - self.busy[i]) / (stages - s)
-            for j in sorted(range(i + 1, count - stages + s + 2), key=lambda j: abs(self.busy[j] - even)):
-                nodes -= 1
+            ends = [count] if last else sorted(range(i + 1, count - stages + s + 2), key=lambda j: abs(self.busy[j] - even))
+            for j in ends:
+                nodes -= not last
                 if nodes < 0:
                     return False
-                if self.trained[i] == self.trained[j] or self._least_s((*made, j), s + 1) >= self.best[0]:
+                if (last and made in self._priced) or self.trained[i] == self.trained[j]:
                     continue
-                if not place(s + 1, (*made, j)):
+                if not self._could_do(self._least_s((*made, j), s + 1, again_s)):
+                    continue
+                more = again_s
+                if s in whole:
+                    found = self.modes_of((0, *made, j), rank_of[s])
+                    if found is None:
+                        continue
+                    more = {**again_s, rank_of[s]: max(0.0, found.again_s - found.slack_s)}
+                    if not self._could_do(self._least_s((*made, j), s + 1, more)):
+                        continue
+                if last:
+                    self.price(made)
+                elif not place(s + 1, (*made, j), more):
                     return False
             return True
 
-        return place(0, ())
+        return place(0, (), {})

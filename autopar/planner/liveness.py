@@ -45,7 +45,8 @@ class Activity:
     bucket that stays until then; at_once: those that are reduce-scattered in every backward pass, by unit or by bucket, of which the parts
     alone stay. bucket_bytes: 0 if gradients are reduced where they lie. accumulates: gradients are added at once into
     buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used; units:
-    value -> what it is gathered with (see units.gather_units)."""
+    value -> what it is gathered with (see units.gather_units). cast: the parameters that are used in a lower dtype, in which backward makes
+    their gradients."""
 
     span: Span
     recomputed: tuple[Span, ...]
@@ -61,6 +62,7 @@ class Activity:
     units: Mapping[str, int]
     bucket_bytes: int
     accumulates: bool = False
+    cast: Collection[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,14 +376,19 @@ class Liveness:
                 origin = tokens[here[0]]
                 for o in here:
                     del tokens[o]
+                casting = 0  # the most that a gradient needs until it is in the dtype of rest
                 for r, fresh in zip(refs(op), w.gradients, strict=True):
                     if r in a.gradients:
                         made, rests = a.gradients[r]
+                        lower = fresh if r in a.cast else 0
+                        casting = max(casting, lower and lower + (made if accumulated and r not in a.where_used else 0))
                         if r in a.where_used and r in a.at_once:
+                            added = accumulated or r in own  # of a later micro-batch, or of another use
                             own.put({} if accumulated else {r: rests})
-                            for copied, reducing, scattered in waiting.add(r, made, rests if accumulated else 0):
+                            for copied, reducing, scattered in waiting.add(r, made, rests if added else 0):
                                 yield Moment(
-                                    saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())),
+                                    saved=held.total, gradients=own.total,
+                                    temporary=lower + sum(sizes[t] for t in set(tokens.values())),
                                     communication=copied + reducing + scattered + units.backward.get(k, 0),
                                 )  # fmt: skip
                         elif a.accumulates:
@@ -396,6 +403,11 @@ class Liveness:
                         tokens[r] = len(sizes) if fresh else origin
                         if fresh:
                             sizes[len(sizes)] = fresh
+                if casting:
+                    yield Moment(
+                        saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())) + casting,
+                        communication=reducing + waiting.bytes + units.backward.get(k, 0),
+                    )  # fmt: skip
                 full = [
                     filling if final and 0 < a.bucket_bytes <= filling.total else _Store(),
                     scattering if scattering.total >= max(1, a.bucket_bytes) else _Store(),

@@ -16,6 +16,7 @@ from autopar.files import write_file
 from autopar.ir import Layout, Strategy
 from autopar.planner.memory_curve import RankCurve
 from autopar.planner.modes import RECOMPUTES
+from autopar.run.dtypes import PRECISIONS
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
@@ -234,6 +235,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter lie. virtual_stages:
     how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block,
     instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides.
+    reduce_dtype: in which gradients are brought together over ranks (a name as of `precision`), None for that in which parameters rest.
     seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation of the step.
     account: what the figures are made of; None in plans of before."""
 
@@ -244,6 +246,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_limit_bytes: Count
     optimizer: str
     precision: str
+    reduce_dtype: str | None = None
     global_batch: Count
     samples_unit: str
     mesh: dict[str, int]
@@ -371,6 +374,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if len(self.stages) != count or len(self.cuts) != count - 1 or sorted(self.cuts) != self.cuts:
             each = f" with {self.virtual_stages} stages on each" if self.virtual_stages > 1 else ""
             raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {ranks} pipeline ranks{each}")
+        if self.reduce_dtype not in (None, *PRECISIONS):
+            raise PlanError(f"{name}: reduce_dtype {self.reduce_dtype!r} is not one of {', '.join(PRECISIONS)}")
         if self.schedule not in SCHEDULES or self.rest not in RESTS:
             raise PlanError(f"{name}: unknown schedule {self.schedule!r} or rest {self.rest!r}")
         if self.virtual_stages > 1 and (ranks == 1 or not SCHEDULES[self.schedule].several):

@@ -140,8 +140,8 @@ def _roots(ops: tuple[Op, ...], costs: list[OpCost]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamBytes:
-    """Of one parameter on one rank. local_bytes: as used; resting_bytes: as it rests; summed: the axes over which its gradient, as its use
-    gives it, is a term of a sum."""
+    """Of one parameter on one rank. local_bytes: as used; resting_bytes: as it rests, perhaps in a wider dtype; summed: the axes over which
+    its gradient, as its use gives it, is a term of a sum."""
 
     local_bytes: int
     resting_bytes: int
@@ -152,12 +152,18 @@ class ParamBytes:
 
     @property
     def itemsize(self) -> int:
-        return self.local_bytes // self.numel if self.numel else 0
+        """Of a number at rest, and of its gradient."""
+        return self.resting_bytes // self.resting_numel if self.resting_numel else 0
 
     @property
     def in_parts(self) -> bool:
         """Whether it rests in parts over the data axis."""
-        return self.resting_bytes < self.local_bytes
+        return self.resting_numel < self.numel
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is cast before it is used."""
+        return self.local_bytes != self.numel * self.itemsize
 
 
 def zero_dims(program: Program, shard: int) -> dict[str, int]:
@@ -179,9 +185,10 @@ def param_bytes(program: Program, dims: Mapping[str, int], shard: int, *, ranks:
     found = {}
     for p in program.params:
         t = program.types[p.value]
-        parts = shard if p.fqn in dims else 1
+        resting = t.numel // (shard if p.fqn in dims else 1)
         found[p.value] = ParamBytes(
-            local_bytes=t.nbytes, resting_bytes=t.nbytes // parts, numel=t.numel, resting_numel=t.numel // parts, trainable=p.trainable,
+            local_bytes=t.nbytes, resting_bytes=resting * (p.rests or t.dtype).itemsize, numel=t.numel, resting_numel=resting,
+            trainable=p.trainable,
             summed=(*beside, *(axis for axis, layout in p.layouts if layout == R and axis in AXES)),
         )  # fmt: skip
     return found

@@ -56,6 +56,7 @@ def axis_problem(
         choices=known or axis_choices(program, axis, n, leaves),
         pricer=pricer,
         params=frozenset(p.value for p in program.params),
+        wider={p.value: p.rests.itemsize / program.types[p.value].dtype.itemsize for p in program.params if p.rests is not None},
         fixed=_fixed(program),
         sync_params=not spec.beside,
         work_first=spec.work_first,

@@ -27,6 +27,7 @@ from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Mesh, Space
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
+from autopar.run.dtypes import PRECISIONS, dtype_named
 from cost_models.cluster import Cluster
 from cost_models.pipeline import flow
 from cost_models.recipe import AUTOPAR, Recipe
@@ -63,9 +64,10 @@ class Searched:
 
 @dataclass(kw_only=True)
 class Question:
-    """recipe: of the training software. batch_size: the global batch, by default that of the program; with another one candidates can be
-    priced, but no plan made. known: what was found out about ranks; said: about choices; unsure: choices that were tried without proof that
-    nothing fits."""
+    """recipe: of the training software; reduce_dtype: in which it brings gradients together (a name as of precision), None for that in
+    which parameters rest. batch_size: the global batch, by default that of the program; with another one candidates can be priced, but no
+    plan made. known: what was found out about ranks; said: about choices; unsure: choices that were tried without proof that nothing
+    fits."""
 
     program: Program
     gpus: int
@@ -75,10 +77,13 @@ class Question:
     precision: str
     pins: Pins
     recipe: Recipe = AUTOPAR
+    reduce_dtype: str | None = None
     batch_size: int | None = None
     store: Store | None = None
 
     def __post_init__(self) -> None:
+        if self.reduce_dtype is not None:
+            self.recipe = dataclasses.replace(self.recipe, reduced_itemsize=dtype_named(PRECISIONS[self.reduce_dtype]).itemsize)
         self.batch_size = self.batch_size or self.program.batch_size
         self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
         self.known = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)

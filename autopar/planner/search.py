@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from autopar.collector import held_back
 from autopar.errors import Infeasible
 from autopar.ir import I, Program
 from autopar.planner.answer import LISTED, plan_of, why_not
@@ -180,7 +181,7 @@ class Search(Question):
             hopeless.append(entry)
             return
         fastest = self._fastest.setdefault(dataclasses.replace(choice, form=self.space.form), estimator)
-        if fastest is not estimator and _no_better(estimator.pieces, fastest.pieces):
+        if fastest is not estimator and _no_better(estimator, fastest):
             return
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
@@ -253,10 +254,11 @@ class Search(Question):
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
         wanted = MEASURED_CANDIDATES if self.measure == "live" else 1
-        found = list(itertools.islice(self.candidates(), wanted))
-        if not found:
-            raise Infeasible(why_not(self))
-        return plan_of(self, self._measured(found) if self.measure == "live" else found)
+        with held_back():
+            found = list(itertools.islice(self.candidates(), wanted))
+            if not found:
+                raise Infeasible(why_not(self))
+            return plan_of(self, self._measured(found) if self.measure == "live" else found)
 
     def _measured(self, found: list[Candidate]) -> list[Candidate]:
         """The front-runners, their operators measured on this machine and their stages decided again from these times."""
@@ -278,18 +280,27 @@ class Search(Question):
         return sorted(again, key=lambda c: c.step_time_s) or found
 
 
-def _no_better(pieces: tuple[Piece, ...], others: tuple[Piece, ...]) -> bool:
-    """Whether none of these is faster or smaller than the other in its place."""
-
-    def costs(p: Piece) -> tuple[float, ...]:
-        held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
-        modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.forward_bytes, m.backward_bytes, m.later_bytes)]
-        return (p.forward_s, p.backward_s, *held, *modes)
-
-    if len(pieces) != len(others):
+def _no_better(form: Estimator, first: Estimator) -> bool:
+    """Whether no piece of a form is faster or smaller than that of the first one in its place. Most are where what operators keep is
+    counted alone, which is quicker."""
+    own, others = form.segments, first.segments
+    if len(own) != len(others):
         return False
-    pairs = dict.fromkeys(zip(pieces, others, strict=True))
-    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, costs(a), costs(b))) for a, b in pairs)
+    places = dict.fromkeys(zip(own.order, others.order, strict=True))
+    for a, b in places:
+        x, y = own.segments[a].span, others.segments[b].span
+        if form.rank.ledger.kept_bytes(x) < first.rank.ledger.kept_bytes(y):
+            return False
+    if any(x < y for a, b in zip(form.seconds(), first.seconds(), strict=True) for x, y in zip(a, b, strict=True)):
+        return False
+    pairs = dict.fromkeys(zip(form.pieces, first.pieces, strict=True))
+    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, _costs(a), _costs(b))) for a, b in pairs)
+
+
+def _costs(p: Piece) -> tuple[float, ...]:
+    held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
+    modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.forward_bytes, m.backward_bytes, m.later_bytes)]
+    return (p.forward_s, p.backward_s, *held, *modes)
 
 
 def make_plan(
@@ -300,6 +311,7 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     pins: Pins | None = None,
     time_limit_s: float | None = None,
     measure: str = "roofline",
@@ -308,12 +320,12 @@ def make_plan(
     store: Store | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Search and return the best plan found. recipe: how the training software carries a plan out. variants: instead of pins, several, of
-    whose plans the best is the answer. measure: 'roofline' for times estimated from the cluster's description, 'live' for
-    times of operators measured on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and
-    the plan is the same on any machine. store: what is known of the program; stop: whether the user has enough of it: then the best plan so
-    far is the answer, or the first that is found. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and
-    PlanError where this machine is not one of the cluster's."""
+    """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. recipe: how
+    the training software carries a plan out. variants: instead of pins, several, of whose plans the best is the answer. measure:
+    'roofline' for times estimated from the cluster's description, 'live' for times of operators measured on this machine. time_limit_s:
+    stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any machine. store: what is known
+    of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the first that is found. Raises
+    Infeasible, ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
@@ -325,6 +337,7 @@ def make_plan(
         memory_limit_bytes=memory_limit_bytes or usable_bytes(cluster.gpu),
         optimizer=optimizer,
         precision=precision,
+        reduce_dtype=reduce_dtype,
         pins=first,
         recipe=recipe,
         time_limit_s=time_limit_s,

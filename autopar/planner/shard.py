@@ -54,6 +54,7 @@ class _Sharder:
         self.made: dict[tuple[str, Layout, object], str] = {}
         self.entered: dict[tuple[str, object], str] = {}  # what stands for a value within a block instance
         self.names = set(program.types)
+        self.sums = {p.value: p.rests for p in program.params if p.rests is not None}
 
     def run(self, final: Layout) -> Program:
         program = self.program
@@ -149,7 +150,7 @@ class _Sharder:
                 count += 1
                 name = f"{stem}_{count}"
             self.names.add(name)
-            op = transition_op(value, have, want, self.axis, name)
+            op = transition_op(value, have, want, self.axis, name, self.sums.get(value))
             module, source = (consumer.module, consumer.source) if consumer is not None else ("", "")
             self.ops.append(dataclasses.replace(op, module=module, source=source))
             self.types[name], self.layouts[name] = self._local(t, want), want

@@ -7,6 +7,7 @@ fits was found under it: of the pins, one at a time, then together; of the GPUs,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,13 +95,10 @@ def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
             continue
         first = question.space.form if mesh.inner else Form()
         forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
-        for rest, shard in question.space.rests(mesh):
-            for form in forms:
-                found = question.space.schedules(mesh, max(counts))
-                if not found:
-                    continue
+        for (rest, shard), form in itertools.product(question.space.rests(mesh), forms):
+            for schedule, chunks in question.space.schedules(mesh, max(counts)):
                 choice = Choice(
-                    mesh=mesh, micro_batches=max(counts), schedule=found[0][0], rest=rest, shard=shard, form=form, chunks=found[0][1]
+                    mesh=mesh, micro_batches=max(counts), schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
                 )  # fmt: skip
                 rank = question.known.rank(mesh, choice.micro_batches, question.batch_size, question.recipe, form)
                 estimator = question.estimator(rank, choice)

@@ -19,8 +19,8 @@ from cost_models.rests import RESTS, Rest
 
 __all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Mesh", "Space", "divisors"]
 
-SCHEDULES_TRIED = ("1f1b",)  # of those that are known; as fast as GPipe, with fewer micro-batches in flight
-CHUNKS_TRIED = (2, 4)  # stages on each rank, where a schedule has several and how many is not pinned
+SCHEDULES_TRIED = ("1f1b", "interleaved")  # of those that are known; 1F1B is as fast as GPipe, with fewer micro-batches in flight
+CHUNKS_TRIED = (2,)  # stages on each rank, where a schedule has several and how many is not pinned
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
 
 
@@ -166,9 +166,14 @@ class Space:
         for row in [SCHEDULES[pinned]] if pinned else SCHEDULES.values():
             if not row.several:
                 found += [(row.name, 1)] if chunks in (None, 1) and (pinned or row.name in SCHEDULES_TRIED) else []
-            elif pinned or chunks is not None or row.name in SCHEDULES_TRIED:
+            elif pinned or chunks is not None or (row.name in SCHEDULES_TRIED and self._interleaves(mesh, count)):
                 found += [(row.name, n) for n in ([chunks] if chunks else CHUNKS_TRIED) if n > 1 and mesh.over("layers") > 1]
         return found
+
+    def _interleaves(self, mesh: Mesh, count: int) -> bool:
+        """Whether several stages on each rank are tried where nothing asks for them: with whole groups of micro-batches, which is where
+        they shorten the bubble, and unless the layers of each rank's one stage are pinned."""
+        return count % mesh.over("layers") == 0 and self.pins.blocks is None
 
     def choices(self) -> Iterator[Choice]:
         for mesh in self.meshes():

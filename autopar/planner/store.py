@@ -60,7 +60,9 @@ class Store:
     _by_samples: set[Split] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[Split, Moments | str] = field(default_factory=dict)
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
+    _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
     _inner: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
     _inner_choices: dict[tuple[int, str, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the program's identity
 
     @property
@@ -188,7 +190,12 @@ class Store:
         inner = self._inner_axes(mesh, moments.body, form)
         if isinstance(inner, str):
             return inner
-        return self._priced(mesh, split, moments, data[1], inner[0], (*data[2], *inner[1]), recipe)
+        found = self._alike.setdefault((split, mesh.inner, *self._placed(mesh), self.pricer(mesh).contended, *recipe.of_operators), [])
+        same = next((rank for rank in found if rank.inner == inner[0]), None)  # another form may have the same answer
+        if same is None:
+            same = self._priced(mesh, split, moments, data[1], inner[0], (*data[2], *inner[1]), recipe)
+            found.append(same)
+        return same
 
     def _inner_axes(self, mesh: Mesh, body: Program, form: Form, *, exactly: bool = False) -> tuple[Inner, tuple[Outcome, ...]] | str:
         """The axes that divide operators, one after the other, or why one cannot."""
@@ -285,7 +292,10 @@ class Store:
     def _solve_inner(self, problem: AxisProblem, form: Form) -> AxisSolution:
         """The best assignment of a form. One that splits, of a model so small that splitting its work costs more than doing it on every
         rank, is the best of those that split every heavy operator that can be."""
-        best = self._solved(f"{problem.axis} axis", problem, 5e-3)
+        key = (id(problem.choices), problem.n, problem.pricer.per_node(problem.axis), dataclasses.replace(form, split=False))
+        if key not in self._best:  # the choices are kept, so that no others have their identity
+            self._best[key] = problem.choices, self._solved(f"{problem.axis} axis", problem, 5e-3)
+        best = self._best[key][1]
         if not form.split:
             return best
         heavy = {key: g for key, g in problem.choices.groups.items() if g.op is not None and is_heavy(g.op.target)}

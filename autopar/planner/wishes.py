@@ -16,13 +16,12 @@ from autopar.errors import PlanError
 from autopar.ir import I, Op, Program, R, refs
 from autopar.planner.lower import lower
 from autopar.planner.plan import Pins, Plan
+from autopar.run.dtypes import PRECISIONS
 from autopar.targets import did_you_mean
 
 __all__ = [
     "PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "for_loss_outside", "itemsize_of", "with_notes",
 ]  # fmt: skip
-
-PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 class WishError(PlanError, ValueError):
@@ -107,7 +106,7 @@ def with_notes(plan: Plan, program: Program, further: tuple[str, ...] = ()) -> P
             listed = ", ".join(f"{target} x{n}" for target, n in Counter(op.target for op in ops).most_common())
             notes.append(f"without a rule, {how}, and priced as read and written bytes: {listed}")
     own = plan.precision
-    dtypes = list(dict.fromkeys(str(program.types[p.value].dtype).removeprefix("torch.") for p in program.params))
+    dtypes = list(dict.fromkeys(str(p.rests or program.types[p.value].dtype).removeprefix("torch.") for p in program.params))
     if dtypes and _only_cast(program, PRECISIONS[plan.precision]):
         notes.append(f"float32 parameters rest as they are, and are cast to {PRECISIONS[plan.precision]} where they are used")
     elif dtypes and dtypes != [PRECISIONS[plan.precision]]:
@@ -117,10 +116,8 @@ def with_notes(plan: Plan, program: Program, further: tuple[str, ...] = ()) -> P
 
 
 def _only_cast(program: Program, dtype: str) -> bool:
-    """Whether float32 parameters are read by casts to a lower dtype alone."""
-    full = {p.value for p in program.params if program.types[p.value].dtype == torch.float32}
-    reads = [op for op in program.ops if not full.isdisjoint(refs(op))]
-    return bool(reads) and all(op.target == "aten.to.dtype" and str(program.types[op.name].dtype) == f"torch.{dtype}" for op in reads)
+    """Whether parameters that rest in float32 are used in this lower dtype, but for those of norms with running statistics."""
+    return any(p.rests == torch.float32 and str(program.types[p.value].dtype) == f"torch.{dtype}" for p in program.params)
 
 
 def _split(plan: Plan, program: Program, ops: Sequence[Op]) -> frozenset[str]:

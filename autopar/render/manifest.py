@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from autopar.axes import BATCH, TIME
@@ -16,6 +17,7 @@ from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
 from autopar.planner.stages import used_on
 from autopar.planner.units import gather_units
+from autopar.run.dtypes import PRECISIONS
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from autopar.run.region import REGION
 from cost_models.recipe import AUTOPAR
@@ -46,7 +48,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         ParamSpec(
             name=p.fqn,
             shape=program.types[p.value].shape,
-            dtype=_dtype(program.types[p.value]),
+            dtype=_name(p.rests or program.types[p.value].dtype),
+            computes=None if p.rests is None else _dtype(program.types[p.value]),
             aliases=p.aliases,
             trainable=p.trainable,
             layouts=_layouts(p.layouts),
@@ -95,6 +98,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
         rest=plan.rest,
+        reduce_dtype=None if plan.reduce_dtype is None else PRECISIONS[plan.reduce_dtype],
         shard=plan.shard if 1 < plan.shard < plan.mesh[BATCH] else None,
         params=params,
         buffers=buffers,
@@ -151,4 +155,8 @@ def _layouts(layouts: tuple[tuple[str, Layout], ...]) -> dict[str, str]:
 
 
 def _dtype(t: TensorType) -> str:
-    return str(t.dtype).removeprefix("torch.")
+    return _name(t.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

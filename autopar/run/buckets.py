@@ -6,6 +6,9 @@ use it is whole over dp again: gathered once a step with its bucket, or where it
 Gradients of what is used become gradients of what rests: over an axis on which the use is R they are partial and summed
 (where the parameter rests in slices, reduce-scattered over 'shard', then summed over 'replica'); on which it is I they are the same
 everywhere; on which it is S they are this rank's own.
+
+What is cast before it is used is gathered in the lower dtype. Gradients are kept, and added over uses and micro-batches, in the dtype in
+which their parameter rests; in which they travel is the manifest's reduce_dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from autopar.axes import BATCH, cut_order
 from autopar.ir import Kind
 from autopar.run import comm, record
+from autopar.run.dtypes import dtype_named
 from autopar.run.lies import layouts_of
 from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
@@ -28,10 +32,13 @@ from autopar.run.slices import joined, parted
 from cost_models.rests import Rest, rest_of
 
 __all__ = [
-    "BUCKET_BYTES", "Bucket", "Gathering", "Held", "Reduction", "add_parts", "hold", "make_buckets", "make_buckets_of_a_pass", "make_units",
+    "BUCKET_BYTES", "Bucket", "Computes", "Gathering", "Held", "Reduction", "add_parts", "computes_of", "hold", "make_buckets",
+    "make_buckets_of_a_pass", "make_units",
 ]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel: large enough to fill a link, small enough to overlap
+
+Computes = Mapping[str, torch.dtype]  # parameters that are cast before they are used -> the lower dtype
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,7 +46,7 @@ class Held:
     """One parameter on one rank. param: the user's parameter. zero: its dim that is cut into `shards` parts at rest, None if it rests
     whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes over which the gradient of its use is
     partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if it is on one of them. trains: whether
-    the present step computes its gradient."""
+    the present step computes its gradient. computes: the dtype in which it is used. reduce_dtype: in which its gradient is reduced."""
 
     spec: ParamSpec
     param: nn.Parameter
@@ -50,6 +57,8 @@ class Held:
     stages: tuple[int, ...]
     tied: Axis | None
     trains: bool
+    computes: torch.dtype
+    reduce_dtype: torch.dtype
 
     @property
     def local(self) -> Tensor:
@@ -78,9 +87,14 @@ class Held:
         return self.local.new_zeros(shape)
 
 
-def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) -> Held:
-    """Note a parameter whose memory is this rank's part of it."""
+def computes_of(params: Iterable[ParamSpec]) -> Computes:
+    return {spec.name: dtype_named(spec.computes) for spec in params if spec.computes is not None}
+
+
+def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None, reduce_dtype: str | None = None) -> Held:
+    """Note a parameter whose memory is this rank's part of it. reduce_dtype: the manifest's."""
     layouts = layouts_of(spec)
+    rests = dtype_named(spec.dtype)
     return Held(
         spec=spec,
         param=param,
@@ -91,6 +105,8 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None) ->
         stages=tuple(s for s in spec.stages or (0,) if mesh.pp.rank in mesh.pp_ranks((s,))),
         tied=tied,
         trains=spec.trainable,
+        computes=rests if spec.computes is None else dtype_named(spec.computes),
+        reduce_dtype=rests if reduce_dtype is None or not rests.is_floating_point else dtype_named(reduce_dtype),
     )
 
 
@@ -116,29 +132,32 @@ class Bucket:
         remaining = [name for name in copies if mesh.axis(name).size > 1]
         self.summed_over = mesh.joint(remaining) if remaining and not often else None
         self.late = first.late and not often
+        self.reduce_dtype = first.reduce_dtype
 
     @property
     def reduces(self) -> bool:
         """Whether its gradients need anything of other ranks."""
         return self.scatters or self.summed_over is not None
 
-    def gather(self) -> Gathering:
-        return Gathering(self)
+    def gather(self, computes: Computes) -> Gathering:
+        return Gathering(self, computes)
 
     def reduce(self, grads: Mapping[str, Tensor]) -> Reduction:
         return Reduction(self, grads)
 
 
 class Gathering:
-    """An all-gather of a bucket's parameters, on its way."""
+    """An all-gather of a bucket's parameters, on its way: in the dtype in which they are used, or as they rest if they are used in
+    several (of a form of the call that casts others than the first one does)."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+    def __init__(self, bucket: Bucket, computes: Computes) -> None:
+        self.bucket, self._computes = bucket, computes
         parts = [held.local.reshape(-1) for held in bucket.held]
         shard, numel = bucket.mesh.shard, sum(len(part) for part in parts)
-        self._out = parts[0].new_empty(shard.size * numel)
+        dtypes = {computes.get(held.spec.name, part.dtype) for held, part in zip(bucket.held, parts, strict=True)}
+        self._out = parts[0].new_empty(shard.size * numel, dtype=dtypes.pop() if len(dtypes) == 1 else None)
         own = self._out.narrow(0, shard.rank * numel, numel)  # gathered in place
-        torch.cat(parts, out=own)
+        torch.cat(parts, out=own)  # which casts
         self._work: dist.Work | None = comm.gather_flat(self._out, own, shard)
 
     def finish(self) -> dict[str, Tensor]:
@@ -152,7 +171,8 @@ class Gathering:
             assert held.zero is not None
             size = held.local.numel()
             parts = rows[:, offset : offset + size].view(-1, *held.local.shape)
-            found[held.spec.name] = joined(parts, held.zero).contiguous()
+            whole = joined(parts, held.zero).contiguous()
+            found[held.spec.name] = whole.to(self._computes.get(held.spec.name, whole.dtype))
             offset += size
         return found
 
@@ -175,7 +195,7 @@ class Reduction:
         if bucket.scatters:
             self._scatter(found)
         else:
-            self._flat = _flat(found)
+            self._flat = _flat(found, bucket.reduce_dtype)
             self.go_on()
 
     def _scatter(self, grads: list[Tensor]) -> None:
@@ -183,10 +203,9 @@ class Reduction:
         zeros = [held.zero for held in self.held]
         rows = [parted(g, shard.size, zero) for g, zero in zip(grads, zeros, strict=True) if zero is not None]
         if not self.bucket.partial_over_dp:
-            self._flat = _flat([r[shard.rank] for r in rows])
+            self._flat = _flat([r[shard.rank] for r in rows], self.bucket.reduce_dtype)
             return
-        flat = [r.reshape(shard.size, -1) for r in rows]
-        whole = (flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dim=1)).view(-1)
+        whole = _side_by_side([r.reshape(shard.size, -1) for r in rows], self.bucket.reduce_dtype).view(-1)
         self._kept = whole
         self._flat = whole.new_empty(whole.numel() // shard.size)
         self._work = comm.scatter_flat(self._flat, whole, shard)
@@ -213,14 +232,22 @@ class Reduction:
         self.go_on()
         self._wait()
         sizes = [held.local.numel() for held in self.held]
-        return {
-            held.spec.name: part.view(held.local.shape) for held, part in zip(self.held, self._flat.split(sizes), strict=True)
-        }
+        parts = self._flat.to(self.held[0].local.dtype).split(sizes)
+        return {held.spec.name: part.view(held.local.shape) for held, part in zip(self.held, parts, strict=True)}
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """One contiguous vector; of a single contiguous tensor, a view."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One contiguous vector of a dtype; of a single contiguous tensor that has it, a view."""
+    return _side_by_side([t.reshape(1, -1) for t in tensors], dtype).view(-1)
+
+
+def _side_by_side(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[n, a], [n, b], ... -> [n, a + b + ...], contiguous and of a dtype; of one that is so, itself."""
+    if len(rows) == 1:
+        return rows[0].to(dtype).contiguous()
+    out = rows[0].new_empty((len(rows[0]), sum(r.shape[1] for r in rows)), dtype=dtype)
+    torch.cat(tuple(rows), dim=1, out=out)  # which casts
+    return out
 
 
 def add_parts(known: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
@@ -250,7 +277,8 @@ def _filled(held: Iterable[Held], size_bytes: int) -> list[list[Held]]:
     done: list[list[Held]] = []
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
-        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.stages, one.spec.trainable)
+        gathered_as = one.computes if one.zero is not None else None
+        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.stages, one.spec.trainable, gathered_as)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
         if sum(h.local.numel() * h.local.element_size() * (h.shards if h.zero is not None else 1) for h in bucket) >= size_bytes:
@@ -259,10 +287,10 @@ def _filled(held: Iterable[Held], size_bytes: int) -> list[list[Held]]:
 
 
 def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ...]:
-    """The parameters that are gathered where they are used: units, each of a bucket for every dtype in it."""
+    """The parameters that are gathered where they are used: units, each of a bucket for every dtype in it, at rest and in use."""
     units: dict[object, dict[object, list[Held]]] = {}
     for one in held:
         if one.gathered_when_used:
             unit = one.spec.name if one.spec.unit is None else one.spec.unit
-            units.setdefault(unit, {}).setdefault((one.local.dtype, one.partial), []).append(one)
+            units.setdefault(unit, {}).setdefault((one.local.dtype, one.computes, one.partial), []).append(one)
     return tuple(tuple(Bucket(of, mesh, often=True) for of in unit.values()) for unit in units.values())

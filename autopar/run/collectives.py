@@ -23,7 +23,7 @@ dim and groups (see `autopar.ir.Layout`). All work on tensors of any dtype (thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from autopar.run import comm, record
 from autopar.run.mesh import Axis
-from autopar.run.slices import cut, join, joined, local_slice, parted
+from autopar.run.slices import Span, cut, cut_spans, join, joined, local_slice, parted
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_shared", "all_to_all", "copy_to", "gather", "join", "keep_one", "local_slice",
@@ -77,19 +77,33 @@ def _exchange(x: Tensor, axis: Axis, dim: int, groups: int, to_dim: int, to_grou
 
 
 def _regroup(x: Tensor, axis: Axis, dim: int, groups: int, to_groups: int) -> Tensor:
-    """Each rank sends every other the positions that both its old slice and the other's new slice have."""
-    n, me = axis.size, axis.rank
-    whole = torch.arange(x.shape[dim] * n)
-    held = [cut(whole, n, 0, groups, j) for j in range(n)]
-    wanted = [cut(whole, n, 0, to_groups, j) for j in range(n)]
-    sent = [torch.isin(held[me], wanted[j]).nonzero()[:, 0] for j in range(n)]
-    received = [torch.isin(wanted[me], held[j]).nonzero()[:, 0] for j in range(n)]
+    """Each rank sends every other the positions that both its old slice and the other's new slice have: ranges, which are copied without
+    a list of positions that the device would have to be given."""
+    n, me, size = axis.size, axis.rank, x.shape[dim] * axis.size
+    held, wanted = ([cut_spans(((0, size),), n, g, j) for j in range(n)] for g in (groups, to_groups))
     rows = x.movedim(dim, 0)
-    got = comm.all_to_all(
-        rows[torch.cat(sent).to(x.device)], axis, sends=[len(i) for i in sent], receives=[len(i) for i in received]
-    )
-    place = torch.cat(received).argsort().to(x.device)
-    return got[place].movedim(0, dim).contiguous()
+    sent = [[rows[a : a + length] for a, _, length in _shared(held[me], wanted[j])] for j in range(n)]
+    found = [[(b, length) for _, b, length in _shared(held[j], wanted[me])] for j in range(n)]
+    sends, receives = [sum(map(len, parts)) for parts in sent], [sum(length for _, length in parts) for parts in found]
+    got = comm.all_to_all(torch.cat([part for parts in sent for part in parts]), axis, sends=sends, receives=receives)
+    pieces = got.split([length for parts in found for _, length in parts])
+    starts = [b for parts in found for b, _ in parts]
+    return torch.cat([pieces[k] for k in sorted(range(len(pieces)), key=starts.__getitem__)]).movedim(0, dim).contiguous()
+
+
+def _shared(one: Sequence[Span], other: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """The ranges that two slices of a dim have in common, in order: where each begins in the one and in the other, and its length."""
+    found = []
+    at = 0
+    for start, end in one:
+        behind = 0
+        for first, last in other:
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                found.append((at + low - start, behind + low - first, high - low))
+            behind += last - first
+        at += end - start
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------- transitions
@@ -117,9 +131,9 @@ def _apply(x: Tensor, axis: Axis, forward: Callable[[Tensor], Tensor], backward:
     return x if axis.size == 1 else _Transition.apply(x, forward, backward, record.line(2))
 
 
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """I -> R."""
-    return _apply(x, axis, _same, lambda g: _sum(g, axis))
+def copy_to(x: Tensor, axis: Axis, *, sums: torch.dtype | None = None) -> Tensor:
+    """I -> R. sums: the dtype in which gradients are added, by default their own."""
+    return _apply(x, axis, _same, lambda g: _sum(g.to(sums or g.dtype), axis).to(g.dtype))
 
 
 def split(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
@@ -132,9 +146,11 @@ def narrow(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
     return _apply(x, axis, lambda v: _slice(v, axis, dim, groups), lambda g: _pad(g, axis, dim, groups))
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:
-    """S(dim, groups) -> R."""
-    return _apply(x, axis, lambda v: _gather(v, axis, dim, groups), lambda g: _scatter(g, axis, dim, groups))
+def all_gather(x: Tensor, axis: Axis, dim: int, groups: int = 1, *, sums: torch.dtype | None = None) -> Tensor:
+    """S(dim, groups) -> R. sums: as of copy_to."""
+    return _apply(
+        x, axis, lambda v: _gather(v, axis, dim, groups), lambda g: _scatter(g.to(sums or g.dtype), axis, dim, groups).to(g.dtype)
+    )
 
 
 def gather(x: Tensor, axis: Axis, dim: int, groups: int = 1) -> Tensor:

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["dtype_named", "empty"]
+__all__ = ["PRECISIONS", "dtype_named", "empty"]
+
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""What a user calls a precision -> the dtype."""
 
 _BY_NAME = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

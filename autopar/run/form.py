@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir import Layout
+from autopar.run.buckets import computes_of
 from autopar.run.dtypes import dtype_named
 from autopar.run.inputs import Batch, micro_batch
 from autopar.run.manifest import Manifest
@@ -56,6 +57,7 @@ class Form:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}{each}")
         self.manifest, self.constants, self.guards, self.returned = manifest, constants, guards, returned
         self.outputs = Outputs(manifest, mesh, device, local=local_batch)
+        self.computes = computes_of(manifest.params)
         self.calls = 0
         self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
         others: Mapping[str, Any] = constants  # submodules stand where tensors do

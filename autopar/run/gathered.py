@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.run.buckets import Bucket, Gathering, Reduction, add_parts
+from autopar.run.buckets import Bucket, Computes, Gathering, Reduction, add_parts
 
 __all__ = ["GatheredWhereUsed", "Orders", "Units"]
 
@@ -65,11 +65,11 @@ class Units:
 class GatheredWhereUsed:
     """The parameters of one step that are gathered where they are used.
 
-    orders: of earlier steps; this one's is added by `close`.
+    orders: of earlier steps; this one's is added by `close`. computes: which are cast before they are gathered.
     """
 
-    def __init__(self, units: Units, orders: Orders) -> None:
-        self._units, self._orders = units, orders
+    def __init__(self, units: Units, orders: Orders, computes: Computes) -> None:
+        self._units, self._orders, self._computes = units, orders, computes
         self._grad = torch.is_grad_enabled()
         self._expected = orders.get(self._grad, ())
         self._order: list[int] = []
@@ -124,7 +124,7 @@ class GatheredWhereUsed:
         return found
 
     def _gathering(self, unit: int) -> list[Gathering]:
-        return [bucket.gather() for bucket in self._units.buckets[unit]]
+        return [bucket.gather(self._computes) for bucket in self._units.buckets[unit]]
 
     def _take_ahead(self, unit: int | None) -> list[Gathering] | None:
         """What is being gathered ahead, if it is this. Anything else is waited for, since its memory is being written."""
@@ -146,7 +146,8 @@ class GatheredWhereUsed:
     def _as_made(self, tensor: Tensor, name: str) -> bool:
         """Whether strides say all there is to say of this view of a parameter: not so where it reads the storage as another dtype
         (view_as_complex), or is to be conjugated or negated when it is read."""
-        return tensor.dtype == self._units.held[name].local.dtype and not (tensor.is_conj() or tensor.is_neg())
+        used = self._computes.get(name, self._units.held[name].local.dtype)
+        return tensor.dtype == used and not (tensor.is_conj() or tensor.is_neg())
 
     def _unpack(self, saved: Tensor | Dropped) -> Tensor:
         if isinstance(saved, Tensor):
@@ -160,6 +161,7 @@ class GatheredWhereUsed:
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:
+        grad = grad.to(self._units.held[name].local.dtype)
         if not self._units.held[name].reduced_by_pass:
             self._whole[name] = self._whole[name] + grad if name in self._whole else grad
             return

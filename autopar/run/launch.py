@@ -41,20 +41,23 @@ _START_S = 120.0  # for all workers to import torch and find each other
 
 
 def default_device() -> torch.device:
-    """This process's GPU (LOCAL_RANK), or the CPU if there is none or the process group is gloo's."""
+    """This process's GPU, or the CPU if there is none or the process group is gloo's. The GPU is that of LOCAL_RANK, as torchrun sets it;
+    without it the one that torch.cuda.set_device has chosen."""
     gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
     if gloo or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    number = os.environ.get("LOCAL_RANK", "")
+    return torch.device("cuda", int(number) % torch.cuda.device_count() if number.isdecimal() else torch.cuda.current_device())
 
 
 def join_process_group(device: torch.device) -> None:
-    """Under torchrun, initialise the default process group unless that has been done. Elsewhere: nothing."""
+    """Under torchrun, initialise the default process group unless that has been done. The device becomes the process's current one: NCCL
+    moves objects, and autograd's threads compute, on that."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if not dist.is_available() or dist.is_initialized():
         return
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if kept_over_restarts():
             rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

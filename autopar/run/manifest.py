@@ -20,7 +20,8 @@ class ParamSpec:
     """One parameter. shape: global. layouts: axis -> layout at its use ('S(0)', 'R', 'I'; axes not named: 'I').
     stages: the pipeline stages that use it (more than one: tied across stages). rest: a row of cost_models.rests. zero_dim: the
     dim of its tp-local shape on which it rests in parts over data-parallel ranks, or None if it rests whole. unit: of parameters that are
-    gathered where they are used, what it is gathered with (None: alone).
+    gathered where they are used, what it is gathered with (None: alone). computes: the lower dtype to which it is cast before it is used,
+    None if it is used as it rests.
     regions_only: none but opaque regions read it, whose samples may all leave it unused."""
 
     name: str
@@ -33,6 +34,7 @@ class ParamSpec:
     rest: str = WHOLE.name
     zero_dim: int | None = None
     unit: int | None = None
+    computes: str | None = None
     regions_only: bool = False
 
 
@@ -83,7 +85,8 @@ class Manifest:
     """mesh: axis -> size, outermost first, as in autopar.axes. schedule: a row of cost_models.pipeline; virtual_stages: how many stages
     each pipeline rank holds. rest: a row of
     cost_models.rests, of the parameters that are in parts. shard: over how many data-parallel ranks the
-    parts of one lie, None for all.
+    parts of one lie, None for all. reduce_dtype: in which gradients are brought together over ranks, None for that in which their
+    parameters rest.
     positional: parameter names of the model's forward in order, so that a call may mix positional and keyword inputs.
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
     outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
@@ -101,6 +104,7 @@ class Manifest:
     outputs: tuple[OutputSpec, ...] = ()
     virtual_stages: int = 1
     shard: int | None = None
+    reduce_dtype: str | None = None
     positional: tuple[str, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], object], ...] = ()
     prologue: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -102,6 +102,9 @@ class Mesh:
         inner = [row.name for row in axes_over("operators") if self.sizes[row.name] > 1]
         self._joint = {frozenset(names): self._axis(names) for names in joint(inner)}
         self.everyone = self._axis(tuple(AXES))
+        self._hosts = self.everyone  # for what is on the host: no device is waited for
+        if self.talks and self.device.type != "cpu":
+            self._hosts = replace(self.everyone, held=group_of(tuple(range(world)), "hosts", backend="gloo"))
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={v}' for k, v in self.sizes.items())}, rank={self.rank})"
@@ -131,23 +134,23 @@ class Mesh:
             found = found * size + at[name]
         return found
 
-    def agree(self, value: T, device: torch.device) -> T:
+    def agree(self, value: T) -> T:
         """Collective: rank 0's value on every rank. In a fake process group, where nothing arrives, each rank's own."""
         boxed = [value]
         if self.talks:
             record.entered(record.AGREEMENT, self.everyone.name)
-            dist.broadcast_object_list(boxed, src=0, group=self.everyone.group, device=device)
+            dist.broadcast_object_list(boxed, src=0, group=self._hosts.group)
             record.left()
         return boxed[0]
 
-    def agree_number(self, value: int | None, device: torch.device) -> int | None:
-        """As `agree`, for a whole number below 2**64 or None, at the price of one small broadcast."""
+    def agree_number(self, value: int | None) -> int | None:
+        """As `agree`, for a whole number below 2**64 or None, at the price of one small broadcast between hosts."""
         if not self.talks:
             return value
         number = (value or 0) % 2**64
-        boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device=device)
+        boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device="cpu")
         record.entered(record.AGREEMENT, self.everyone.name)
-        dist.broadcast(boxed, src=0, group=self.everyone.group)
+        dist.broadcast(boxed, src=0, group=self._hosts.group)
         record.left()
         there, high, low = boxed.tolist()
         return (high << 32) + low if there else None
@@ -158,7 +161,7 @@ class Mesh:
             return
         found = [""] * self.world
         record.entered(record.AGREEMENT, self.everyone.name)
-        dist.all_gather_object(found, repr(value), group=self.everyone.group)
+        dist.all_gather_object(found, repr(value), group=self._hosts.group)
         record.left()
         for rank, other in enumerate(found):
             if other != found[0]:
@@ -171,7 +174,7 @@ class Mesh:
             return set(values)
         found: list[list[str]] = [[]] * self.world
         record.entered(record.AGREEMENT, self.everyone.name)
-        dist.all_gather_object(found, values, group=self.everyone.group)
+        dist.all_gather_object(found, values, group=self._hosts.group)
         record.left()
         return {value for one in found for value in one}
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
-from autopar.errors import CaptureError, NoLoss
-from autopar.run import comm, record, state
+from autopar.errors import CaptureError, LaunchError, NoLoss
+from autopar.run import comm, record, state, watchdog
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
@@ -150,7 +150,7 @@ class ParallelModule(StandIn):
         keep["_another"], keep["_autocast"], keep["_dtype"] = another, autocast, dtype
         keep["_forms"] = {self._key(form.batch.expected, autocast): [form]}
         keep["_by_the_original"] = set()
-        keep["_seed"] = mesh.agree(torch.initial_seed(), device)
+        keep["_seed"] = mesh.agree(torch.initial_seed())
         keep["_steps"] = keep["_calls"] = 0
         hook_optimizers()
 
@@ -191,9 +191,10 @@ class ParallelModule(StandIn):
             held=tree.held,
             names=tree.names,
             buffer=functools.partial(self._buffer, constants=form.constants),
+            computes=form.computes,
             buckets=self._buckets,
             of_a_pass=self._of_a_pass,
-            where_used=GatheredWhereUsed(self._units, self._orders),
+            where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
             passes=manifest.micro_batches,
         )
         rest = Backward(
@@ -303,7 +304,7 @@ class ParallelModule(StandIn):
         specs = self._persistent()
         known = {name: spec.name for spec in specs for name in (spec.name, *_aliases(spec))}
         tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
-        if unknown := self.mesh.agree(sorted(set(given) - set(known)), self.device):
+        if unknown := self.mesh.agree(sorted(set(given) - set(known))):
             raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown)}")
         with torch.no_grad():
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
@@ -432,9 +433,11 @@ class ParallelModule(StandIn):
         for form in forms:
             changed = form.guards.changed() if form.guards is not None else None
             if changed is None:
+                self._decides(key, again=False)
                 return form
         if self._another is not None:
             if key in self._by_the_original and not torch.is_grad_enabled():
+                self._decides(key, again=False)
                 return None
             if sum(len(known) for known in self._forms.values()) >= FORMS:
                 raise ValueError(
@@ -442,6 +445,7 @@ class ParallelModule(StandIn):
                     f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
                     f"and pad sequences to a few lengths (autopar.Padding)"
                 )
+            self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
             inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
             try:
                 emitted, tensors, guards, returned = self._another(self, inputs, changed or "")
@@ -474,6 +478,25 @@ class ParallelModule(StandIn):
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
+        """Note whether the call captures the model again, for other ranks to read. LaunchError where others go on with what they have: all
+        of its collectives would wait for what this rank does not send."""
+        watch = watchdog.current()
+        if watch is None or not self.mesh.talks:
+            return
+        mine = record.decided(self._number(key), again=again)
+        if not again:
+            return
+        record.entered(record.AGREEMENT, self.mesh.everyone.name)
+        other = watch.differing(mine)
+        record.left()
+        if other is not None:
+            raise LaunchError(
+                f"rank {self.mesh.rank} has to capture {self.manifest.model} again ({why}), and rank {other} does not, or for another "
+                f"reason. What a model computes must change on all ranks alike: make the change, and give inputs of the same shapes, in "
+                f"the same call on every rank, or keep what changes in a buffer or an input"
+            )
 
     def _number(self, key: Key) -> int:
         """For a key, the same on every rank."""
@@ -517,7 +540,7 @@ class ParallelModule(StandIn):
         Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
         devices = self._generators()
         if form.manifest.draws:
-            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None, self.device)
+            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None)
             if seed is not None:
                 self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not

@@ -23,14 +23,16 @@ from autopar.errors import AutoparError
 
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED", "FOLLOWED",
-    "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "Own", "Seen", "doing",
-    "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step", "write_to",
+    "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "WAITS", "WORKS", "Own",
+    "Seen", "decided", "doing", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step",
+    "write_to",
 ]  # fmt: skip
 
-_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE = range(13)
+_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS = range(15)
 _NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
+WORKS, WAITS = 1, 2  # of a save beside training: on this rank's part, or for other ranks
 OUTSIDE, FORWARD, BACKWARD, OPTIMIZER, SAVING, LOADING, PREPARING = range(7)
 PHASES = (
     "outside of the model", "forward", "backward", "the optimizer's step", "saving a checkpoint", "loading a checkpoint",
@@ -78,6 +80,7 @@ def note_line(number: int) -> None:
 def step(number: int) -> None:
     """The call of the model that begins."""
     _now[_STEP], _now[_BEFORE], _now[_GIVEN] = number, _now[_GIVEN], 0
+    _now[_CALLS] += 1
 
 
 def given(number: int) -> None:
@@ -85,13 +88,20 @@ def given(number: int) -> None:
     _now[_GIVEN] = number
 
 
+def decided(number: int, *, again: bool) -> int:
+    """What the call runs: a form that is there, or one that is captured again; number: as of `given`. A number for both, larger for every
+    later call: ranks that decide alike note the same."""
+    _now[_DECIDED] = _now[_CALLS] << 33 | again << 32 | number
+    return _now[_DECIDED]
+
+
 def phase(number: int) -> None:
     _now[_PHASE], _now[_LINE] = number, 0
 
 
-def saving_beside(going: bool) -> None:
-    """Whether a save goes on beside training."""
-    _now[_BESIDE] = going
+def saving_beside(what: int) -> None:
+    """What a save that goes on beside training does: WORKS, WAITS; 0: there is none."""
+    _now[_BESIDE] = what
 
 
 @contextlib.contextmanager
@@ -131,8 +141,9 @@ def write_to(view: memoryview) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: whether it saved beside training.
-    given: numbers for the shapes of the call before this step's, and of this; 0 where there is none. text: how it ended, or where it is."""
+    """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: what a save beside training did; 0:
+    there was none. decided: see `decided`. given: numbers for the shapes of the call before this step's, and of this; 0 where there is
+    none. text: how it ended, or where it is."""
 
     pid: int
     state: int
@@ -143,7 +154,8 @@ class Seen:
     count: int
     beat: int
     waits: bool
-    beside: bool
+    beside: int
+    decided: int
     given: tuple[int, int]
     text: str
 
@@ -155,7 +167,7 @@ class Seen:
         pid, state, at_step, at_phase, at, at_line, count, beat, waits = numbers[:9]
         return Seen(
             pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
-            beside=bool(numbers[_BESIDE]), given=(numbers[_BEFORE], numbers[_GIVEN]), text=text,
+            beside=numbers[_BESIDE], decided=numbers[_DECIDED], given=(numbers[_BEFORE], numbers[_GIVEN]), text=text,
         )  # fmt: skip
 
     @property
@@ -177,7 +189,7 @@ class Seen:
         """'in step 12, backward, in an all-reduce over dp, line 83 of the emitted module'."""
         steps = f"in step {self.step}, " if self.step and self.phase in (FORWARD, BACKWARD) else f"after step {self.step}, "
         what = PHASES[self.phase] if self.phase < len(PHASES) else ""
-        beside = ", saving a checkpoint beside" if self.beside else ""
+        beside = ("", ", saving a checkpoint beside", ", saving a checkpoint beside, for which it waits for other ranks")[self.beside]
         return f"{steps if self.step else ''}{what}{f', in {self.collective}' if self.at else ''}{beside}"
 
 

@@ -28,7 +28,7 @@ def distribute(specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh,
     """
     specs = tuple(specs)
     problems = [_problem(spec, tensors) for spec in specs] if mesh.rank == 0 else []
-    if problem := mesh.agree("; ".join(filter(None, problems)), device):
+    if problem := mesh.agree("; ".join(filter(None, problems))):
         raise ValueError(f"the tensors do not fit the plan: {problem}")
     for spec in specs:
         if mesh.rank == 0:

@@ -50,6 +50,7 @@ class Tree:
         self.buffers: dict[str, _Place] = {}
         self.constants: dict[str, Tensor] = {}
         self._specs = {spec.name: spec for spec in manifest.params}
+        self._reduce_dtype = manifest.reduce_dtype
         self._places: list[tuple[_Place, nn.Parameter, str]] = []
         self._children = [
             (module._modules, key, child, f"{path}.{key}".lstrip("."))
@@ -90,7 +91,7 @@ class Tree:
             self._places.append((place, param, name))
         self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
         if lies.holds:
-            self.held[spec.name] = hold(spec, param, self._mesh, self._tied.get(spec.stages))
+            self.held[spec.name] = hold(spec, param, self._mesh, self._tied.get(spec.stages), self._reduce_dtype)
 
     def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
         place = self._place(spec.name, "_buffers")

@@ -137,6 +137,7 @@ class Watchdog:
         self._gone_since: float | None = None
         self._last: tuple[int, int] = (0, 0)  # a collective, by its number, and what it is
         self._last_since = 0.0
+        self._beside_since: float | None = None  # a save beside training waits for ranks that have none
         self._told = False
         self._thread = threading.Thread(target=self._run, name="autopar-watchdog", daemon=True)
 
@@ -225,10 +226,11 @@ class Watchdog:
                 self.say(self.culprit())
                 self._exit(1)
         own = self.own.seen()
-        waiting = own.at != 0 and own.kind not in _UNTIMED
+        waiting = own.at != 0 and (own.kind not in _UNTIMED or self._saves_alone(own))
         if not waiting or (own.count, own.at) != self._last:
             self._last, self._last_since = (own.count, own.at), now
-        waits_s = now - self._last_since if waiting else 0.0
+        self._beside_since = (self._beside_since or now) if own.beside == record.WAITS and self._without_save() else None
+        waits_s = now - self._last_since if waiting else now - self._beside_since if self._beside_since is not None else 0.0
         late = waits_s > self._says_s
         asked = late or any(other.seen().waits for other in self._others.values())
         if asked and own.state == record.RUNNING:
@@ -243,6 +245,42 @@ class Watchdog:
         if not asked and self._told:
             self._told = False
             (self._folder / "waits").unlink(missing_ok=True)
+
+    def _saves_alone(self, own: Seen) -> bool:
+        """Whether this rank saves a checkpoint, and a rank of this machine is about something else."""
+        return (own.kind, own.phase) == (record.CHECKPOINT, record.SAVING) and bool(self._without_save())
+
+    def _without_save(self) -> list[int]:
+        """The ranks of this machine that have no save under way."""
+        seen = {rank: other.seen() for rank, other in self._others.items()}
+        return [rank for rank, s in seen.items() if s.state == record.RUNNING and s.phase != record.SAVING and not s.beside]
+
+    def differing(self, mine: int) -> int | None:
+        """Wait until all other ranks have decided what their call runs (`record.decided`). A rank that has decided otherwise, or has ended;
+        None if there is none. Ranks on other machines are asked over the store, if there is one."""
+        left = [rank for rank in range(self.world) if rank != self.rank and (rank in self._others or self._store is not None)]
+        while left:
+            for rank in tuple(left):
+                alive = rank not in self._others or self._others[rank].alive()
+                theirs = self._decided(rank)
+                if theirs is None or theirs == mine:
+                    left.remove(rank)
+                elif theirs >> 33 >= mine >> 33 or not alive:
+                    return rank
+            time.sleep(0.01)
+        return None
+
+    def _decided(self, rank: int) -> int | None:
+        """What a rank has decided last; None if it cannot be asked."""
+        if rank in self._others:
+            return self._others[rank].seen().decided
+
+        def read(store: dist.Store) -> int:
+            key = f"{self._token}/{rank}"
+            return Seen.of(bytes.fromhex(store.get(key).decode())).decided if store.check([key]) else 0
+
+        found = self._over_the_store(read) if self._store is not None else None
+        return found if isinstance(found, int) else None
 
     def _leave(self, text: str) -> None:
         self.own.mark(record.FOLLOWED, text)

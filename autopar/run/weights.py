@@ -1,6 +1,7 @@
 """The parameters as one step uses them, and what becomes of their gradients.
 
-A step computes with *leaves*: detached views of the parameters at rest, or copies gathered from them. Their gradients
+A step computes with *leaves*: detached views of the parameters at rest, or copies gathered from them. (A parameter that is cast before it
+is used is cast once a step: every read gives the lower copy, and adds its gradient to that of a leaf in the dtype of rest.) Their gradients
 accumulate locally, over micro-batches too, or are reduce-scattered in the backward pass of each and accumulate in parts. A bucket's
 reduction starts as soon as the last gradient of the bucket has arrived, and so overlaps with the rest of the backward pass;
 `Step.finish` waits for all of them and returns the gradients of the parameters at rest, which the parallel module hands to autograd.
@@ -16,12 +17,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar.run import comm
-from autopar.run.buckets import Bucket, Gathering, Held, Reduction, add_parts
+from autopar.run.buckets import Bucket, Computes, Gathering, Held, Reduction, add_parts
 from autopar.run.gathered import GatheredWhereUsed
 
 __all__ = ["Step", "Weights", "buffers_kept"]
@@ -37,6 +40,20 @@ def buffers_kept() -> Iterator[None]:
         yield
     finally:
         _buffers_kept.reset(token)
+
+
+class _Lower(torch.autograd.Function):
+    """A leaf -> its copy in a lower dtype, as a tensor of its own, whose gradient is cast back before it is added to others."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, lower: Tensor) -> Tensor:
+        ctx.dtype = leaf.dtype
+        return lower.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
 
 
 class Weights:
@@ -61,9 +78,9 @@ class Step:
     """The weights of one forward and backward pass of all micro-batches.
 
     held: canonical name -> parameter; names: every name (aliases too) -> canonical name; buffer: the current tensor of a
-    buffer or constant by name. of_a_pass: the buckets that are reduced in every backward pass. where_used: the parameters that are
-    gathered where they are used. passes: how many micro-batches each gradient is the sum of, over the stages of this rank that use the
-    parameter. With gradients off (torch.no_grad) nothing is prepared for backward.
+    buffer or constant by name. computes: which are cast before they are used. of_a_pass: the buckets that are reduced in every backward
+    pass. where_used: the parameters that are gathered where they are used. passes: how many micro-batches each gradient is the sum of,
+    over the stages of this rank that use the parameter. With gradients off (torch.no_grad) nothing is prepared for backward.
     """
 
     def __init__(
@@ -72,18 +89,20 @@ class Step:
         held: Mapping[str, Held],
         names: Mapping[str, str],
         buffer: Callable[[str], Tensor],
+        computes: Computes,
         buckets: Sequence[Bucket],
         of_a_pass: Sequence[Bucket] = (),
         where_used: GatheredWhereUsed,
         passes: int = 1,
     ) -> None:
-        self._held, self._names, self._buffer, self._where_used = held, names, buffer, where_used
+        self._held, self._names, self._buffer, self._computes, self._where_used = held, names, buffer, computes, where_used
         self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
         self._passes = {name: passes * len(one.stages) for name, one in held.items()}
         self._due, self._fresh = self._of_a_pass, set[str]()  # of the pass that runs: its buckets, and the gradients that have arrived
         self._grad = torch.is_grad_enabled()
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
+        self._lower: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._started_of_pass = self._started = 0  # of the buckets that are due in this pass, and of the step's
         self._reductions: list[Reduction] = []
@@ -93,7 +112,7 @@ class Step:
         self._gathering: dict[str, Gathering] = {}
         for bucket in reversed((*self._of_a_pass, *self._buckets)):
             if bucket.gathers:
-                gathering = bucket.gather()
+                gathering = bucket.gather(computes)
                 self._gathering.update((one.spec.name, gathering) for one in bucket.held)
 
     # ------------------------------------------------------------------------------------------------------- forward
@@ -103,9 +122,10 @@ class Step:
             buffer = self._buffer(name)
             return buffer.clone() if _buffers_kept.get() else buffer
         leaf = self._leaf(canonical)
-        if not self._held[canonical].gathered_when_used:
-            return leaf
-        return self._where_used.read(canonical, leaf)
+        if self._held[canonical].gathered_when_used:
+            return self._where_used.read(canonical, leaf)
+        lower = self._lower.get(canonical)
+        return leaf if lower is None else _Lower.apply(leaf, lower)
 
     def _leaf(self, name: str) -> Tensor:
         if name not in self._leaves:
@@ -113,8 +133,17 @@ class Step:
             found = gathering.finish() if gathering is not None else {name: self._held[name].local.detach()}
             for key, value in found.items():
                 self._gathering.pop(key, None)
-                self._leaves[key] = self._prepared(key, value)
+                self._leaves[key] = self._prepared(key, self._as_at_rest(key, value))
         return self._leaves[name]
+
+    def _as_at_rest(self, name: str, value: Tensor) -> Tensor:
+        """What the gradient of a value accumulates for. Where that is used in a lower dtype, the value in it is kept."""
+        held, dtype = self._held[name], self._computes.get(name)
+        if dtype is None or held.gathered_when_used:
+            return value
+        self._lower[name] = value.to(dtype)
+        rests = held.local.dtype
+        return value if value.dtype == rests else value.new_empty((), dtype=rests).expand(value.shape)  # gathered: of no memory of its own
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
         if not (self._grad and name in self._trains):
@@ -203,11 +232,13 @@ class Step:
             if held.tied is not None and name in self._trains:
                 leaf = self._leaves.get(name)
                 grad = self._late.get(name, None if leaf is None else leaf.grad)
-                self._late[name] = held.no_gradient() if grad is None else grad.contiguous()
-                comm.all_reduce_(self._late[name], held.tied)
+                whole = (held.no_gradient() if grad is None else grad.contiguous()).to(held.reduce_dtype)
+                comm.all_reduce_(whole, held.tied)
+                self._late[name] = whole.to(held.local.dtype)
         self._start_reductions(whatever=True)
         found: dict[str, Tensor] = {}
         for reduction in self._reductions:
             found.update(reduction.finish())
         self._leaves.clear()
+        self._lower.clear()
         return found

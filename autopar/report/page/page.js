@@ -4,7 +4,7 @@
   const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const drawn = new Map();
 
-  // charts are drawn when they come into view, and again when the theme changes
+  // charts are drawn one after the other, so that the page stays at hand meanwhile, and again when the theme changes
   async function draw(element) {
     const name = element.dataset.chart, ink = dark() ? "#e6edf3" : "#1b1f24", line = dark() ? "#30363d" : "#d0d7de";
     const config = {
@@ -14,15 +14,21 @@
     };
     const old = drawn.get(element);
     if (old) old.finalize();
+    element.textContent = "";
     drawn.set(element, await vegaEmbed(element, charts[name], {
       mode: "vega", actions: false, renderer: "svg", config, tooltip: { theme: dark() ? "dark" : "light" },
     }));
   }
-  const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting && !drawn.has(entry.target)) { drawn.set(entry.target, null); draw(entry.target); }
-  }, { rootMargin: "300px" });
-  document.querySelectorAll(".chart").forEach((element) => seen.observe(element));
-  const again = () => { for (const element of drawn.keys()) draw(element); };
+  let turn = 0;
+  async function again() {
+    const mine = ++turn;
+    for (const element of document.querySelectorAll(".chart")) {
+      if (mine !== turn) return;
+      await draw(element);
+      await new Promise((rested) => setTimeout(rested, 0));
+    }
+  }
+  again();
   document.getElementById("theme").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; again(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (!root.dataset.theme) again(); });
 
