@@ -237,7 +237,7 @@ def test_an_object_is_found_below_a_class(models: Path) -> None:
 def test_help_names_every_command(run) -> None:
     ran = run("--help")
     assert ran.code == 0
-    for command in ("explain", "plan", "verify", "diff", "profile", "demo", "doctor"):
+    for command in ("explain", "plan", "sweep", "fit", "verify", "diff", "profile", "demo", "doctor"):
         assert command in ran.out
 
 
@@ -274,7 +274,15 @@ def test_help_names_every_command(run) -> None:
         (["explain", "good.json", "--gpus", "8"], "is a plan for 4 GPUs, and --gpus says 8"),
         (["explain", "good.json", "--pin", "tp=2"], "--pin is for a TARGET"),
         (["explain", "good.json", "--time-limit", "3"], "--time-limit is for a TARGET"),
-        (["explain", "good.json", "--format", "html"], "not available yet"),
+        (["explain"], "TARGET is missing"),
+        (["explain", "good.json", "gpus=2"], "one argument too many"),
+        (["explain", "good.json", "--why", "w"], "autopar explain TARGET --plan good.json --why w"),
+        (["explain", "good.json", "--why-not", "tp=2"], "autopar explain TARGET --plan good.json --why-not tp=2"),
+        (["explain", "good.json", "--plan", "good.json"], "--plan is for a TARGET"),
+        (["sweep", "models.py:net", "--gpus", "2,x"], "'x' is no positive whole number"),
+        (["sweep", "models.py:net", "--gpus", ","], "lists nothing"),
+        (["sweep", "models.py:net", "--gpus", "2", "--memory", "lots"], "like '80GiB'"),
+        (["fit", "models.py:net", "--cluster", "dgx-h1000"], "did you mean"),
         (["diff", "good.json", "goood.json"], "did you mean good.json"),
         (["verify", "models.py:net", "--gpus", "2", "--plan", "good.json", "--pin", "tp=2"], "exclude each other"),
         (["verify", "models.py:net", "--gpus", "2", "--steps", "0"], "--steps"),
@@ -326,16 +334,24 @@ def test_plan_is_written_explained_and_compared(models: Path, run) -> None:
 
     ran = run("plan", "models.py:net", "--gpus", 2, "--cluster", "dgx-h100", "--pin", "tp=2", "--memory", "40GiB", "-o", "b.json")
     assert ran.code == 0, ran.err
-    assert "tp=2 (tensor parallel)" in ran.out
+    assert "Net on 2 x h100-sxm: tp 2" in ran.out
     assert "written to b.json" in ran.out
 
-    assert "tp=2 (tensor parallel)" in run("explain", "b.json").out
+    told = run("explain", "b.json")
+    assert told.out.startswith("Net on 2 x h100-sxm: tp 2") and "tensor parallel" in told.out
+    assert max(map(len, told.out.splitlines())) <= 100
+    assert "strategies (" in run("explain", "b.json", "--verbose").out and "strategies (" not in told.out
     assert run("explain", "b.json", "--format", "json").answer["mesh"]["tp"] == 2
     assert run("explain", "b.json", "--format", "json", "--out", "b.explained").answer == {"written": "b.explained"}
     assert json.loads(Path("b.explained").read_text())["gpus"] == 2
 
-    assert "mesh.tp" in run("diff", "a.json", "b.json").out
-    assert run("diff", "a.json", "a.json", "--json").answer == {"differences": []}
+    told = run("diff", "a.json", "b.json")
+    assert "mesh" in told.out and "dp 2" in told.out and "tp 2" in told.out and "memory of a GPU" in told.out
+    assert "mesh.tp" in run("diff", "a.json", "b.json", "-v").out
+    assert {x["path"] for x in run("diff", "a.json", "b.json", "--json").answer["differences"]} >= {"mesh.tp", "mesh.dp"}
+    same = run("diff", "a.json", "a.json", "--json").answer
+    assert (same["equal"], same["changes"], same["differences"]) == (True, [], [])
+    assert "are the same plan" in run("diff", "a.json", "a.json").out
 
 
 def test_the_answer_is_alone_on_its_line_whatever_the_model_prints(models: Path, run) -> None:
@@ -393,12 +409,12 @@ def test_exit_codes_of_the_passes(models: Path, run, argv: list[str], code: int)
 
 
 def test_the_text_of_a_plan(golden) -> None:
-    golden("plan.txt", plan_text(a_plan()) + "\n")
+    golden("plan.txt", plan_text(a_plan(), verbose=True) + "\n")
 
 
 def test_the_text_leaves_out_what_there_is_not() -> None:
-    whole = plan_text(a_plan())
-    bare = plan_text(a_plan(notes=[], limits=[], axes={}))
+    whole = plan_text(a_plan(), verbose=True)
+    bare = plan_text(a_plan(notes=[], limits=[], axes={}), verbose=True)
     assert "softmax is replicated" in whole
     assert "notes" not in bare
     assert "what limits it" not in bare

@@ -160,7 +160,7 @@ def test_an_axis_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert moved, "values change their layout over it"
     pricer = Pricer(cluster, plan.mesh)
     assert plan.stages[0].communication_s >= sum(pricer.op(op, rank).communication_s for op in moved) > 0
-    assert "toy=2 (toy parallel)" in plan_text(plan)
+    assert "toy 2" in plan_text(plan) and "toy parallel" in plan_text(plan)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     emitted = emit(captured, plan)

@@ -42,9 +42,10 @@ def _answered(study: Study, asked: Asked, name: str, question: str) -> Answer:
     if isinstance(found, Refused):
         return Answer(question=question, feasible=False, verdict=f"there is no such plan: {found.why}", remedy=found.text)
     comparison = compare(study.plan, found, ("chosen", name))
-    verdict = f"{name} is what was chosen" if comparison.equal or not (comparison.changes or comparison.details) else comparison.verdict
-    if verdict == f"{name} is what was chosen" and asked != study.asked and not comparison.equal:
-        verdict = f"the same plan is the best then; {comparison.verdict}" if comparison.verdict else verdict
+    verdict = comparison.verdict
+    if comparison.equal or not (comparison.changes or comparison.details):
+        as_fast = abs(found.step_time_s - study.plan.step_time_s) <= 1e-6 * study.plan.step_time_s
+        verdict = f"{name} is what was chosen" if as_fast else f"the same decisions are the best then; {verdict}"
     return Answer(question=question, feasible=True, verdict=verdict, comparison=comparison)
 
 

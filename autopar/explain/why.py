@@ -181,7 +181,7 @@ def _verdict(problem: AxisProblem, here: float, change_s: float | None, base: fl
     if problem.work_first:
         return "splits less work" if change_s > 0 else "splits as much work; another axis or memory decided"
     if change_s < 0:
-        return "faster by itself; what was chosen keeps less memory, or goes with the stages that were chosen"
+        return "faster by itself; memory, stages or a pin decided otherwise"
     if here < -1e-9:
         return "cheaper here, dearer elsewhere"
     return "dearer here" if here > 1e-9 else "dearer elsewhere"

@@ -159,6 +159,8 @@ def _idle(body: Program, assignment: Assignment, c: Candidate) -> Iterator[IdleA
     groups: dict[str, list[Op]] = {}
     for op in body.ops:
         computes = any(types[r].numel > 1 for r in refs(op) if r in types)
+        if op.target.startswith("autopar.C."):  # communication of an axis outside of this one
+            continue
         if computes and not assignment.ops[op.name].splits_work:
             groups.setdefault(op.target, []).append(op)
     seconds = {target: sum(_busy_s(c, ops.get(op.name)) for op in own) for target, own in groups.items()}

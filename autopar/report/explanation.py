@@ -294,7 +294,7 @@ def _choices(plan: Plan) -> list[Choice]:
     again = [f"{n} of {counted(blocks, 'block')} {how}" for n, how in ((whole, "whole"), (part, "in part")) if n]
     found.append(("recompute", ", ".join(again) or "none"))
     if plan.pins:
-        found.append(("pinned", ", ".join(f"{name}={value}" for name, value in plan.pins.items())))
+        found.append(("pinned", ", ".join(f"{name}={value}" for name, value in sorted(plan.pins.items()))))
     return [Choice(name=name, value=value) for name, value in found]
 
 

@@ -48,7 +48,8 @@ def _of_time(plan: Plan, kind: str, share: float) -> Limit:
         text = f"launches: for {said} of the step the GPUs wait for the host, which issues kernels more slowly than they run"
         return Limit(kind="launches", text=text, share=share)
     if kind == BUBBLE:
-        text = f"pipeline: {said} of the step is bubble and transfers, {plan.micro_batches} micro-batches over {plan.mesh[LAYERS]} ranks"
+        flow = f"{counted(plan.micro_batches, 'micro-batch')} over {plan.mesh[LAYERS]} ranks"
+        text = f"pipeline: {said} of the step is bubble and transfers, {flow}"
         return Limit(kind="pipeline", text=text, share=share)
     if kind == UPDATE:
         return Limit(kind="optimizer", text=f"optimizer: its update takes {said} of the step", share=share)
@@ -83,6 +84,6 @@ def _batch(plan: Plan, shares: dict[str, float]) -> Limit | None:
     lost = shares.get(BUBBLE, 0.0) + shares.get(LAUNCHES, 0.0)
     if ranks == plan.gpus and lost < TELLING:
         return None
-    split = f"{ranks} data-parallel ranks" + (f" and {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else "")
+    split = f"{ranks} data-parallel ranks" + (f" and {counted(plan.micro_batches, 'micro-batch')}" if plan.micro_batches > 1 else "")
     text = f"batch: {counted(plan.global_batch, 'sample')} over {split} leave one for each, so that no more can be divided"
     return Limit(kind="batch", text=text, share=lost)

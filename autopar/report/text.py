@@ -24,6 +24,7 @@ __all__ = ["WIDTH", "document", "explanation_text", "plan_json", "plan_text", "s
 
 WIDTH = 100
 BAR = 24
+NAME = 22  # letters of a module's
 STAGES = 8  # that have a bar of their own, where there are more: the fullest
 
 
@@ -99,29 +100,27 @@ def _chosen(e: Explanation) -> str:
 def _blocks(e: Explanation) -> str:
     rows = [
         (
-            _shortened(block), block.count, _split(block), block.recompute, seconds_text(block.forward_s),
-            seconds_text(block.backward_s + block.again_s), seconds_text(block.communication_s) if block.communication_s else "-",
-            bytes_text(block.kept_bytes) if block.kept_bytes else "-",
+            _shortened(block), block.count, block.recompute, seconds_text(block.forward_s), seconds_text(block.backward_s + block.again_s),
+            seconds_text(block.communication_s) if block.communication_s else "-",
+            bytes_text(block.kept_bytes) if block.kept_bytes else "-", _split(block),
         )
         for block in e.blocks
     ]  # fmt: skip
     if not rows:
         return ""
-    headings = ("modules", "count", "split", "recompute", "forward", "backward", "comm.", "kept")
-    return "blocks (each: one rank, one micro-batch)\n" + table(headings, rows)
+    headings = ("modules", "count", "recompute", "forward", "backward", "comm.", "kept", "split")
+    return "blocks (each: one rank, one micro-batch)\n" + last_wrapped(headings, rows)
 
 
 def _shortened(block: BlockView) -> str:
-    name = block.name if len(block.name) <= 26 else block.name[:23] + "..."
-    return name
+    return block.name if len(block.name) <= NAME else block.name[: NAME - 3] + "..."
 
 
 def _split(block: BlockView) -> str:
     said = [
         f"{axis}: {words[0].partition(' (')[0]}" + (f" +{len(words) - 1}" if len(words) > 1 else "") for axis, words in block.splits.items()
     ]
-    text = "; ".join(said) or "-"
-    return text if len(text) <= 32 else text[:29] + "..."
+    return "; ".join(said) or "nothing"
 
 
 def _memory(e: Explanation) -> str:
@@ -139,7 +138,7 @@ def _memory(e: Explanation) -> str:
     which = f" (the {STAGES} fullest of {len(e.stages)} pipeline ranks)" if len(e.stages) > STAGES else ""
     heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; the fullest with 80%: "
     heading += f"{bytes_text(low)} to {bytes_text(high)}"
-    return heading + "\n" + table((*(("rank",) if several else ()), "", "", "", "most of it"), rows)
+    return heading + "\n" + last_wrapped((*(("rank",) if several else ()), "", "", "", "most of it"), rows)
 
 
 def _terms(stage: StageView) -> str:
@@ -206,7 +205,7 @@ def _operators(e: Explanation) -> str:
 def _sources(e: Explanation) -> str:
     most = [(kind, s) for kind, s in e.depends_on.items() if s >= 0.01 * e.summary.step_time_s][:5]
     depends = ", ".join(f"{kind} {share_text(s / e.summary.step_time_s)}" for kind, s in most) if e.summary.step_time_s else ""
-    lines = [("figures are", e.figures_are), *([("they depend on", depends)] if depends else [])]
+    lines = [("figures are", e.figures_are), *([("the step depends on", depends)] if depends else [])]
     return "where figures come from\n" + pairs(lines)
 
 
@@ -231,7 +230,7 @@ def pairs(lines: Sequence[tuple[str, str]]) -> str:
 def last_wrapped(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table whose last column is broken into lines."""
     cells = [[str(cell) for cell in row] for row in rows]
-    left = max(24, WIDTH - 2 - sum(max(len(h), *(len(row[i]) for row in cells)) + 2 for i, h in enumerate(headings[:-1])))
+    left = max(15, WIDTH - 2 - sum(max(len(h), *(len(row[i]) for row in cells)) + 2 for i, h in enumerate(headings[:-1])))
     broken = []
     for row in cells:
         lines = textwrap.wrap(row[-1], left, break_long_words=False, break_on_hyphens=False) or [""]

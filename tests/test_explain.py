@@ -1,0 +1,306 @@
+"""Questions about plans: the explanation and its schema, why, why not, what if, sweep, fit, diff, Ctrl-C, notebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from explain_cases import CASES, masked, study_of
+from planner_programs import captured_of
+
+from autopar import cli, plan_cache
+from autopar.axes import AXES
+from autopar.compiler import wishes
+from autopar.errors import Infeasible, PlanError
+from autopar.explain import Refused
+from autopar.explain.asking import answer_text, what_if, why_not
+from autopar.explain.changes import pairs_of, parsed_pins, with_changes
+from autopar.explain.families import families_of
+from autopar.explain.fit import fit, fit_text
+from autopar.explain.reliefs import reliefs_of
+from autopar.explain.sweep import sweep, sweep_text
+from autopar.explain.why import TIE, _around, _objective, why, why_text
+from autopar.measure import Pricer
+from autopar.planner import Pins, Plan, make_plan
+from autopar.planner.axis import solve_axis
+from autopar.planner.problems import axis_leaves, axis_problem
+from autopar.planner.wishes import WishError
+from autopar.report.compare import compare, comparison_text
+from autopar.report.explanation import SCHEMA, Explanation, explanation_of, schema
+from autopar.report.text import WIDTH, document, explanation_text, plan_text
+from autopar.stopping import stopped_by_user
+from cost_models.cluster import load_cluster
+
+pytestmark = pytest.mark.pure
+
+BINDS = {"memory": "memory", "network": "network", "heads": "heads", "batch": "batch", "launches": "launches", "nothing": "compute"}
+
+
+def deep(gpus: int = 4, **asked: Any):
+    return study_of(captured_of("deep")[0].program, gpus, **asked)
+
+
+# ------------------------------------------------------------------------------------------------------- the explanation
+@pytest.mark.parametrize("case", list(CASES))
+def test_what_binds_is_said_first(case: str, golden) -> None:
+    """The words of an explanation in which one known constraint binds; figures are masked."""
+    study = CASES[case]()
+    found = explanation_of(study.plan, reliefs=tuple(reliefs_of(study)))
+    text = explanation_text(found)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    print(text)  # with its figures, for who looks
+    kinds = [limit.kind for limit in found.limits]
+    assert BINDS[case] in kinds, kinds
+    if case == "nothing":
+        assert kinds == ["compute"] and "nothing else" in found.limits[0].text
+    golden(f"explain_{case}.txt", masked(text))
+
+
+def test_the_account_adds_up_and_survives_the_file(tmp_path: Path) -> None:
+    study = deep(8, pins=Pins(pp=2, tp=2, dp=2))
+    plan = study.plan
+    assert plan.account is not None
+    assert math.isclose(sum(plan.account.seconds.values()), plan.step_time_s, rel_tol=1e-9)
+    found = explanation_of(plan)
+    assert math.isclose(sum(part.share for part in found.time), 1.0, rel_tol=1e-9)
+    assert [x.name for x in found.axes] == list(AXES) and math.prod(x.size for x in found.axes) == found.gpus
+    assert sum(block.count for block in found.blocks if block.repeated) == 6
+    for stage in found.stages:
+        assert sum(stage.memory.values()) == stage.memory_bytes
+    plan.save(tmp_path / "plan.json")
+    assert explanation_text(explanation_of(Plan.load(tmp_path / "plan.json"))) == explanation_text(found)
+    text = plan_text(plan, verbose=True)
+    assert "embed.weight" in text and "p_embed_weight" not in text, "the user's names alone"
+
+
+def test_a_plan_without_an_account_is_explained_too() -> None:
+    plan = msgspec.structs.replace(deep().plan, account=None)
+    text = plan_text(plan)
+    assert text.startswith(f"{plan.model} on 4 x dgx-h100") and "time of a step" in text
+
+
+def test_the_document_is_as_its_schema_says() -> None:
+    plan = deep().plan
+    value = json.loads(msgspec.json.encode(document(plan, explanation_of(plan, families=tuple(families_of(deep()))))))
+    assert value["schema"] == SCHEMA == value["explanation"]["schema"]
+    again = msgspec.convert(value["explanation"], Explanation)
+    assert again.verdict == explanation_of(plan).verdict
+    assert {"memory_bytes", "tokens_or_samples_per_s", "strategies", "mesh", "step_time_s"} <= set(value)
+    stated = schema()
+    root = stated["$defs"][stated["$ref"].rpartition("/")[2]]
+    assert set(root["properties"]) == set(value["explanation"]) and set(root["required"]) == set(Explanation.__struct_fields__)
+
+
+# ------------------------------------------------------------------------------------------------------------- questions
+def test_why_not_is_a_plan_with_these_pins_term_by_term() -> None:
+    study = deep()
+    answer = why_not(study, "tp=2,pp=2")
+    pinned = study.solve(dataclasses.replace(study.asked, pins=Pins(tp=2, pp=2)))
+    assert isinstance(pinned, Plan) and answer.comparison is not None and answer.feasible
+    assert (pinned.mesh["tp"], pinned.mesh["pp"]) == (2, 2)
+    for side, plan in (("first", study.plan), ("second", pinned)):
+        assert math.isclose(sum(getattr(t, side) for t in answer.comparison.time), plan.step_time_s, rel_tol=1e-9)
+        assert sum(getattr(t, side) for t in answer.comparison.memory) == max(plan.memory_bytes)
+    assert "slower" in answer.verdict or "the same" in answer.verdict
+    same = deep(pins=Pins(dp=4))
+    assert "is what was chosen" in why_not(same, f"dp=4,zero={same.plan.zero}").verdict
+
+
+def test_why_not_of_what_cannot_be_had_says_why_and_what_would_do() -> None:
+    study = deep(4, memory_limit_bytes=10 * 2**20 + load_cluster("dgx-h100").gpu.context_bytes)
+    answer = why_not(study, "dp=4,zero=0")
+    assert not answer.feasible and "does not fit" in answer.verdict
+    assert "zero=3" in answer.remedy and "Tried" in answer.remedy
+    assert "there is no such plan" in answer_text(answer, "dp=4,zero=0")
+    with pytest.raises(WishError, match="there is no pin 'pt'; did you mean"):
+        why_not(study, "pt=8")
+
+
+@pytest.mark.parametrize(
+    "texts,says",
+    [
+        (["memory"], "not NAME=VALUE"), (["memory=lots"], "like '80GiB'"), (["gpus=0"], "positive whole number"),
+        (["memroy=1GiB"], "did you mean memory"), (["link.inter=fast"], "25GB/s"), (["link.inter=0GB/s"], "must carry something"),
+        (["gpus=2", "gpus=4"], "given twice"), (["optimizer=adamx"], "did you mean"), ([""], "NAME=VALUE"), (["tp=two"], "Expected `int"),
+    ],
+)  # fmt: skip
+def test_a_wrong_change_says_what_is_wrong(texts: list[str], says: str) -> None:
+    with pytest.raises((WishError, PlanError)) as error:
+        with_changes(deep().asked, pairs_of(texts, "--what-if"))
+    assert says in str(error.value)
+
+
+def test_changes_are_those_that_were_asked_for() -> None:
+    asked, said = with_changes(deep().asked, pairs_of(["memory=40GiB gpus=128", "link.inter=200Gb/s,tp=2", "batch=24"], "--what-if"))
+    assert (asked.memory_limit_bytes, asked.gpus, asked.batch, asked.pins.tp) == (40 * 2**30, 128, 24, 2)
+    assert asked.cluster.inter.bandwidth_bytes_per_s == 25e9 and len(said) == 5
+    twice, _ = with_changes(asked, pairs_of(["link.inter=x2"], "--what-if"))
+    assert twice.cluster.inter.bandwidth_bytes_per_s == 50e9
+    assert parsed_pins(pairs_of(["blocks=2,4,pp=2"], "--why-not"), "--why-not") == {"blocks": (2, 4), "pp": 2}
+
+
+def test_what_if_is_the_plan_that_is_made_for_it() -> None:
+    study = deep()
+    answer = what_if(study, ["gpus=2"])
+    assert answer.comparison is not None
+    direct = make_plan(study.program, 2, study.asked.cluster, precision="bf16")
+    assert math.isclose(sum(t.second for t in answer.comparison.time), direct.step_time_s, rel_tol=1e-9)
+    assert [c.what for c in answer.comparison.changes][0] == "GPUs"
+
+
+def test_why_has_the_chosen_strategy_and_what_each_other_costs() -> None:
+    study = study_of(captured_of("wide")[0].program, 2, pins=Pins(tp=2))
+    found = why(study, "up")
+    assert found.operators and {x.axis for x in found.operators} == {"tp"}
+    heavy = found.operators[0]
+    assert (heavy.kind, heavy.module) == ("linear", "up")
+    assert heavy.options[0].verdict == "chosen" and len(heavy.options) >= 3
+    assert {"output features", "input features (a sum over ranks)", "not split"} <= {o.split for o in heavy.options}
+    assert "up" in why_text(found) and why(study, "up.weight").operators[0].kind == "linear"
+    with pytest.raises(WishError, match="there is no such module"):
+        why(study, "upp")
+
+
+def test_no_strategy_is_better_than_the_one_that_its_axis_has_chosen() -> None:
+    """What is said of a strategy is the axis' program with it fixed: the best of these is the best there is, within the solver's gap."""
+    program, pricer = captured_of("wide")[0].program, Pricer(load_cluster("dgx-h100"), {"pp": 1, "dp": 1, "tp": 2})
+    problem = axis_problem(program, "tp", 2, pricer, "adamw", axis_leaves(program, "tp"))
+    best = solve_axis(problem).assignment
+    base = _objective(problem, best)
+    for group in [g for g in problem.choices.groups.values() if g.op is not None and len(g.strategies) > 1]:
+        changes = {s: _around(problem, group, s, best, base)[0] for s in group.strategies}
+        assert all(x is None or x >= -2 * TIE * base * 1e-6 for x in changes.values())
+        assert abs(changes[best.ops[group.members[0]]]) <= 2 * TIE * base * 1e-6
+
+
+def test_heads_that_do_not_divide_are_said_to_be_unavailable() -> None:
+    study = study_of(captured_of("attention")[0].program, 8, pins=Pins(tp=8))
+    found = why(study, "scaled_dot_product_attention")
+    said = {o.split: o.verdict for o in found.operators[0].options}
+    assert said["heads"] == "unavailable: 4 does not divide into 8 parts"
+
+
+# --------------------------------------------------------------------------------------------------------- sweep and fit
+def test_a_sweep_has_every_combination_and_its_cheapest() -> None:
+    study = deep(1)
+    small = load_cluster("dgx-h100").gpu.context_bytes + 2**20
+    found = sweep(study, [4, 1, 2], [None, small], [study.asked.cluster], [None])
+    assert [(p.gpus, p.memory_limit_bytes == small) for p in found.points] == [(n, few) for few in (False, True) for n in (1, 2, 4)]
+    fits = [p for p in found.points if p.step_time_s is not None]
+    assert found.cheapest is not None and found.points[found.cheapest].gpu_seconds == min(p.gpu_seconds for p in fits)
+    assert all("fit" in p.why for p in found.points if p.step_time_s is None) and len(fits) < 6
+    direct = study.solve(dataclasses.replace(study.asked, gpus=2))
+    assert isinstance(direct, Plan) and found.points[1].step_time_s == direct.step_time_s
+    text = sweep_text(found)
+    assert "the cheapest that fits" in text and "scaling pays up to" in text and max(map(len, text.splitlines())) <= WIDTH + 20
+
+
+def test_fit_finds_the_fewest_gpus() -> None:
+    need = max(deep(1, pins=Pins(recompute="full", micro_batch=1)).plan.memory_bytes)
+    context = load_cluster("dgx-h100").gpu.context_bytes
+    study = deep(1, memory_limit_bytes=context + (need - context) // 3)
+    found, plan = fit(study)
+    assert plan.gpus == found.gpus > 1
+    for n in range(1, found.gpus):
+        assert isinstance(study.solve(dataclasses.replace(study.asked, gpus=n)), Refused)
+    assert f"fits on {found.gpus} GPUs" in fit_text(found)
+    with pytest.raises(Infeasible, match="fits on none of"):
+        fit(deep(1, memory_limit_bytes=2**20), most=2)
+
+
+# ------------------------------------------------------------------------------------------------------------------ diff
+def test_a_diff_says_what_changed_in_words() -> None:
+    a, b = deep(4, pins=Pins(dp=4)).plan, deep(4, pins=Pins(tp=2, dp=2)).plan
+    found = compare(a, b, ("a", "b"))
+    changes = {c.what: (c.first, c.second) for c in found.changes}
+    assert changes["mesh"] == ("dp 4", "dp 2, tp 2") and not found.equal
+    assert "faster" in found.verdict or "slower" in found.verdict
+    timed = msgspec.structs.replace(a, planning_s={"stages": 1.0})
+    assert compare(a, timed, ("a", "b")).equal and comparison_text(compare(a, timed, ("a", "b")), ("a", "b")) == "a and b are the same plan"
+    dearer = msgspec.structs.replace(a, step_time_s=2 * a.step_time_s)
+    assert "every decision is the same" in comparison_text(compare(a, dearer, ("a", "b")), ("a", "b"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- Ctrl-C
+def test_a_search_that_is_stopped_has_its_best_with_an_honest_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    captured, _ = captured_of("deep")
+    cluster = load_cluster("dgx-h100")
+    whole = make_plan(captured.program, 8, cluster)
+    stopped = make_plan(captured.program, 8, cluster, stop=lambda: True)
+    assert stopped.searched["unexplored"] > 0 and any("interrupt from the keyboard" in note for note in stopped.notes)
+    assert stopped.bound_s <= whole.step_time_s <= stopped.step_time_s
+    assert "cut short" in explanation_of(stopped).verdict
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr("autopar.compiler.stopped_by_user", _pressed)
+    made = wishes(8, cluster="dgx-h100")(captured)
+    assert made.searched["unexplored"] > 0 and not list((tmp_path / "plans").glob("*.plan")), "it is not kept"
+    assert plan_cache.cache_folder() == tmp_path / "plans"
+
+
+class _pressed:  # noqa: N801  (it stands for a function)
+    def __enter__(self) -> Any:
+        return lambda: True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_one_ends(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with stopped_by_user() as stop:
+        assert not stop()
+        signal.raise_signal(signal.SIGINT)
+        assert stop() and "the best plan so far is the answer" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(_handler_inside()))
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler], "another thread changes no handler"
+
+
+def _handler_inside() -> object:
+    with stopped_by_user():
+        return signal.getsignal(signal.SIGINT)
+
+
+# -------------------------------------------------------------------------------------------------------------- notebooks
+def test_a_plan_in_a_notebook_and_in_print() -> None:
+    plan = deep().plan
+    assert str(plan).startswith("Tied on 4 x h100-sxm") and len(str(plan).splitlines()) <= 6
+    assert repr(plan).startswith("<Plan of Tied on 4 GPUs")
+    shown = plan._repr_html_()
+    assert "<details>" in shown and "<script" not in shown and "time of a step" in shown
+
+
+def test_a_plan_is_made_from_standard_input() -> None:
+    code = (
+        "import torch, autopar\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__(); self.a = nn.Linear(8, 8)\n"
+        "    def forward(self, x): return self.a(x).square().mean()\n"
+        "model = autopar.compile(Net(), gpus=2, example_inputs=(torch.ones(8, 8),), cluster='cpu')\n"
+        "print(model._repr_html_())\n"
+    )
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Net on 2 x cpu" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------- command line
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["explain", "--schema"])
+    assert not stop.value.code
+    assert json.loads(capsys.readouterr().out) == schema()
