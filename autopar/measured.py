@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.planner.plan import Plan
 from autopar.report.units import bytes_text, seconds_text, table
 
-__all__ = ["Compared", "RankRun", "Row", "Run", "RunError", "compared", "compared_json", "compared_text"]
+__all__ = ["Calls", "Compared", "RankRun", "Row", "Run", "RunError", "compared", "compared_json", "compared_text"]
 
 FORMAT, VERSION = "autopar-run", 1
 NEAR = 1.1  # a figure within a tenth of what was predicted is not said to be wrong
