@@ -308,7 +308,7 @@ def test_reduce_dtype_is_in_the_plan_file(tmp_path: Path) -> None:
     plan = autopar.plan(Net(), 2, precision="bf16", reduce_dtype="bf16", **wanted)  # type: ignore[arg-type]
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    assert loaded.reduce_dtype == "bf16"
+    assert loaded.reduce_dtype == "bf16" and "gradients are brought together over ranks in bfloat16" in loaded.notes
     program = capture(Net(), batch(), dtype=torch.bfloat16)
     assert load(emit(program, loaded)).MANIFEST.reduce_dtype == "bfloat16"
     text = (tmp_path / "plan.json").read_text().replace('"reduce_dtype": "bf16"', '"reduce_dtype": "bf17"')
