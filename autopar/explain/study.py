@@ -15,7 +15,7 @@ import msgspec
 from autopar.errors import Infeasible
 from autopar.ir import Program
 from autopar.plan_cache import decisive, planned_once
-from autopar.planner.answer import plan_of, why_not
+from autopar.planner.answer import why_not
 from autopar.planner.candidate import gib
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.resources import usable_bytes
