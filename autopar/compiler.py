@@ -31,6 +31,7 @@ from autopar.planner.wishes import (
     with_notes,
 )
 from autopar.render import check_backend, load, make_manifest, positional_names, render
+from autopar.report import notebook  # noqa: F401  which shows plans
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size

@@ -3,8 +3,10 @@ read; it is never executed. A plan names operators by their value names, and the
 
 from __future__ import annotations
 
+import html
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +23,12 @@ from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
-__all__ = ["Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
+__all__ = [
+    "SHOWN", "Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy",
+]  # fmt: skip
+
+SHOWN: dict[str, Callable[[Plan], str]] = {}
+"""How a plan is written for a person, as 'text' and as 'html': what knows how (autopar.report) enters it, since it knows plans."""
 
 FORMAT = "autopar-plan"
 VERSION = 4
@@ -302,9 +309,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         """The verdict of `autopar explain`."""
-        from autopar.report.text import short_text  # what prints plans knows them
-
-        return short_text(self)
+        return SHOWN["text"](self) if "text" in SHOWN else repr(self)
 
     def __repr__(self) -> str:
         mesh = " ".join(f"{axis}={n}" for axis, n in self.mesh.items())
@@ -312,9 +317,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _repr_html_(self) -> str:
         """In a notebook."""
-        from autopar.report.notebook import plan_html
-
-        return plan_html(self)
+        return SHOWN["html"](self) if "html" in SHOWN else html.escape(repr(self))
 
     @property
     def zero(self) -> int:
