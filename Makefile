@@ -1,5 +1,6 @@
 # make test   set up once, then lint, types and tests
 # make demo   set up once, then the whole pipeline on a small GPT-2 and four local workers
+# make gpu    set up once, then what needs a GPU: the tests marked gpu, autopar profile, a training beside plain torch (gpu.json)
 # make lint   ruff and mypy alone
 # make setup  the virtual environment alone; done again only when pyproject.toml or constraints.txt change
 
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13 python3.14,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
 
-.PHONY: setup test lint demo clean
+.PHONY: setup test lint demo gpu clean
 
 setup: $(STAMP)
 
@@ -32,6 +33,9 @@ test: lint
 
 demo: $(STAMP)
 	$(BIN)/autopar demo
+
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

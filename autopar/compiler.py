@@ -228,7 +228,8 @@ def compile(  # noqa: A001  (the field's word)
 
     Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
     of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
-    the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`, and LaunchError.
+    the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`; TypeError for what is
+    compiled already; PlanError for a plan of other wishes; ValueError for arguments that exclude each other; LaunchError.
     """
     if isinstance(model, StandIn):
         raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")

@@ -47,7 +47,7 @@ class StepLine:
 
     The time of a step is that between two lines, divided by their steps: with loading, logging and whatever else the loop does. memory:
     the most of any rank since the line before (allocated memory of GPUs; on CPUs the resident set of the process, in which torch's own
-    libraries are). file: where it goes, by default standard error.
+    libraries are). file: where it goes, by default standard error. ValueError if `every` is no positive number of steps.
     """
 
     def __init__(self, model: ParallelModule | DeferredModule, *, every: int = 10, file: IO[str] | None = None) -> None:

@@ -17,27 +17,35 @@ __all__ = ["OnRank", "Situation", "situations"]
 class Situation(NamedTuple):
     """What a rank holds while one of its passes runs, by the stages that it holds, in their order. stage: the index among these. held: the
     micro-batches that keep activations for backward, the one of this pass not counted. reduced: whether a backward pass has left
-    gradients of the parameters. last: no backward pass of this stage comes after it."""
+    gradients of the parameters. last: no backward pass of this stage comes after it; done: of the other stages, whether that is so of
+    those that ran. after: the pass that comes next."""
 
     stage: int
     pass_: Pass
     held: tuple[int, ...]
     reduced: tuple[bool, ...]
     last: bool
+    done: tuple[bool, ...]
+    after: tuple[int, Pass] | None = None
 
     def covers(self, other: Situation) -> bool:
         """Whether nothing of the other, which is of the same pass, is more."""
-        return all(map(operator.ge, self.held, other.held)) and all(map(operator.ge, self.reduced, other.reduced))
+        pairs = ((self.held, other.held), (self.reduced, other.reduced), (self.done, other.done))
+        return all(all(map(operator.ge, a, b)) for a, b in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnRank:
-    """stages: those that a rank holds, in order. situations: those that no other one of them covers, and that do not lie between two.
-    waiting: by stage, the most micro-batches whose activations, and whose gradients, have arrived before they are used."""
+    """stages: those that a rank holds, in order. situations: those that no other one of them covers, and that do not lie between two;
+    before: the same with each pass that may come next.
+    waiting: by stage, the most micro-batches whose activations, and whose gradients, have arrived before they are used. follows: passes
+    (index of a stage, 'F' or 'B') that come one after the other."""
 
     stages: tuple[int, ...]
     situations: tuple[Situation, ...]
+    before: tuple[Situation, ...]
     waiting: tuple[tuple[int, int], ...]
+    follows: tuple[tuple[tuple[int, Pass], tuple[int, Pass]], ...] = ()
 
 
 def situations(ranks: Sequence[Sequence[Action]]) -> tuple[OnRank, ...]:
@@ -54,8 +62,10 @@ def _on_rank(rank: int, steps: Numbered, exchanged: Sequence[tuple[list[int], li
     left = [sum(a.stage == s and a.pass_ == frees for a in actions) for s in stages]
     held, reduced = [0] * len(stages), [False] * len(stages)
     waiting, most = [[0, 0] for _ in stages], [[0, 0] for _ in stages]
-    found: dict[tuple[int, Pass, bool], dict[tuple[tuple[int, ...], tuple[bool, ...]], None]] = {}
-    for number, action, (_, receives) in zip(steps.ranks[rank], actions, exchanged):
+    found: dict[tuple[int, Pass, bool], list[Situation]] = {}
+    passes = [(index[a.stage], a.pass_) for a in actions]
+    following = [*passes[1:], None]
+    for number, action, (_, receives), after in zip(steps.ranks[rank], actions, exchanged, following):
         k, backward = index[action.stage], action.pass_ == "B"
         for m in receives:
             message = steps.actions[m]
@@ -69,18 +79,27 @@ def _on_rank(rank: int, steps: Numbered, exchanged: Sequence[tuple[list[int], li
             held[k] -= 1
             left[k] -= 1
         last = action.pass_ == frees and left[k] == 0
-        found.setdefault((k, action.pass_, last), {})[tuple(held), tuple(reduced)] = None
+        done = tuple(j != k and n == 0 for j, n in enumerate(left))
+        found.setdefault((k, action.pass_, last), []).append(Situation(k, action.pass_, tuple(held), tuple(reduced), last, done, after))
         held[k] += action.pass_ == "F"
         reduced[k] |= action.pass_ == frees
+    by_next = ([x for x in every if x.after == after] for every in found.values() for after in dict.fromkeys(x.after for x in every))
+    return OnRank(
+        stages=tuple(stages),
+        situations=tuple(x for every in found.values() for x in _most([x._replace(after=None) for x in every])),
+        before=tuple(x for alike in by_next for x in _most(alike)),
+        waiting=tuple((f, b) for f, b in most),
+        follows=tuple(dict.fromkeys(zip(passes, passes[1:]))),
+    )
+
+
+def _most(every: Sequence[Situation]) -> list[Situation]:
+    """Those of one kind of pass that no other one covers."""
     kept: list[Situation] = []
-    for (k, pass_, last), every in found.items():
-        alike = _corners([Situation(k, pass_, *held_and_reduced, last) for held_and_reduced in every])
-        uncovered: list[Situation] = []
-        for one in sorted(alike, key=lambda x: (-sum(x.held), -sum(x.reduced))):
-            if not any(other.covers(one) for other in uncovered):
-                uncovered.append(one)
-        kept += uncovered
-    return OnRank(stages=tuple(stages), situations=tuple(kept), waiting=tuple((f, b) for f, b in most))
+    for one in sorted(_corners(list(dict.fromkeys(every))), key=lambda x: (-sum(x.held), -sum(x.reduced))):
+        if not any(other.covers(one) for other in kept):
+            kept.append(one)
+    return kept
 
 
 def _corners(every: Sequence[Situation]) -> list[Situation]:
@@ -90,7 +109,7 @@ def _corners(every: Sequence[Situation]) -> list[Situation]:
     for k, now in enumerate(every):
         if 0 < k < len(every) - 1:
             before, behind = every[k - 1], every[k + 1]
-            same = before.reduced == now.reduced == behind.reduced
+            same = before.reduced == now.reduced == behind.reduced and before.done == now.done == behind.done
             if same and all(a + b == 2 * n for a, b, n in zip(before.held, behind.held, now.held)):
                 continue
         kept.append(now)

@@ -56,13 +56,18 @@ def program_of(width: int, layers: int, heads: int, batch: int, length: int, voc
     with torch.device("meta"):
         model = Gpt(width, layers, heads, vocabulary).to(torch.bfloat16)
     ids = torch.zeros(batch, length, dtype=torch.int64)
-    return capture(model, {"input_ids": ids, "labels": ids}).program
+    program = capture(model, {"input_ids": ids, "labels": ids}).program
+    _RECAPTURES[id(program)] = lambda other: program_of(width, layers, heads, other, length, vocabulary)
+    return program
+
+
+_RECAPTURES: dict[int, Callable[[int], Program]] = {}  # of programs that are kept
 
 
 def study_of(program: Program, gpus: int, cluster: str | Cluster = "dgx-h100", **asked: object) -> Study:
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     question = Asked(gpus=gpus, cluster=described, optimizer="adamw", precision="bf16", batch=program.batch_size, **asked)  # type: ignore[arg-type]
-    return Study(program=program, asked=question)
+    return Study(program=program, asked=question, recapture=_RECAPTURES.get(id(program)))
 
 
 def _slow_link() -> Cluster:

@@ -190,6 +190,50 @@ def test_states_of_every_kind_move_between_plans(four: WorkerPool, tmp_path: Pat
                 assert losses == pytest.approx(expected[source][name], rel=tolerance), f"{name}, {source} -> {plan}"
 
 
+# ------------------------------------------------------------------------------------------------------------- loss scaling
+def _scaled(plan: str | None, folder: str, *, load: bool) -> list[tuple[float, float, int]]:
+    """(loss, scale after it, steps of the optimizer that were taken) of steps 2 to 6, after two of which the second overflows; saved or
+    loaded between. The scale has grown once by then, was halved, and grows again in the middle of what comes after."""
+    model = plain(layers=2) if plan is None else _compiled(f"two layers, {plan}")
+    if plan is not None:
+        model.load_full_state_dict(whole_state(plain(layers=2)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0 if not load else 1.0, growth_interval=3)
+    found = []
+    for step in range(2, 7) if load else range(7):
+        if step == 2 and load:
+            extra = autopar.load(folder, model, optimizer)
+            scaler.load_state_dict(extra["scaler"])
+        elif step == 2:
+            autopar.save(folder, model, optimizer, scaler=scaler.state_dict())
+        loss = model(*batch(step))
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        taken = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
+        found.append((loss.item(), scaler.get_scale(), max(taken, default=0)))
+    return found[-5:]
+
+
+def test_a_gradient_scaler_goes_on_under_another_plan(four: WorkerPool, tmp_path: Path) -> None:
+    """The scale, how long it has been so, and that the step which overflowed was not taken."""
+    expected = _scaled(None, str(tmp_path / "1"), load=False)
+    assert [scale for _, scale, _ in expected] == [32.0, 32.0, 64.0, 64.0, 64.0] and expected[-1][2] == 6
+    load = functools.partial(_scaled, load=True)
+    for of_rank in four.run(functools.partial(_scaled, load=False), "dp2tp2", str(tmp_path / "dp2tp2"), timeout_s=300):
+        assert _close(of_rank, expected)
+    for source, plan in (("1", "pp2dp2zero3"), ("dp2tp2", "pp2dp2zero3"), ("1", "dp2tp2")):
+        for of_rank in four.run(load, plan, str(tmp_path / source), timeout_s=300):
+            assert _close(of_rank, expected), f"{source} -> {plan}"
+    assert _close(_scaled(None, str(tmp_path / "dp2tp2"), load=True), expected)
+
+
+def _close(found: list[tuple[float, float, int]], expected: list[tuple[float, float, int]]) -> bool:
+    losses, theirs = ([x[0] for x in one] for one in (found, expected))
+    return [x[1:] for x in found] == [x[1:] for x in expected] and losses == pytest.approx(theirs, rel=1e-12)
+
+
 # -------------------------------------------------------------------------------------------------------------- random numbers
 def _dropped(folder: str, *, deferred: bool) -> tuple[list[float], ...]:
     """The losses after a save; those after its load with the generator as it came; those with another seed set after the load."""

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -88,6 +88,49 @@ def test_a_plain_loop_under_torchrun_on_one_and_on_two_nodes(tmp_path: Path) -> 
     both = [started(*TORCHRUN, *meeting, *train, cwd=tmp_path) for _ in range(2)]
     (said,) = [line for line in printed(both) if line]  # rank 0 is on one of them
     assert json.loads(said) == pytest.approx(expected[4:], rel=1e-9)
+
+
+def run(*command: str) -> bool:
+    """Whether a command ends well."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[tuple[str, str, str]]]:
+    """Two network namespaces with a link between them: of each its name, its address and its interface. Skips where that is not allowed."""
+    names = [f"ap{os.getpid()}{side}" for side in "ab"]
+    hosts = [(name, f"10.213.{os.getpid() % 250}.{k + 1}", f"v{name}") for k, name in enumerate(names)]
+    try:
+        made = all(run("ip", "netns", "add", name) for name in names)
+        made = made and run("ip", "link", "add", hosts[0][2], "type", "veth", "peer", "name", hosts[1][2])
+        for name, address, link in hosts:
+            made = made and run("ip", "link", "set", link, "netns", name)
+            made = made and run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", link)
+            made = made and all(run("ip", "-n", name, "link", "set", one, "up") for one in (link, "lo"))
+        if not made:
+            pytest.skip("network namespaces are not allowed here")
+        yield hosts
+    finally:
+        for name in names:
+            run("ip", "netns", "del", name)
+
+
+@pytest.mark.gloo
+def test_a_plain_loop_on_two_hosts_that_share_no_network_but_a_link(two_hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
+    """An agent and two ranks in each network namespace: nothing meets over localhost."""
+    script = str(ROOT / "examples" / "plain_loop.py")
+    agents = []
+    for number, (name, address, link) in enumerate(two_hosts):
+        within = ("ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={link}", f"TP_SOCKET_IFNAME={link}")
+        meeting = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts[0][1]}:29411")
+        meeting = (*meeting, "--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address)
+        train = (script, "--pin", "dp=2", "--pin", "tp=2", "--steps", "3", "--checkpoint", "last")
+        agents.append(started(*within, *TORCHRUN, *meeting, *train, cwd=tmp_path))
+    (said,) = [line for line in printed(agents) if line]
+    assert json.loads(said) == pytest.approx(of_the_plain_loop(3), rel=1e-9)
 
 
 @pytest.mark.gloo

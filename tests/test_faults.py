@@ -83,7 +83,7 @@ def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str,
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        ("changed on one rank", "self.scale was 2.0, and is 3.0"),
+        ("changed on one rank", "scale from 2.0 to 3.0"),
         ("another size on one rank", "it is called with other inputs, or in another mode, than before"),
     ],
 )

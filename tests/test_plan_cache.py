@@ -234,7 +234,7 @@ def _process(folder: str, go: object, results: object) -> None:
 
 
 def test_processes_that_ask_at_once_plan_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # torch with CUDA has threads that a fork does not survive
     go, results = context.Event(), context.Queue()
     workers = [context.Process(target=_process, args=(str(tmp_path), go, results)) for _ in range(2)]
     for w in workers:

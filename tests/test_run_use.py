@@ -342,7 +342,7 @@ def test_two_uses_of_a_gathered_weight_in_one_unit_add_up() -> None:
     held = {name: SimpleNamespace(reduced_by_pass=True) for name in ("w", "v")}
     bucket = SimpleNamespace(reduce=reduce)
     units = SimpleNamespace(held=held, unit_of={"w": 0, "v": 0}, members=[2], buckets=[[bucket]])
-    step = GatheredWhereUsed(units, {})  # type: ignore[arg-type]
+    step = GatheredWhereUsed(units, {}, {})  # type: ignore[arg-type]
     for name, grad in (("w", 1.0), ("w", 2.0), ("v", 4.0), ("w", 8.0)):
         step._reduce(name, torch.full((3,), grad))
     found = step.close()
@@ -356,7 +356,7 @@ def test_a_gathered_weight_that_changes_before_backward_is_refused() -> None:
     saved = Dropped("w", part._version, (2,), (1,), 0)
     part.add_(1)
     with pytest.raises(RuntimeError, match="w was changed between the forward and the backward pass"):
-        GatheredWhereUsed(units, {})._unpack(saved)  # type: ignore[arg-type]
+        GatheredWhereUsed(units, {}, {})._unpack(saved)  # type: ignore[arg-type]
 
 
 def test_gathering_ahead_is_a_guess(workers: WorkerPool) -> None:

@@ -170,6 +170,7 @@ def _prepared(
         stream=subject.stream,
         config=subject.config,
     )
+    kept.wait()
     return kept.held, contents, secrets.token_hex(8)
 
 
@@ -184,12 +185,28 @@ class _Kept:
 
     def __init__(self, subject: Subject, *, staged: bool) -> None:
         self._subject, self._staged = subject, staged
+        self._copying: set[torch.device] = set()
         self.held: dict[str, Held] = {}
 
     def add(self, key: str, shape: tuple[int, ...], here: Tensor, boxes: tuple[Box, ...]) -> None:
         if self._staged and boxes and self._subject.writes:
-            here = here.detach().to("cpu", copy=True)
+            here = self._copied(here.detach())
         self.held[key] = Held(shape=shape, here=here, boxes=boxes if self._subject.writes else ())
+
+    def _copied(self, here: Tensor) -> Tensor:
+        """On the CPU. From a GPU to pinned memory, one copy behind another, for which `wait` waits once."""
+        if here.device.type != "cuda":
+            return here.to("cpu", copy=True)
+        host = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+        host.copy_(here, non_blocking=True)
+        self._copying.add(here.device)
+        return host
+
+    def wait(self) -> None:
+        """All copies are there."""
+        for device in self._copying:
+            torch.cuda.current_stream(device).synchronize()
+        self._copying.clear()
 
     def keep(self, path: str, tensor: Tensor) -> str:
         """A tensor that all ranks have, or parts of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,21 @@ from autopar.cli.application import UsageError
 from autopar.cli.options import check_gpus, check_time_limit, loss_of, memory_of, readable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from autopar.capture import Captured
     from autopar.explain import Study
+    from autopar.ir import Program
     from autopar.planner import Pins, Plan
 
 __all__ = ["captured_of", "study_of"]
 
 
-def captured_of(target: str, precision: str, loss: str | None) -> Captured:
-    """The model of a TARGET, captured as `autopar.plan` does."""
+def captured_of(target: str, precision: str, loss: str | None) -> tuple[Captured, Callable[[int], Program]]:
+    """The model of a TARGET, captured as `autopar.plan` does; and its program for another batch, of the same samples again."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
     from autopar.capture import capture
     from autopar.debug import timed
     from autopar.planner.wishes import PRECISIONS, check_inputs, check_name
@@ -28,8 +35,25 @@ def captured_of(target: str, precision: str, loss: str | None) -> Captured:
     loss_fn = loss_of(loss)
     model, example_inputs = load_target(target)
     check_inputs(model, example_inputs)
+    dtype = compute_dtype(model, precision)
     with timed("capture"):
-        return capture(model, example_inputs, loss=loss_fn, dtype=compute_dtype(model, precision))
+        captured = capture(model, example_inputs, loss=loss_fn, dtype=dtype)
+
+    def of_batch(batch: int) -> Program:
+        own = captured.program.batch_size or 1
+        inputs = tree_map_only(torch.Tensor, lambda t: _of_batch(t, own, batch), example_inputs)
+        again = capture(model, inputs, loss=loss_fn, dtype=dtype).program
+        if again.batch_size != batch:
+            raise UsageError(f"{target} does not take batches of {batch} where its example has {own}")
+        return again
+
+    return captured, of_batch
+
+
+def _of_batch(t: Tensor, own: int, batch: int) -> Tensor:
+    if not t.dim() or t.shape[0] != own:
+        return t
+    return t.repeat(-(-batch // own), *[1] * (t.dim() - 1))[:batch].detach()
 
 
 def study_of(
@@ -59,7 +83,7 @@ def study_of(
         count, cluster=cluster, memory=limit, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
         time_limit=time_limit,
     )  # fmt: skip
-    captured = captured_of(target, precision, loss)
+    captured, of_batch = captured_of(target, precision, loss)
     program = captured.program
     asked = Asked(
         gpus=count, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype,
@@ -67,7 +91,7 @@ def study_of(
     )  # fmt: skip
     store = Store(program=program, cluster=described, optimizer=optimizer)
     made = decide(captured, store) if given is None else _checked(captured, given, str(plan_file))
-    return Study(program=program, asked=asked, given=made, stores={(described, optimizer): store})
+    return Study(program=program, asked=asked, given=made, recapture=of_batch, stores={(described, optimizer, program.batch_size): store})
 
 
 def _given(plan_file: Path, gpus: int | None, pins: Pins | None) -> Plan:

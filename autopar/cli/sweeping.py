@@ -100,12 +100,13 @@ def _study(
     if reduce_dtype is not None:
         check_name("reduce_dtype", reduce_dtype, PRECISIONS)
     described, pins = choose_cluster(cluster, 1), pins_of(pin) or Pins()
-    program = captured_of(target, precision, loss).program
+    captured, of_batch = captured_of(target, precision, loss)
+    program = captured.program
     asked = Asked(
         gpus=1, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, memory_limit_bytes=limit, pins=pins,
         batch=program.batch_size,
     )  # fmt: skip
-    return Study(program=program, asked=asked)
+    return Study(program=program, asked=asked, recapture=of_batch)
 
 
 def _listed(option: str, text: str) -> list[str]:

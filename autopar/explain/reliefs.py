@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from autopar.errors import AutoparError
 from autopar.explain.families import in_words
 from autopar.explain.study import Asked, Refused, Study
+from autopar.planner.plan import Pins
+from autopar.planner.space import divisors
 from autopar.report.explanation import Limit, Relief
 from autopar.report.limits import limits_of
 from autopar.report.units import bytes_text
@@ -21,12 +23,13 @@ MOSTLY = 0.3  # of the step is arithmetic, where more GPUs could help
 def reliefs_of(study: Study) -> list[Relief]:
     """Of each limit of the plan what is the usual remedy, the most useful first."""
     limits = limits_of(study.plan)
-    changes = dict(change for limit in limits for change in _changes(study.asked, limit))
+    changes = dict(change for limit in limits for change in _changes(study, limit))
     found = [_tried(study, text, asked) for text, asked in changes.items()]
     return sorted(found, key=lambda x: -(x.speedup or 0.0))
 
 
-def _changes(asked: Asked, limit: Limit) -> Iterator[tuple[str, Asked]]:
+def _changes(study: Study, limit: Limit) -> Iterator[tuple[str, Asked]]:
+    asked = study.asked
     cluster = asked.cluster
     if limit.kind == "memory":
         twice = 2 * asked.limit_bytes
@@ -38,8 +41,19 @@ def _changes(asked: Asked, limit: Limit) -> Iterator[tuple[str, Asked]]:
         yield f"links {'between nodes' if between else 'inside the node'} twice as fast", dataclasses.replace(asked, cluster=faster)
     if limit.kind in ("launches", "pipeline", "batch", "optimizer", "network") and asked.batch:
         yield f"twice the batch ({2 * asked.batch})", dataclasses.replace(asked, batch=2 * asked.batch)
+    if limit.kind in ("heads", "divisibility"):
+        yield from _fewer(study, limit)
     if limit.kind == "compute" and limit.share >= MOSTLY and (cluster.gpu_count is None or cluster.gpu_count >= 2 * asked.gpus):
         yield f"twice the GPUs ({2 * asked.gpus})", dataclasses.replace(asked, gpus=2 * asked.gpus)
+
+
+def _fewer(study: Study, limit: Limit) -> Iterator[tuple[str, Asked]]:
+    """An axis of as many ranks as what it divides has parts for."""
+    for x in study.plan.account.idle if study.plan.account else ():
+        n = study.plan.mesh[x.axis]
+        fits = [k for k in divisors(n) if x.size and x.size % k == 0 and 1 < k < n]
+        if fits and f"ranks of {x.axis}" in limit.text and x.axis in Pins.__struct_fields__:
+            yield f"{x.axis} {fits[-1]} instead of {n}", study.with_pins(**{x.axis: fits[-1]})
 
 
 def _twice(link: Link) -> Link:

@@ -7,6 +7,7 @@ twice is answered once. Every answer is a search with the budgets of `autopar.pl
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +21,7 @@ from autopar.planner.plan import Pins, Plan
 from autopar.planner.resources import usable_bytes
 from autopar.planner.search import Search
 from autopar.planner.store import Store
-from autopar.planner.wishes import for_loss_outside, with_notes
+from autopar.planner.wishes import WishError, for_loss_outside, with_notes
 from autopar.progress import working
 from cost_models.cluster import Cluster
 
@@ -63,13 +64,15 @@ class Refused:
 
 @dataclass(kw_only=True)
 class Study:
-    """asked: what the plan that is explained was made for; given: that plan, made when it is first needed. stores, answers: what was found
-    out already."""
+    """asked: what the plan that is explained was made for; given: that plan, made when it is first needed. recapture: the program
+    of another batch. programs, stores, answers: what was found out already."""
 
     program: Program
     asked: Asked
     given: Plan | None = None
-    stores: dict[tuple[Cluster, str], Store] = field(default_factory=dict)
+    recapture: Callable[[int], Program] | None = None
+    programs: dict[int, Program] = field(default_factory=dict)
+    stores: dict[tuple[Cluster, str, int | None], Store] = field(default_factory=dict)
     answers: dict[Asked, Plan | Refused] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,10 +88,22 @@ class Study:
         return found
 
     def store(self, asked: Asked) -> Store:
-        key = asked.cluster, asked.optimizer
+        program = self.program_of(asked)
+        key = asked.cluster, asked.optimizer, program.batch_size
         if key not in self.stores:
-            self.stores[key] = Store(program=self.program, cluster=asked.cluster, optimizer=asked.optimizer)
+            self.stores[key] = Store(program=program, cluster=asked.cluster, optimizer=asked.optimizer)
         return self.stores[key]
+
+    def program_of(self, asked: Asked) -> Program:
+        """Captured for its batch. Raises WishError where no other batch can be captured."""
+        if asked.batch in (None, self.program.batch_size):
+            return self.program
+        if self.recapture is None or self.program.batch_size is None:
+            raise WishError(f"a batch of {asked.batch}: {self.program.name} is there with its own batch alone")
+        if asked.batch not in self.programs:
+            with working(f"capture of a batch of {asked.batch}"):
+                self.programs[asked.batch] = self.recapture(asked.batch)
+        return self.programs[asked.batch]
 
     def with_pins(self, **pins: object) -> Asked:
         """What is asked, with these pins beside its own, or in their place."""
@@ -103,13 +118,14 @@ class Study:
 
     def search(self, asked: Asked) -> Search:
         return Search(
-            program=self.program, gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes, optimizer=asked.optimizer,
-            precision=asked.precision, reduce_dtype=asked.reduce_dtype, pins=for_loss_outside(self.program, asked.pins) or Pins(),
-            batch_size=asked.batch, store=self.store(asked),
+            program=self.program_of(asked), gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes,
+            optimizer=asked.optimizer, precision=asked.precision, reduce_dtype=asked.reduce_dtype,
+            pins=for_loss_outside(self.program, asked.pins) or Pins(), store=self.store(asked),
         )  # fmt: skip
 
     def _solved(self, asked: Asked) -> Plan | Refused:
         refused: list[Refused] = []
+        program = self.program_of(asked)
 
         def make() -> Plan:
             search = self.search(asked)
@@ -117,30 +133,18 @@ class Study:
             if candidate is None:
                 refused.append(Refused(why=_in_a_line(search), search=search))
                 raise Infeasible(refused[0].why)
-            return with_notes(plan_of(search, [candidate]), self.program)
+            return with_notes(plan_of(search, candidate), program)
 
         try:
-            if asked.batch not in (None, self.program.batch_size):  # no plan that could be run
-                return _of_batch(make(), asked.batch)
-            pinned = for_loss_outside(self.program, asked.pins if asked.pins != Pins() else None)
+            pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)
             wished = decisive(
                 asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned, asked.reduce_dtype
             )
-            return planned_once(self.program, wished, make)
+            return planned_once(program, wished, make)
         except Infeasible:
             if not refused:
                 raise
             return refused[0]
-
-
-def _of_batch(plan: Plan, batch: int | None) -> Plan:
-    """The plan's own figures for another batch than the program's. Its strategies are those of the batch that stands for it (see
-    `Store.rank`), so that it can be looked at and not run."""
-    if batch is None or not plan.global_batch:
-        return plan
-    more = batch / plan.global_batch
-    account = msgspec.structs.replace(plan.account, flops=plan.account.flops * more) if plan.account else None
-    return msgspec.structs.replace(plan, global_batch=batch, work_per_step=plan.work_per_step * more, account=account)
 
 
 def _in_a_line(search: Search) -> str:

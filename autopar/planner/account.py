@@ -11,17 +11,21 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from autopar.axes import BATCH
-from autopar.ir import Op, Program, refs
+from autopar.catalog import strategies_of
+from autopar.ir import Op, Program, Strategy, refs
 from autopar.measure import count as count_op
 from autopar.measure.costs import dtype_of
 from autopar.planner.candidate import Candidate
+from autopar.planner.choices import is_heavy
 from autopar.planner.curve import curves_of
 from autopar.planner.lower import on_inner_axes
 from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount
-from autopar.planner.shard import Assignment
+from autopar.planner.shard import Assignment, view_of
 from cost_models.cluster import Gpu
 
 __all__ = ["account_of"]
+
+LISTED = 2**31  # stands for the number of a block, of pieces that are smaller
 
 COMPUTE, LAUNCHES, RECOMPUTE, BUBBLE, UPDATE = "compute", "issuing operators", "recompute", "pipeline bubble", "optimizer"
 
@@ -77,8 +81,14 @@ def _seconds(c: Candidate) -> dict[str, float]:
     micro_batch_s = sum(busiest.values())
     scale = c.compute_s / micro_batch_s if micro_batch_s else 0.0
     total = {kind: s * scale for kind, s in busiest.items()}
-    _add(total, {collectives(BATCH): c.gradient_sync_s, BUBBLE: c.bubble_s, UPDATE: c.optimizer_s})
+    _add(total, {collectives(_reducing(c)): c.gradient_sync_s, BUBBLE: c.bubble_s, UPDATE: c.optimizer_s})
     return dict(sorted(((kind, s) for kind, s in total.items() if s > 0), key=lambda item: -item[1]))
+
+
+def _reducing(c: Candidate) -> str:
+    """The axis over which gradients are brought together at the end."""
+    inner = [axis for axis, _ in c.mesh.inner]
+    return inner[-1] if c.mesh.over("batch") == 1 and inner else BATCH
 
 
 def collectives(axis: str) -> str:
@@ -116,34 +126,46 @@ def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
 
 # --------------------------------------------------------------------------------------------------------------- blocks
 def _blocks(c: Candidate) -> list[BlockAccount]:
-    """The pieces of the program in order; instances of a block in one mode together."""
-    estimator, seconds, ops = c.estimator, c.estimator.seconds(), c.rank.program.ops
-    groups: dict[tuple[int, int], list[int]] = {}
+    """The pieces of the program in order; instances of a block in one mode together, and where pieces are smaller than that (as many
+    stages need it), those of one module of a list."""
+    estimator, ops = c.estimator, c.rank.program.ops
+    groups: dict[tuple[int, int | str], list[int]] = {}
+    paths: dict[tuple[int, int | str], dict[str, None]] = {}
+    last: tuple[int, int | str] | None = None
     for k in range(len(estimator.segments)):
-        block = c.segments[k].block
-        groups.setdefault((block, c.part.modes[k]) if block >= 0 else (~k, 0), []).append(k)
-    found = []
-    for pieces in groups.values():
-        k = pieces[0]
-        segment, piece = c.segments[k], estimator.pieces[k]
-        mode = piece.modes[c.part.modes[k]]
-        own = ops[segment.span.start : segment.span.stop]
-        whole = mode.spans and sum(map(len, mode.spans)) == len(segment.span)
-        found.append(
-            BlockAccount(
-                paths=[estimator.prefix(k) for k in pieces] if segment.block >= 0 else _modules(own),
-                repeated=segment.block >= 0,
-                recompute="all" if whole else "part" if mode.spans else "none",
-                forward_s=float(seconds[k][0]),
-                backward_s=float(seconds[k][1]),
-                again_s=float(mode.again_s),
-                communication_s=float(c.rank.ledger.seconds(range(segment.span.start, segment.span.stop))[2]),
-                kept_bytes=int(mode.kept_bytes),
-                rest_bytes=int(piece.rest_bytes),
-                parameters=sum(estimator.params[v].numel for v in estimator.read(segment.span)),
-            )
-        )  # fmt: skip
-    return found
+        segment = c.segments[k]
+        modules = _modules(ops[segment.span.start : segment.span.stop])
+        listed = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", modules[0]) if modules else None
+        key: tuple[int, int | str] = (~k, "") if modules or last is None else last
+        if segment.block >= 0:
+            key, modules = (segment.block, c.part.modes[k]), [estimator.prefix(k)]
+        elif listed is not None:
+            key, modules = (LISTED, generic(listed[0])), [listed[0]]
+        last = key
+        groups.setdefault(key, []).append(k)
+        paths.setdefault(key, {}).update(dict.fromkeys(modules))
+    return [_block(c, pieces, list(paths[key]), repeated=key[0] >= 0) for key, pieces in groups.items()]
+
+
+def _block(c: Candidate, pieces: list[int], paths: list[str], *, repeated: bool) -> BlockAccount:
+    """What one of the instances costs, in the mean of these pieces."""
+    estimator, count = c.estimator, len(paths) if repeated else 1
+    seconds, segments = estimator.seconds(), [c.segments[k] for k in pieces]
+    modes = [estimator.pieces[k].modes[c.part.modes[k]] for k in pieces]
+    whole = all(sum(map(len, mode.spans)) == len(segment.span) for mode, segment in zip(modes, segments, strict=True))
+    communication_s = sum(c.rank.ledger.seconds(range(x.span.start, x.span.stop))[2] for x in segments)
+    return BlockAccount(
+        paths=paths,
+        repeated=repeated,
+        recompute="all" if whole else "part" if any(mode.spans for mode in modes) else "none",
+        forward_s=float(sum(seconds[k][0] for k in pieces) / count),
+        backward_s=float(sum(seconds[k][1] for k in pieces) / count),
+        again_s=float(sum(mode.again_s for mode in modes) / count),
+        communication_s=float(communication_s / count),
+        kept_bytes=int(sum(mode.kept_bytes for mode in modes) / count),
+        rest_bytes=int(sum(estimator.pieces[k].rest_bytes for k in pieces) / count),
+        parameters=sum(estimator.params[v].numel for x in segments for v in estimator.read(x.span)) // count,
+    )
 
 
 def _modules(ops: tuple[Op, ...]) -> list[str]:
@@ -168,7 +190,27 @@ def _idle(body: Program, assignment: Assignment, c: Candidate) -> Iterator[IdleA
         own = groups[target]
         if seconds[target] > 0:
             modules = list(dict.fromkeys(generic(op.module) for op in own))
-            yield IdleAccount(axis=assignment.axis, kind=target, count=len(own), modules=modules[:8], seconds=float(seconds[target]))
+            undivided, size = undivided_by(body, own[0], assignment.n) if is_heavy(target) else ("", 0)
+            yield IdleAccount(
+                axis=assignment.axis, kind=target, count=len(own), modules=modules[:8], seconds=float(seconds[target]), undivided=undivided,
+                size=size,
+            )  # fmt: skip
+
+
+def undivided_by(body: Program, op: Op, n: int) -> tuple[str, int]:
+    """A strategy that splits the operator over two ranks along what n cannot divide, and the size of that; '', 0 where there is none."""
+    ins, outs = tuple(body.types[r] for r in refs(op)), tuple(body.types[o] for o in op.outputs if o is not None)
+    here = {_along(s) for s in strategies_of(view_of(body, op, n))}
+    for s in [s for s in strategies_of(view_of(body, op, 2)) if s.splits_work and _along(s) not in here]:
+        pairs = [*zip(s.inputs, ins, strict=True), *zip(s.outputs, outs, strict=True)]
+        sizes = [t.shape[x.dim] // x.groups for x, t in pairs if x.is_shard and not x.divides(t.shape, n)]
+        if sizes:
+            return str(s), min(sizes)
+    return "", 0
+
+
+def _along(s: Strategy) -> tuple[int, ...]:
+    return tuple(x.dim for x in (*s.inputs, *s.outputs))
 
 
 def _busy_s(c: Candidate, k: int | None) -> float:

@@ -19,7 +19,7 @@ from cost_models.pipeline import Flow
 from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
-__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes"]
+__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes", "late_of"]
 
 GIB = float(2**30)
 
@@ -71,7 +71,8 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
     bounds = (0, *part.cuts, len(e.segments))
     t = e.times(part)
     spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
-    memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}) for r in range(e.flow.ranks)]
+    late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
+    memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late) for r in range(e.flow.ranks)]
     stages = []
     for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
         span = spans[s][0]
@@ -98,18 +99,28 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
     )  # fmt: skip
 
 
+def late_of(e: Estimator, reads: Mapping[int, Iterable[str]]) -> frozenset[str]:
+    """The parameters that several pipeline ranks use. reads: those of each stage."""
+    ranks_of: dict[str, set[int]] = {}
+    for s, own in reads.items():
+        for v in own:
+            ranks_of.setdefault(v, set()).add(e.flow.rank_of[s])
+    return frozenset(v for v, ranks in ranks_of.items() if len(ranks) > 1)
+
+
 def _again(e: Estimator, part: Partition, k: int) -> str:
     """How much of piece k runs again."""
     spans = e.pieces[k].modes[part.modes[k]].spans
     return "whole" if spans == (Span(0, len(e.segments[k].span)),) else "part" if spans else "nothing"
 
 
-def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]]) -> MemoryPlan:
+def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> MemoryPlan:
     """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
-    not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it."""
+    not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it; late: parameters that several
+    ranks use."""
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
     params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
-    activities = [e.activity(span, again, reads[s], s) for s, (span, again) in spans.items()]
+    activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]
     liveness = e.rank.ledger.liveness
     moment = liveness.peak(activities[0]) if len(spans) == 1 else liveness.peak_of_rank(activities, e.flow.on_rank(rank))
     if e.recipe.accumulates:

@@ -17,7 +17,7 @@ import torch
 from autopar.ir import Op, Program, Span, refs
 from autopar.measure.costs import GATHER
 from autopar.measure.workspace import Workspace, workspace
-from autopar.planner.units import Units, Waiting
+from autopar.planner.units import Key, Units, Waiting
 from cost_models.holds import OnRank
 
 __all__ = ["Activity", "Arriving", "Liveness", "Moment", "PieceBytes", "gathered_from"]
@@ -42,7 +42,8 @@ class Activity:
     """What runs on a stage. span: its operators; recomputed: the spans in it that run again in backward. in_flight, micro_batches:
     of the schedule. gradients: parameter value -> bytes of its gradient as it is made and as it rests. reduced: the parameters whose
     gradients are gathered into buckets for a reduction; scattered: those of them that are reduce-scattered at the end of the step, with a
-    bucket that stays until then; at_once: those that are reduce-scattered in every backward pass, by unit or by bucket, of which the parts
+    bucket that stays until then; late: parameters that other ranks use too, whose gradients are complete when all passes are over;
+    at_once: those that are reduce-scattered in every backward pass, by unit or by bucket, of which the parts
     alone stay. bucket_bytes: 0 if gradients are reduced where they lie. accumulates: gradients are added at once into
     buffers that are not counted here. where_used: value -> bytes of the parameters that are gathered where they are used; units:
     value -> what it is gathered with (see units.gather_units). cast: the parameters that are used in a lower dtype, in which backward makes
@@ -62,6 +63,7 @@ class Activity:
     units: Mapping[str, int]
     bucket_bytes: int
     accumulates: bool = False
+    late: Collection[str] = ()
     cast: Collection[str] = ()
 
 
@@ -176,37 +178,45 @@ class Liveness:
             some = bool(before.gradients)
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
+        moments += self.ends(activity)
         return max(moments, key=lambda x: x.total - x.gradients * activity.accumulates)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
         """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
         to its end."""
-        held, units = [self._held(a) for a in stages], self.units(*stages)
+        held = [self._held(a) for a in stages]
+        gathers = any(a.where_used for a in stages)
+        units: dict[object, Units] = {}  # by a pass and what comes after it
         gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
+        left = [self.left_behind(a) for a in stages]
         waiting = sum(
             f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
             for (f, b), a in zip(on_rank.waiting, stages, strict=True)
         )
-        known: dict[tuple[int, str, bool, bool], Moment] = {}
+        known: dict[tuple[object, ...], Moment] = {}
         found: list[Moment] = []
-        for now in on_rank.situations:
+        for now in on_rank.before if gathers else on_rank.situations:
             k, some = now.stage, now.reduced[now.stage]
-            key = k, now.pass_, some, now.last
+            ends = (k, now.pass_), now.after
+            if ends not in units:
+                follows = [(a, b) for a, b in on_rank.follows if a != ends[0] or b == now.after]
+                units[ends] = self.units(*stages, follows=follows)
+            key = ends, some, now.last
             if key not in known:
                 if now.pass_ == "F":
-                    own = list(self._forward(stages[k], units, stages[k].span, _Store()))
+                    own = list(self._forward(stages[k], units[ends], stages[k].span, _Store()))
                 else:
                     sent = Arriving.of(stages[k].sends, self.program)
-                    own = list(self._backward(stages[k], units, _Store(held[k]), sent, accumulated=some, final=now.last))
+                    own = list(self._backward(stages[k], units[ends], _Store(held[k]), sent, accumulated=some, final=now.last))
                     arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
                     own = [_plus(x, Moment(communication=arrived)) for x in own]
                 known[key] = max(own, key=lambda x: x.total - x.gradients * stages[k].accumulates)
             beside = Moment(
                 saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
-                gradients=sum(g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
+                gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
             found.append(_plus(beside, known[key]))
-        return max(found, key=lambda x: x.total - x.gradients * stages[0].accumulates)
+        return max([*found, *self.ends(*stages)], key=lambda x: x.total - x.gradients * stages[0].accumulates)
 
     def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
         """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
@@ -224,6 +234,22 @@ class Liveness:
     def gradient_bytes(activity: Activity) -> int:
         """Of the gradients of parameters that a backward pass leaves."""
         return 0 if activity.accumulates else sum(g[r in activity.at_once] for r, g in activity.gradients.items())
+
+    @staticmethod
+    def left_behind(a: Activity) -> int:
+        """Bytes of the gradients of a stage whose passes are over: of what was reduce-scattered, its part and the bucket."""
+        if a.accumulates:
+            return 0
+        kept = {r: rests if r in a.at_once else made for r, (made, rests) in a.gradients.items()}
+        return sum(kept.values()) + sum(a.gradients[r][1] for r in a.scattered if r in kept and r not in a.late)
+
+    def ends(self, *stages: Activity) -> Iterator[Moment]:
+        """The reduction of what is late, when all passes are over: beside its gradients their parts, and of several a copy."""
+        late = {r: a.gradients[r] for a in stages for r in a.late if r in a.gradients and r in a.scattered and not a.accumulates}
+        if late:
+            copied = sum(made for made, _ in late.values()) if len(late) > 1 else 0
+            parts = sum(rests for _, rests in late.values())
+            yield Moment(gradients=sum(map(self.left_behind, stages)) + parts, communication=copied)
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier
@@ -316,13 +342,15 @@ class Liveness:
             for r in [r for r in live if last.get(r, -1) <= k]:
                 del live[r]
 
-    def units(self, *stages: Activity) -> Units:
-        """Of the stages of a rank, which gathers them one after the other."""
+    def units(self, *stages: Activity, follows: Collection[tuple[Key, Key]] = (((0, "F"), (0, "B")),)) -> Units:
+        """Of the stages of a rank. follows: the passes that come one after the other."""
         sizes = {v: n for a in stages for v, n in a.where_used.items()}
-        places = [(a, k) for a in stages if a.where_used for k in self._indices(a.span)]
-        forward = [(k, self._used(a, k, False)) for a, k in places]
-        backward = [(k, self._used(a, k, True)) for a, k in reversed(places)]
-        return Units(sizes, stages[0].units, forward, backward)
+        passes: dict[Key, list[tuple[int, list[str]]]] = {}
+        for j, a in enumerate(stages):
+            indices = self._indices(a.span) if a.where_used else range(0)
+            passes[j, "F"] = [(k, self._used(a, k, False)) for k in indices]
+            passes[j, "B"] = [(k, self._used(a, k, True)) for k in reversed(indices)]
+        return Units(sizes, stages[0].units, passes, follows)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
@@ -397,7 +425,7 @@ class Liveness:
                             scattering.put({r: made} if complete[r] == k else {})
                             own.put({r: made})
                         else:
-                            filling.put({r: made} if r in a.reduced and complete[r] == k else {})
+                            filling.put({r: made} if r in a.reduced and r not in a.late and complete[r] == k else {})
                             own.put({} if accumulated else {r: made})
                     elif types[r].grad and r not in tokens and r not in self._resting:
                         tokens[r] = len(sizes) if fresh else origin

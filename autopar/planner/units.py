@@ -7,11 +7,13 @@ gradients wait for the others of their unit (autopar/run/gathered.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autopar.ir import Program, refs
 
-__all__ = ["Units", "Waiting", "gather_units"]
+__all__ = ["Key", "Units", "Waiting", "gather_units"]
+
+Key = tuple[int, str]  # a pass: the index of a stage among those of a rank, and 'F' or 'B'
 
 
 def gather_units(program: Program, parts: Mapping[str, int], unit_bytes: int) -> dict[str, int]:
@@ -35,41 +37,58 @@ def gather_units(program: Program, parts: Mapping[str, int], unit_bytes: int) ->
 
 class Units:
     """Bytes of gathered parameters while an operator runs: the unit in use, and the next one, which is gathered ahead (at the end of
-    forward the first one of backward). A unit of several parameters is copied out of what it is gathered into.
+    a pass the first one of what follows). A unit of several parameters is copied out of what it is gathered into.
 
     forward, backward: operator -> bytes. unit_of: value -> unit; members: unit -> how many parameters. size: value -> bytes;
-    uses: (operator, the parameters that it uses), in the order of each pass.
+    passes: of each pass of a rank, (operator, the parameters that it uses) in order; follows: the passes that may come after each.
     """
 
     def __init__(
         self,
         size: Mapping[str, int],
         unit_of: Mapping[str, int],
-        forward: Sequence[tuple[int, Sequence[str]]],
-        backward: Sequence[tuple[int, Sequence[str]]],
+        passes: Mapping[Key, Sequence[tuple[int, Sequence[str]]]],
+        follows: Collection[tuple[Key, Key]],
     ) -> None:
         self.unit_of = unit_of
         self.members = Counter(unit_of[v] for v in size)
         self._size: Counter[int] = Counter()
         for v, nbytes in size.items():
             self._size[unit_of[v]] += nbytes
-        runs: list[int] = []  # the units in the order of the step
-        at: list[tuple[int, bool]] = []  # of each operator: the run that it belongs to, and whether it begins it
-        for _, used in (*forward, *backward):
-            before = len(runs)
-            for unit in (unit_of[v] for v in used):
-                if not runs or runs[-1] != unit:
-                    runs.append(unit)
-            at.append((len(runs) - 1, len(runs) > before))
-        found = [self._bytes(runs, run, begins) for run, begins in at]
-        self.forward = dict(zip((k for k, _ in forward), found[: len(forward)], strict=True))
-        self.backward = dict(zip((k for k, _ in backward), found[len(forward) :], strict=True))
+        self._runs = {key: self._in_order(uses) for key, uses in passes.items()}
+        self._after = {key: [b for a, b in follows if a == key] for key in passes}
+        before = {key: [a for a, b in follows if b == key] for key in passes}
+        self.forward: dict[int, int] = {}
+        self.backward: dict[int, int] = {}
+        for key, uses in passes.items():
+            runs, last = self._runs[key], [self._runs[p][-1:] for p in before[key]]
+            goes_on = bool(last) and all(unit == runs[:1] for unit in last)
+            there = max((self._bytes(p, len(self._runs[p]) - 1, begins=False) for p in before[key] if self._runs[p]), default=0)
+            found = self.forward if key[1] == "F" else self.backward
+            run = -1
+            for k, used in uses:
+                first = run
+                for unit in (unit_of[v] for v in used):
+                    run += run < 0 or runs[run] != unit
+                begins = run > first and not (goes_on and run == 0)
+                found[k] = self._bytes(key, run, begins=begins) if run >= 0 else there
 
-    def _bytes(self, runs: Sequence[int], run: int, begins: bool) -> int:
-        if run < 0:
-            return 0
+    def _in_order(self, uses: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
+        """The units of a pass in the order in which they are in use."""
+        runs: list[int] = []
+        for unit in (self.unit_of[v] for _, used in uses for v in used):
+            if runs[-1:] != [unit]:
+                runs.append(unit)
+        return runs
+
+    def _bytes(self, key: Key, run: int, *, begins: bool) -> int:
+        runs = self._runs[key]
         unit = runs[run]
-        ahead = self._size[runs[run + 1]] if run + 1 < len(runs) else 0
+        if run + 1 < len(runs):
+            ahead = self._size[runs[run + 1]]
+        else:
+            others = [next((u for u in self._runs[p] if u != unit), None) for p in self._after[key]]
+            ahead = max((self._size[u] for u in others if u is not None), default=0)
         copied = self._size[unit] if begins and self.members[unit] > 1 else 0
         return self._size[unit] + max(ahead, copied)
 

@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 
 from autopar.report.units import bytes_text, table
+from autopar.run.launch import default_device
 from cost_models.cluster import (
     HardwareFileError,
     UnknownHardware,
@@ -93,10 +94,33 @@ def _gpus() -> tuple[Check, ...]:
             Check(name="GPUs", state="ok", found=named),
             Check(name="NCCL", state="missing", found="not in this build of torch", remedy="GPUs talk to each other through it"),
         )
-    return (
-        Check(name="GPUs", state="ok", found=named),
-        Check(name="NCCL", state="ok", found=".".join(map(str, torch.cuda.nccl.version()))),
-    )
+    return (Check(name="GPUs", state="ok", found=named), _nccl(len(devices)))
+
+
+def _nccl(devices: int) -> Check:
+    """What NCCL sees: its version, whether it starts on this process's GPU and reduces, which GPUs reach each other directly, and what the
+    environment tells it."""
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    device = default_device()
+    own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=own)
+            ones = torch.ones(1, device=own)
+            dist.all_reduce(ones)
+            torch.cuda.synchronize(own)
+        except RuntimeError as error:
+            found = f"{version} does not start on {own}: {str(error).splitlines()[0]}"
+            return Check(name="NCCL", state="missing", found=found, remedy="run with NCCL_DEBUG=INFO, which says why")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    pairs = [(a, b) for a in range(devices) for b in range(devices) if a != b]
+    direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    reach = f"{direct} of {len(pairs)} pairs of GPUs reach each other directly" if pairs else "one GPU, so no peers"
+    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+    settings = ", ".join(f"{name}={value}" for name, value in told.items()) or "no NCCL_ variables are set"
+    return Check(name="NCCL", state="ok", found=f"{version} starts and reduces on {own}; {reach}; {settings}")
 
 
 def _solver() -> Check:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.planner.account import BUBBLE, COMPUTE, LAUNCHES, RECOMPUTE, UPDATE, collectives
-from autopar.planner.plan import Plan
+from autopar.planner.plan import Plan, parse_strategy
+from autopar.report.strategies import words_of
 from autopar.report.units import bytes_text
 from autopar.report.words import MEMORY_TERMS, counted, share_text
 
@@ -17,7 +20,7 @@ FULL = 0.9  # of the memory that a plan may fill
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """kind: compute, network, memory, launches, pipeline, batch or optimizer. share: of the step, or of the memory."""
+    """kind: compute, network, memory, launches, pipeline, batch, heads, divisibility or optimizer. share: of the step, or of the memory."""
 
     kind: str
     text: str
@@ -31,6 +34,7 @@ def limits_of(plan: Plan) -> list[Limit]:
     total = plan.step_time_s or 1.0
     shares = {kind: s / total for kind, s in sorted(plan.account.seconds.items(), key=lambda item: -item[1])}
     found = [_of_time(plan, kind, share) for kind, share in shares.items() if share >= TELLING and kind not in (COMPUTE, RECOMPUTE)]
+    found += _undivided(plan, total)
     memory = _memory(plan, shares.get(RECOMPUTE, 0.0))
     found += [memory] if memory is not None else []
     batch = _batch(plan, shares)
@@ -62,17 +66,33 @@ def _of_time(plan: Plan, kind: str, share: float) -> Limit:
     return Limit(kind="compute", text=f"{kind}: {said} of the step", share=share)
 
 
+def _undivided(plan: Plan, total: float) -> Iterator[Limit]:
+    """Heavy operators that every rank of an axis runs whole, since what it would divide has too few parts."""
+    for x in plan.account.idle if plan.account else ():
+        share = x.seconds * plan.micro_batches / total
+        if not x.undivided or share < TELLING:
+            continue
+        kind = x.kind.removeprefix("aten.").partition(".")[0]
+        words = words_of(x.axis, kind, parse_strategy(x.undivided))
+        text = f"{words}: {x.size} do not divide among {plan.mesh[x.axis]} ranks of {x.axis}, so that each runs {kind} whole, "
+        text += f"{share_text(share)} of the step"
+        yield Limit(kind="heads" if words == "heads" else "divisibility", text=text, share=share)
+
+
 def _memory(plan: Plan, recompute: float) -> Limit | None:
     limit = plan.memory_limit_bytes
     fullest = max(range(len(plan.stages)), key=lambda s: plan.stages[s].memory.total_bytes)
     memory = plan.stages[fullest].memory
-    used = memory.total_bytes / limit if limit else 0.0
-    if used < FULL and not recompute:
+    used, most_used = (nbytes / limit if limit else 0.0 for nbytes in (memory.total_bytes, memory.upper_bytes))
+    if most_used < FULL and not recompute:
         return None
     terms = sorted(MEMORY_TERMS, key=lambda term: -int(getattr(memory, f"{term}_bytes")))
     most = ", ".join(f"{bytes_text(getattr(memory, f'{term}_bytes'))} {MEMORY_TERMS[term]}" for term in terms[:2])
     again = f"; what is run again to save memory takes {share_text(recompute)} of the step" if recompute else ""
-    text = f"memory: {share_text(used)} of {bytes_text(limit)} on pipeline rank {plan.rank_of[fullest]} ({most}){again}"
+    text = (
+        f"memory: {share_text(used)} of {bytes_text(limit)} on pipeline rank {plan.rank_of[fullest]} ({most}); "
+        f"{share_text(most_used)} at the upper end of its interval, which must fit{again}"
+    )
     return Limit(kind="memory", text=text, share=used)
 
 

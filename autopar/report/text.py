@@ -168,8 +168,9 @@ def _relief(x: Relief) -> tuple[str, ...]:
     if x.step_time_s is None or x.speedup is None:
         return (x.change, "-", "-", x.why)
     gain = x.speedup - 1
-    said = "the same" if abs(gain) < 5e-4 else f"{share_text(gain)} faster" if gain > 0 else f"{share_text(1 / x.speedup - 1)} slower"
-    return (x.change, seconds_text(x.step_time_s), said + x.per, x.plan)
+    slower = f"{share_text(1 / x.speedup - 1)} slower{x.per}" if 1 - x.speedup > 0.01 else "no faster"
+    said = f"{share_text(gain)} faster{x.per}" if gain >= 5e-4 else slower
+    return (x.change, seconds_text(x.step_time_s), said, x.plan)
 
 
 def _families(e: Explanation) -> str:

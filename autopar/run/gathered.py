@@ -161,7 +161,8 @@ class GatheredWhereUsed:
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:
-        grad = grad.to(self._units.held[name].local.dtype)
+        if name in self._computes:
+            grad = grad.to(self._units.held[name].local.dtype)
         if not self._units.held[name].reduced_by_pass:
             self._whole[name] = self._whole[name] + grad if name in self._whole else grad
             return

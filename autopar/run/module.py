@@ -238,7 +238,8 @@ class ParallelModule(StandIn):
             return self.original(*given[0], **given[1])
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:
-        """Forward and backward; returns the loss, detached. A single mapping is taken as keyword inputs."""
+        """Collective: forward and backward; returns the loss, a scalar, detached. A single mapping is taken as keyword inputs. Raises as a
+        call does, and ValueError for a model that returns no loss."""
         if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
             return self.train_step(**args[0])
         result = self(*args, **kwargs)
