@@ -25,6 +25,7 @@ from cost_models.cluster import Gpu
 
 __all__ = ["account_of"]
 
+ROWS = 12  # of pieces that are no blocks; where there are more, those of one module of a list are one
 LISTED = 2**31  # stands for the number of a block, of pieces that are smaller
 
 COMPUTE, LAUNCHES, RECOMPUTE, BUBBLE, UPDATE = "compute", "issuing operators", "recompute", "pipeline bubble", "optimizer"
@@ -132,14 +133,15 @@ def _blocks(c: Candidate) -> list[BlockAccount]:
     groups: dict[tuple[int, int | str], list[int]] = {}
     paths: dict[tuple[int, int | str], dict[str, None]] = {}
     last: tuple[int, int | str] | None = None
+    many = sum(c.segments[k].block < 0 for k in range(len(estimator.segments))) > ROWS
     for k in range(len(estimator.segments)):
         segment = c.segments[k]
         modules = _modules(ops[segment.span.start : segment.span.stop])
         listed = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", modules[0]) if modules else None
-        key: tuple[int, int | str] = (~k, "") if modules or last is None else last
+        key: tuple[int, int | str] = (~k, "") if modules or last is None or not many else last
         if segment.block >= 0:
             key, modules = (segment.block, c.part.modes[k]), [estimator.prefix(k)]
-        elif listed is not None:
+        elif listed is not None and many:
             key, modules = (LISTED, generic(listed[0])), [listed[0]]
         last = key
         groups.setdefault(key, []).append(k)

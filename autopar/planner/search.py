@@ -255,15 +255,21 @@ class Search(Question):
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
-        wanted = MEASURED_CANDIDATES if self.measure == "live" else 1
         with held_back():
-            found = list(itertools.islice(self.candidates(), wanted))
-            if not found:
+            plan = self.answer()
+            if plan is None:
                 raise Infeasible(why_not(self))
-            if self.measure == "live":
-                return plan_of(self, self._measured(found)[0])
-            tie = simplest(found[0], self._waiting(), self.cluster)
-            return plan_of(self, found[0] if tie is None else tie.chosen, tie)
+            return plan
+
+    def answer(self) -> Plan | None:
+        """The best plan, or the simplest of those that tie with it; None where nothing fits."""
+        found = list(itertools.islice(self.candidates(), MEASURED_CANDIDATES if self.measure == "live" else 1))
+        if not found:
+            return None
+        if self.measure == "live":
+            return plan_of(self, self._measured(found)[0])
+        tie = simplest(found[0], self._waiting(), self.cluster)
+        return plan_of(self, found[0] if tie is None else tie.chosen, tie)
 
     def _waiting(self) -> Iterator[Waiting]:
         """What was priced by its pieces, and is behind the fastest candidate."""

@@ -112,6 +112,8 @@ def with_notes(plan: Plan, program: Program, further: tuple[str, ...] = ()) -> P
     elif dtypes and dtypes != [PRECISIONS[plan.precision]]:
         notes.append(f"the parameters are {', '.join(dtypes)}, and nothing is cast: all figures are for that, not for {plan.precision}")
         own = next((name for name, dtype in PRECISIONS.items() if dtypes == [dtype]), plan.precision)
+    if plan.reduce_dtype is not None:
+        notes.append(f"gradients are brought together over ranks in {PRECISIONS[plan.reduce_dtype]}")
     return msgspec.structs.replace(plan, precision=own, notes=[*notes, *plan.notes]) if notes else plan
 
 
