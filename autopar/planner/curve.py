@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from autopar.ir import Span
-from autopar.planner.candidate import Candidate, held_bytes
+from autopar.planner.candidate import Candidate, held_bytes, late_of
 from autopar.planner.liveness import Arriving, Liveness, Moment
 from autopar.planner.memory_curve import RankCurve, StageCurve
 from cost_models.pools import rows
@@ -22,17 +22,18 @@ def curves_of(c: Candidate) -> list[RankCurve]:
     bounds = (0, *c.part.cuts, len(e.segments))
     again = [e.again(k, mode) for k, mode in enumerate(c.part.modes)]
     spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
-    return [_of_rank(c, r, {s: spans[s] for s in e.flow.on_rank(r).stages}) for r in range(e.flow.ranks)]
+    late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
+    return [_of_rank(c, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late) for r in range(e.flow.ranks)]
 
 
-def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]]) -> RankCurve:
+def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> RankCurve:
     e = c.estimator
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
     params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
-    activities = [e.activity(span, again, reads[s], s) for s, (span, again) in spans.items()]
+    activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]
     liveness, on_rank = e.rank.ledger.liveness, e.flow.on_rank(rank)
-    units = liveness.units(*activities)
     several = len(spans) > 1
+    units = liveness.units(*activities, follows=on_rank.follows) if several else liveness.units(*activities)
     passes, update = (sum(n for _, n in rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
     waiting, adds = 0, several or not e.recipe.accumulates
     stages = []
@@ -50,12 +51,15 @@ def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span
         stages.append(
             StageCurve(
                 kept_bytes=liveness.held_bytes(activity), gradient_bytes=Liveness.gradient_bytes(activity),
+                left_bytes=Liveness.left_behind(activity),
                 forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[0], later=backward[1],
                 last=backward[2],
             )
         )  # fmt: skip
     return RankCurve(
-        rest_bytes=passes, update_bytes=update, waiting_bytes=waiting, context_bytes=int(e.cluster.gpu.context_bytes),
+        rest_bytes=passes, update_bytes=update, waiting_bytes=waiting,
+        ends_bytes=max(_points(liveness.ends(*activities), e.recipe.accumulates), default=0),
+        context_bytes=int(e.cluster.gpu.context_bytes),
         held_bytes=float(sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items())),
         slack_share=float(e.recipe.allocator_slack), stages=stages,
     )  # fmt: skip

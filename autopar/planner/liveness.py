@@ -178,7 +178,7 @@ class Liveness:
             some = bool(before.gradients)
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
-        moments += self._ends(activity)
+        moments += self.ends(activity)
         return max(moments, key=lambda x: x.total - x.gradients * activity.accumulates)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
@@ -188,7 +188,7 @@ class Liveness:
         gathers = any(a.where_used for a in stages)
         units: dict[object, Units] = {}  # by a pass and what comes after it
         gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
-        left = [self._left_behind(a) for a in stages]
+        left = [self.left_behind(a) for a in stages]
         waiting = sum(
             f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
             for (f, b), a in zip(on_rank.waiting, stages, strict=True)
@@ -216,23 +216,7 @@ class Liveness:
                 gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
             found.append(_plus(beside, known[key]))
-        return max([*found, *self._ends(*stages)], key=lambda x: x.total - x.gradients * stages[0].accumulates)
-
-    @staticmethod
-    def _left_behind(a: Activity) -> int:
-        """Bytes of the gradients of a stage whose passes are over: of what was reduce-scattered, its part and the bucket."""
-        if a.accumulates:
-            return 0
-        kept = {r: rests if r in a.at_once else made for r, (made, rests) in a.gradients.items()}
-        return sum(kept.values()) + sum(a.gradients[r][1] for r in a.scattered if r in kept and r not in a.late)
-
-    def _ends(self, *stages: Activity) -> Iterator[Moment]:
-        """The reduction of what is late, when all passes are over: beside its gradients their parts, and of several a copy."""
-        late = {r: a.gradients[r] for a in stages for r in a.late if r in a.gradients and r in a.scattered and not a.accumulates}
-        if late:
-            copied = sum(made for made, _ in late.values()) if len(late) > 1 else 0
-            parts = sum(rests for _, rests in late.values())
-            yield Moment(gradients=sum(map(self._left_behind, stages)) + parts, communication=copied)
+        return max([*found, *self.ends(*stages)], key=lambda x: x.total - x.gradients * stages[0].accumulates)
 
     def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
         """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
@@ -250,6 +234,22 @@ class Liveness:
     def gradient_bytes(activity: Activity) -> int:
         """Of the gradients of parameters that a backward pass leaves."""
         return 0 if activity.accumulates else sum(g[r in activity.at_once] for r, g in activity.gradients.items())
+
+    @staticmethod
+    def left_behind(a: Activity) -> int:
+        """Bytes of the gradients of a stage whose passes are over: of what was reduce-scattered, its part and the bucket."""
+        if a.accumulates:
+            return 0
+        kept = {r: rests if r in a.at_once else made for r, (made, rests) in a.gradients.items()}
+        return sum(kept.values()) + sum(a.gradients[r][1] for r in a.scattered if r in kept and r not in a.late)
+
+    def ends(self, *stages: Activity) -> Iterator[Moment]:
+        """The reduction of what is late, when all passes are over: beside its gradients their parts, and of several a copy."""
+        late = {r: a.gradients[r] for a in stages for r in a.late if r in a.gradients and r in a.scattered and not a.accumulates}
+        if late:
+            copied = sum(made for made, _ in late.values()) if len(late) > 1 else 0
+            parts = sum(rests for _, rests in late.values())
+            yield Moment(gradients=sum(map(self.left_behind, stages)) + parts, communication=copied)
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier

@@ -16,11 +16,13 @@ Points = Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1000)]
 
 class StageCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stage holds beside what rests while its passes run, from their beginning to their end (planner.curve). kept_bytes: of a
-    micro-batch, between its forward and its backward pass; gradient_bytes: once a backward pass has left them. forward; first, later, last:
+    micro-batch, between its forward and its backward pass; gradient_bytes: once a backward pass has left them; left_bytes: once
+    the last one has. forward; first, later, last:
     of a backward pass that finds no gradients, that finds some, and that is the last one (its own bytes beside those gradients)."""
 
     kept_bytes: Count
     gradient_bytes: Count
+    left_bytes: Count
     forward: Points
     first: Points
     later: Points
@@ -29,11 +31,13 @@ class StageCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class RankCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The memory of a pipeline rank over a step. rest_bytes, update_bytes: of what rests while passes run and while the optimizer does;
-    waiting_bytes: received values before they are used; slack_share, held_bytes: of the allocator; context_bytes: of the framework."""
+    waiting_bytes: received values before they are used; ends_bytes: of the gradients of parameters that several ranks share, when all
+    passes are over; slack_share, held_bytes: of the allocator; context_bytes: of the framework."""
 
     rest_bytes: Count
     update_bytes: Count
     waiting_bytes: Count
+    ends_bytes: Count
     context_bytes: Count
     held_bytes: Annotated[float, msgspec.Meta(ge=0)]
     slack_share: Share

@@ -119,7 +119,9 @@ def timeline_of(plan: Plan) -> StepTimeline:
         bars += [Bar(kind=UPDATE, start_s=reduced_s, end_s=end_s)] if plan.optimizer_s else []
         stages = tuple(s for s, of in enumerate(plan.rank_of) if of == r)
         curve = account.curves[r] if account and len(account.curves) == ranks and len(account.curves[r].stages) == len(stages) else None
-        levels = tuple(_levels(curve, stages, events, before_s, reduced_s, end_s)) if curve else ()
+        times = before_s, passes_end_s, reduced_s, end_s
+        most = plan.memory_bytes[stages[0]] if len(stages) > 1 else None  # its units are counted with whatever pass may come next
+        levels = tuple(_levels(curve, stages, events, times, most)) if curve else ()
         found.append(
             RankTimeline(
                 rank=r, ranks=(r * each, (r + 1) * each - 1), stages=stages, bars=tuple(bars), memory=levels,
@@ -133,34 +135,39 @@ def timeline_of(plan: Plan) -> StepTimeline:
 
 
 def _levels(
-    curve: RankCurve, stages: Sequence[int], events: Sequence[Event], before_s: float, reduced_s: float, end_s: float
+    curve: RankCurve, stages: Sequence[int], events: Sequence[Event], times: tuple[float, float, float, float], most: int | None
 ) -> Iterator[Level]:
-    """The memory of a rank from event to event, as planner.liveness counts it."""
+    """The memory of a rank from event to event, as planner.liveness counts it. times: the end of what is before the passes, of the passes,
+    the reduction and the step; most: the plan's own figure, where that is finer than what is kept of the curve."""
+    before_s, passes_end_s, reduced_s, end_s = times
     index = {stage: k for k, stage in enumerate(stages)}
     held, reduced = [0] * len(stages), [False] * len(stages)
     left = [sum(e.action.pass_ == "B" and index[e.action.stage] == k for e in events) for k in range(len(stages))]
 
     def beside() -> int:
         kept = sum(n * s.kept_bytes for n, s in zip(held, curve.stages, strict=True))
-        return kept + sum(s.gradient_bytes for some, s in zip(reduced, curve.stages, strict=True) if some)
+        gradients = [s.gradient_bytes if n else s.left_bytes for n, s in zip(left, curve.stages, strict=True)]
+        return kept + sum(g for some, g in zip(reduced, gradients, strict=True) if some)
 
     def level(at_s: float, alive: int) -> Level:
-        return Level(at_s=at_s, nbytes=curve.total_bytes(curve.rest_bytes + curve.waiting_bytes + alive))
+        nbytes = curve.total_bytes(curve.rest_bytes + curve.waiting_bytes + alive)
+        return Level(at_s=at_s, nbytes=nbytes if most is None else min(nbytes, most))
 
     yield level(0.0, 0)
     for event in events:
         k, pass_ = index[event.action.stage], event.action.pass_
         own = curve.stages[k]
-        if pass_ == "B":
-            left[k] -= 1
-            held[k] -= 1
-        points = _points(own, pass_, reduced[k], left[k] == 0)
+        held[k] -= pass_ == "B"
         base, seconds = beside(), event.end_s - event.start_s
+        left[k] -= pass_ == "B"
+        points = _points(own, pass_, reduced[k], left[k] == 0)
         for n, nbytes in enumerate(points):
             yield level(before_s + event.start_s + seconds * n / len(points), base + nbytes)
         held[k] += pass_ == "F"
         reduced[k] |= pass_ == "B"
         yield level(before_s + event.end_s, beside())
+    if curve.ends_bytes:
+        yield Level(at_s=passes_end_s, nbytes=curve.total_bytes(curve.rest_bytes + curve.ends_bytes))
     yield Level(at_s=reduced_s, nbytes=curve.total_bytes(curve.update_bytes))
     yield Level(at_s=end_s, nbytes=curve.total_bytes(curve.rest_bytes))
 
