@@ -96,7 +96,7 @@ class _Clock:
         self.peak_bytes[name] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def total(self, seconds: Mapping[str, float]) -> float:
-        return round(sum(seconds[name] for name in COUNTED), 2)
+        return round(sum(seconds[name] for name in COUNTED if name in seconds), 2)
 
 
 def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str, Any]:
@@ -112,6 +112,7 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
 
     from autopar.capture import capture
     from autopar.compiler import emit
+    from autopar.errors import Infeasible
     from autopar.planner import Pins
     from autopar.planner.resources import choose_cluster, usable_bytes
     from autopar.planner.search import Search
@@ -123,7 +124,18 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
         program=captured.program, gpus=gpus, cluster=described, memory_limit_bytes=usable_bytes(described.gpu), optimizer="adamw",
         precision="bf16", pins=Pins(),
     )  # fmt: skip
-    plan = search.best()
+    try:
+        plan = search.best()
+    except Infeasible as why:
+        clock.lap("plan")
+        said = [line for line in str(why).splitlines() if line.startswith("The binding constraint")] or str(why).splitlines()[:1]
+        return {
+            "model": name, "parameters": parameters, "operators": len(captured.program.ops), "gpus": gpus, "cluster": cluster,
+            "cpu_s": clock.cpu_s, "wall_s": clock.wall_s, "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
+            "total_cpu_s": clock.total(clock.cpu_s), "total_wall_s": clock.total(clock.wall_s), "peak_bytes": clock.peak_bytes,
+            "programs": search.known.programs, "binaries": search.known.binaries, "rows": search.known.rows, **search.said.counts(),
+            "infeasible": said[0],
+        }  # fmt: skip
     clock.lap("plan")
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
@@ -146,10 +158,7 @@ def _text(found: Mapping[str, Any]) -> str:
         return f"{found['model']}: {found['error']}"
     head = (
         f"{found['model']}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['operators']} operators, {found['gpus']} GPUs of "
-        f"{found['cluster']}\n"
-        f"  plan: {' '.join(f'{k}={v}' for k, v in found['mesh'].items())}, micro-batches {found['micro_batches']}, zero {found['zero']}, "
-        f"objective {found['objective_s']:.4f} s, bound {found['bound_s']:.4f} s, gap {100 * found['gap']:.2f}%, "
-        f"fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB\n"
+        f"{found['cluster']}\n  {_answer(found)}\n"
         f"  search: {found['choices']} choices, {found['explored']} priced, {found['cut']} cut into stages, {found['left']} left, "
         f"{found['unexplored']} out of budget; {found['programs']} integer programs of up to {found['binaries']} binaries and "
         f"{found['rows']} rows"
@@ -160,9 +169,24 @@ def _text(found: Mapping[str, Any]) -> str:
         lines.append(f"  {name:<16}{cpu_s:9.2f} s{found['wall_s'][name]:9.2f} s{found['peak_bytes'][name] / 2**30:9.2f} GiB{beside}")
         if name == "plan":
             lines += [f"    {inner:<14}{s:9.2f} s" for inner, s in found["planning_s"].items()]
-    peak = found["peak_bytes"]["save"] / 2**30
+    peak = _peak(found) / 2**30
     lines.append(f"  {'in all':<16}{found['total_cpu_s']:9.2f} s{found['total_wall_s']:9.2f} s{peak:9.2f} GiB")
     return "\n".join([head, *lines])
+
+
+def _answer(found: Mapping[str, Any]) -> str:
+    if "infeasible" in found:
+        return f"no plan: {found['infeasible']}"
+    return (
+        f"plan: {' '.join(f'{k}={v}' for k, v in found['mesh'].items())}, micro-batches {found['micro_batches']}, zero {found['zero']}, "
+        f"objective {found['objective_s']:.4f} s, bound {found['bound_s']:.4f} s, gap {100 * found['gap']:.2f}%, "
+        f"fullest stage {max(found['memory_bytes']) / 2**30:.1f} GiB"
+    )
+
+
+def _peak(found: Mapping[str, Any]) -> int:
+    """Bytes until the last pass that is counted."""
+    return int(found["peak_bytes"].get("save", found["peak_bytes"]["plan"]))
 
 
 def _table(results: list[dict[str, Any]]) -> str:
@@ -176,6 +200,7 @@ def _table(results: list[dict[str, Any]]) -> str:
         s = r["cpu_s"]
         lines.append(
             f"{r['model']:<28}{r['gpus']:>6}{r['total_cpu_s']:>8.1f}{r['total_wall_s']:>8.1f}{s['import']:>8.1f}{s['capture']:>9.1f}"
-            f"{s['plan']:>8.1f}{r['peak_bytes']['save'] / 2**30:>7.2f}{r['objective_s']:>10.4f} s{100 * r['gap']:>7.2f}%"
+            f"{s['plan']:>8.1f}{_peak(r) / 2**30:>7.2f}"
+            + ("  no plan" if "infeasible" in r else f"{r['objective_s']:>10.4f} s{100 * r['gap']:>7.2f}%")
         )
     return "\n".join(lines)

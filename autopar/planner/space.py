@@ -21,6 +21,7 @@ __all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Mesh", "Space",
 
 SCHEDULES_TRIED = ("1f1b", "interleaved")  # of those that are known; 1F1B is as fast as GPipe, with fewer micro-batches in flight
 CHUNKS_TRIED = (2,)  # stages on each rank, where a schedule has several and how many is not pinned
+MAX_INTERLEAVED = 4  # micro-batches for each pipeline rank, up to which several stages on each are tried
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
 
 
@@ -171,9 +172,10 @@ class Space:
         return found
 
     def _interleaves(self, mesh: Mesh, count: int) -> bool:
-        """Whether several stages on each rank are tried where nothing asks for them: with whole groups of micro-batches, which is where
-        they shorten the bubble, and unless the layers of each rank's one stage are pinned."""
-        return count % mesh.over("layers") == 0 and self.pins.blocks is None
+        """Whether several stages on each rank are tried where nothing asks for them: with whole groups of micro-batches, of which there are
+        so few that the bubble is a fifth of the step or more, and unless the layers of each rank's one stage are pinned."""
+        ranks = mesh.over("layers")
+        return count % ranks == 0 and count <= MAX_INTERLEAVED * ranks and self.pins.blocks is None
 
     def choices(self) -> Iterator[Choice]:
         for mesh in self.meshes():
