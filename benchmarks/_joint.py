@@ -119,7 +119,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The best step time, None if nothing fits; what it is; and the planner's bound."""
+    """The best step time, None if nothing fits; what it is; and the planner's bound. The planner's is that of the fastest plan that it
+    found, its objective: what it takes may be a simpler one that ties with it (planner.ties)."""
 
     step_s: float | None
     what: str = ""
@@ -183,7 +184,7 @@ def planned(problem: Problem, store: Store, limit_bytes: int, **pins: Any) -> An
         return Answer(step_s=None)
     modes = [plan.modes[m].name for *_, m in plan.recompute]
     what = f"{plan.mesh} m={plan.micro_batches} rest={plan.rest} shard={plan.shard} cuts={plan.cuts} modes={modes}"
-    return Answer(step_s=plan.step_time_s, what=what, bound_s=plan.bound_s)
+    return Answer(step_s=plan.objective_s, what=what, bound_s=plan.bound_s)
 
 
 # ---------------------------------------------------------------------------------------------------------- the enumerator
@@ -207,7 +208,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                     for step_s, part in _parts(estimator):
                         if step_s >= best_s:
                             break
-                        if max(s.memory.total_bytes for s in candidate_of(estimator, part).stages) <= limit_bytes:
+                        if max(s.memory.upper_bytes for s in candidate_of(estimator, part).stages) <= limit_bytes:
                             best_s = step_s
                             at = f"{mesh.sizes()} m={m}{choice.scheduled} rest={rest.name} shard={shard}"
                             what = f"{at} cuts={part.cuts} modes={part.modes} {name}"

@@ -21,24 +21,32 @@ from cost_models import Cluster
 from cost_models.recipe import Recipe
 from cost_models.uncertainty import interval
 
-__all__ = ["ANY_MEMORY", "Prediction", "predictions", "repriced", "search_of"]
+__all__ = ["ANY_MEMORY", "Figures", "Prediction", "predictions", "repriced", "search_of"]
 
 ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by our account
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Of one run. memory_bytes: of the fullest stage, or of the first where the source states that, without the framework's own;
-    step_interval_s, memory_interval_bytes: of 80%."""
+class Figures:
+    """What is predicted of one run. memory_bytes: of the fullest stage, or of the first where the source states that, without the
+    framework's own;
+    step_interval_s, memory_interval_bytes: of 80%; spread: of the step."""
 
     run: Run
     step_time_s: float
     memory_bytes: float
     fullest_bytes: float
     fullest_interval_bytes: tuple[float, float]
-    candidate: Candidate
     step_interval_s: tuple[float, float]
     memory_interval_bytes: tuple[float, float]
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction(Figures):
+    """With the plan that it is of."""
+
+    candidate: Candidate
 
 
 def predictions(runs: Iterable[Run]) -> Iterator[tuple[Run, Prediction | Skip]]:
@@ -78,11 +86,12 @@ def _predict(run: Run, shared: Search) -> Prediction | Skip:
     own = [structs.replace(m, framework_context_bytes=0) for m in stages]
     fullest = max(stages, key=lambda m: m.total_bytes)
     shown = own[0] if run.first_stage else max(own, key=lambda m: m.total_bytes)
+    spread = spread_of(seconds_by_kind(best), run.cluster)
     return Prediction(
         run=run, step_time_s=best.step_time_s, memory_bytes=shown.total_bytes, fullest_bytes=fullest.total_bytes,
         fullest_interval_bytes=fullest.interval_bytes,
-        candidate=best, step_interval_s=interval(best.step_time_s, spread_of(seconds_by_kind(best), run.cluster)),
-        memory_interval_bytes=shown.interval_bytes,
+        candidate=best, step_interval_s=interval(best.step_time_s, spread),
+        memory_interval_bytes=shown.interval_bytes, spread=spread,
     )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def _compared(run: Run) -> dict[str, Any]:
     theirs = _best(shared, run, run.pins, ANY_MEMORY)
     if isinstance(theirs, str):
         return {**record, "refused": theirs, "seconds": round(time.perf_counter() - start, 1)}
-    needs = max(s.memory.total_bytes for s in theirs.stages)
+    needs = max(s.memory.upper_bytes for s in theirs.stages)
     room = usable_bytes(run.cluster.gpu)
     free = shared.other(gpus=run.gpus, pins=Pins(), batch_size=run.global_batch, recipe=run.recipe, memory_limit_bytes=max(room, needs))
     ours = next(free.candidates(), None)

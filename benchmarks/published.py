@@ -1,6 +1,6 @@
 """Predicted against published step times and peak memory of real training runs.
 
-    python -m benchmarks published [--data FILE.csv ...] [--limit N] [--json]
+    python -m benchmarks published [--data FILE.csv ...] [--limit N] [--forms FILE] [--cross-validate] [--json]
 
 Each row is rebuilt (its dimensions as a module on the meta device), captured, and planned with every knob pinned as the row says; rows
 of one model share the capture. Rows that cannot be rebuilt are counted with the reason; rows that their source flags as doubtful are
@@ -8,6 +8,11 @@ listed and not scored. --limit takes N rows spread evenly over each file. Relati
 median of predicted / measured - 1; inside: the share of measured figures within the predicted interval of 80%. kendall_tau: agreement in
 the order of step times within a group (model, GPUs, global batch), the median over groups of at least three runs. fit: of runs that ran,
 and of those that did not, the shares that are predicted not to fit. Without --data: the tables that the project carries.
+
+--forms FILE keeps what was priced, and takes from it what is there, so that a long table can be priced in parts; it holds good as long as
+neither the planner nor the cost models change. --cross-validate: constants of chips, of softwares and of memory are fitted anew to all
+runs, to all but those of one source, and to all but those of one model's size, and the runs that were left out are predicted by them
+(benchmarks/_cross.py says how; the step, order, memory and regret of each are printed in and out of sample).
 """
 
 from __future__ import annotations
@@ -25,7 +30,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._predict import Prediction, predictions
+from benchmarks._cross import Priced
+from benchmarks._cross_report import cross_validated
+from benchmarks._forms import Form, Forms, Refused, figures_of, keep, kept, key_of
+from benchmarks._predict import Figures, predictions
 from benchmarks._runs import Run, Skip, read, rebuilt
 
 __all__ = ["DATA", "Score", "fits", "load", "main", "score", "tau"]
@@ -100,6 +108,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks published", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, action="append", help="a CSV of runs; may be given more than once")
     parser.add_argument("--limit", type=int, help="so many rows of each file")
+    parser.add_argument("--forms", type=Path, help="a file of what was priced, which is added to")
+    parser.add_argument("--cross-validate", action="store_true", help="fit constants without a source, or a model, and predict it")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
@@ -112,7 +122,12 @@ def main(argv: list[str]) -> int:
     except (OSError, Skip, UnicodeDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    priced = list(_priced(runs, skipped, console))
+    forms = list(_priced(runs, skipped, console, args.forms))
+    if args.cross_validate:
+        record = cross_validated(forms, console)
+        print(json.dumps({**record, "wall_s": round(time.perf_counter() - start, 1)}))
+        return 0
+    priced = [figures_of(p.run, p.form) for p in forms]
     fit, found = fits(priced), [p for p in priced if not p.run.failed]
     skipped["did not run"] += len(priced) - len(found)
     doubtful = [p for p in found if p.run.flagged]
@@ -131,31 +146,43 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _priced(runs: list[Run], skipped: Counter[str], console: Console) -> Iterable[Prediction]:
+def _priced(runs: list[Run], skipped: Counter[str], console: Console, path: Path | None) -> Iterable[Priced]:
+    """path: of forms that are there already, and are kept."""
+    known = {form.key: form for form in kept(path)} if path is not None else {}
+    new = [run for run in runs if key_of(run) not in known]
+    forms, program = Forms(), None
     with console.status("pricing") as status:
-        for count, (_, found) in enumerate(predictions(runs), 1):
-            status.update(f"pricing {count} of {len(runs)}")
-            if isinstance(found, Skip):
-                skipped[str(found)] += 1
-            else:
-                yield found
+        for count, (run, found) in enumerate(predictions(new), 1):
+            status.update(f"pricing {count} of {len(new)}")
+            if run.key != program:
+                forms, program = Forms(), run.key
+            form = Refused(key=key_of(run), reason=str(found)) if isinstance(found, Skip) else forms.of(found)
+            known[form.key] = form
+            if path is not None:
+                keep(path, form)
+    for run in runs:
+        form = known[key_of(run)]
+        if isinstance(form, Form):
+            yield Priced(run=run, form=form)
+        else:
+            skipped[form.reason] += 1
 
 
-def _times(found: Iterable[Prediction]) -> Score | None:
+def _times(found: Iterable[Figures]) -> Score | None:
     ran = [(p, p.run.step_time_s) for p in found if p.run.step_time_s]
     return score([p.step_time_s / s - 1 for p, s in ran], [p.step_interval_s[0] <= s <= p.step_interval_s[1] for p, s in ran])
 
 
-def _memories(found: Iterable[Prediction]) -> Score | None:
+def _memories(found: Iterable[Figures]) -> Score | None:
     ran = [(p, p.run.memory_bytes) for p in found if p.run.memory_bytes]
     inside = [p.memory_interval_bytes[0] <= m <= p.memory_interval_bytes[1] for p, m in ran]
     return score([p.memory_bytes / m - 1 for p, m in ran], inside)
 
 
-def fits(found: Iterable[Prediction]) -> dict[str, dict[str, float]]:
+def fits(found: Iterable[Figures]) -> dict[str, dict[str, float]]:
     """Of the runs of each status: how many, and the shares of them that are predicted not to fit into the GPU's memory, by the prediction
     and by the upper end of its interval."""
-    groups: dict[str, list[Prediction]] = {}
+    groups: dict[str, list[Figures]] = {}
     for p in found:
         groups.setdefault("ran" if not p.run.failed else p.run.row["status"], []).append(p)
     return {
@@ -168,21 +195,21 @@ def fits(found: Iterable[Prediction]) -> dict[str, dict[str, float]]:
     }
 
 
-def _groups(found: Iterable[Prediction]) -> dict[tuple[object, ...], list[Prediction]]:
-    groups: dict[tuple[object, ...], list[Prediction]] = {}
+def _groups(found: Iterable[Figures]) -> dict[tuple[object, ...], list[Figures]]:
+    groups: dict[tuple[object, ...], list[Figures]] = {}
     for p in found:
         if p.run.step_time_s:
             groups.setdefault(p.run.group, []).append(p)
     return groups
 
 
-def _tau_of(group: list[Prediction]) -> float | None:
+def _tau_of(group: list[Figures]) -> float | None:
     return tau([(p.step_time_s, p.run.step_time_s or 0.0) for p in group])
 
 
 # ------------------------------------------------------------------------------------------------------------- report
-def _report(scored: list[Prediction], doubtful: list[Prediction], skipped: Counter[str], console: Console) -> None:
-    views: dict[str, Callable[[Prediction], object]] = {
+def _report(scored: list[Figures], doubtful: list[Figures], skipped: Counter[str], console: Console) -> None:
+    views: dict[str, Callable[[Figures], object]] = {
         "source": lambda p: p.run.row["source"],
         "GPU": lambda p: p.run.row["gpu"],
         "model": lambda p: p.run.row["model"],
@@ -193,7 +220,7 @@ def _report(scored: list[Prediction], doubtful: list[Prediction], skipped: Count
     }
     table = Table("", "", "runs", "time: median", "90%", "bias", "inside", "memory: median", "90%", "bias", "inside")
     for name, key in views.items():
-        groups: dict[object, list[Prediction]] = {}
+        groups: dict[object, list[Figures]] = {}
         for p in scored:
             groups.setdefault(key(p), []).append(p)
         for label, group in sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0])):
@@ -226,7 +253,7 @@ def _cells(s: Score | None) -> tuple[str, str, str, str]:
     return f"{100 * s.median_ape:.1f}%", f"{100 * s.p90_ape:.1f}%", f"{100 * s.bias:+.1f}%", f"{100 * (s.inside or 0):.0f}%"
 
 
-def _rows(title: str, found: Sequence[Prediction], console: Console) -> None:
+def _rows(title: str, found: Sequence[Figures], console: Console) -> None:
     table = Table("line", "model", "GPUs", "plan", "predicted s", "measured s", "predicted GiB", "measured GiB", "flag", title=title)
     for p in found:
         measured = f"{p.run.memory_bytes / 2**30:.1f}" if p.run.memory_bytes else "-"

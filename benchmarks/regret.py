@@ -3,10 +3,10 @@
     python -m benchmarks regret [--data FILE.csv ...] [--limit N] [--json]
 
 A sweep measured many plans of one model on one number of GPUs. In each group (source, model, sequence, GPUs, global batch) the planner
-chooses among the sweep's plans, under its recipe, the one that it predicts to be fastest of those that it predicts to fit. Regret is 1 -
-measured throughput of the choice / best measured throughput. A choice that did not run counts as 1; a plan that was not measured, or
-whose measurement its source doubts, cannot be chosen. The advice is given the benefit of the doubt: of the plans in its order it
-takes the first that did run; `random` is the mean over all that ran. --limit takes N groups spread evenly.
+chooses among the sweep's plans, under its recipe, the one that it predicts to be fastest of those that it predicts to fit at the upper end
+of their intervals. Regret is 1 - measured throughput of the choice / best measured throughput. A choice that did not run counts as 1; a
+plan that was not measured, or whose measurement its source doubts, cannot be chosen. The advice is given the benefit of the doubt: of
+the plans in its order it takes the first that did run; `random` is the mean over all that ran. --limit takes N groups spread evenly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autopar.planner.resources import usable_bytes
-from benchmarks._predict import Prediction, predictions
+from benchmarks._predict import Figures, predictions
 from benchmarks._runs import Run, Skip
 from benchmarks.published import DATA, load
 
@@ -39,29 +38,29 @@ class Group:
 
     name: str
     gpus: int
-    found: tuple[Prediction, ...]
+    found: tuple[Figures, ...]
 
     @property
-    def ran(self) -> list[Prediction]:
+    def ran(self) -> list[Figures]:
         return [p for p in self.found if not p.run.failed]
 
     def best_s(self) -> float:
         return min(measured_s(p, self) for p in self.ran)
 
 
-def measured_s(p: Prediction, group: Group) -> float:
+def measured_s(p: Figures, group: Group) -> float:
     """The measured step time of a plan: the median of its repetitions."""
     same = [q.run.step_time_s for q in group.ran if (q.run.pins, q.run.micro_batch) == (p.run.pins, p.run.micro_batch)]
     return statistics.median([s for s in same if s is not None])
 
 
-def regret_of(p: Prediction, group: Group) -> float:
+def regret_of(p: Figures, group: Group) -> float:
     return 1.0 if p.run.failed else 1.0 - group.best_s() / measured_s(p, group)
 
 
-def chosen(group: Group) -> Prediction:
+def chosen(group: Group) -> Figures:
     """The planner's choice; where it thinks that nothing fits, the leanest."""
-    fitting = [p for p in group.found if p.fullest_bytes <= usable_bytes(p.run.cluster.gpu)]
+    fitting = [p for p in group.found if p.fullest_interval_bytes[1] <= p.run.cluster.gpu.memory_bytes]
     return min(fitting, key=lambda p: p.step_time_s) if fitting else min(group.found, key=lambda p: p.fullest_bytes)
 
 
@@ -88,9 +87,9 @@ ADVICE: dict[str, Callable[[Run], tuple[float, ...]]] = {
 }
 
 
-def groups_of(found: Sequence[Prediction]) -> list[Group]:
+def groups_of(found: Sequence[Figures]) -> list[Group]:
     """The choices that there are, without plans whose measurement is doubted."""
-    by_key: dict[tuple[str, str, str, int, int], list[Prediction]] = {}
+    by_key: dict[tuple[str, str, str, int, int], list[Figures]] = {}
     for p in found:
         if p.run.failed or (not p.run.flagged and p.run.step_time_s):
             by_key.setdefault(p.run.group, []).append(p)

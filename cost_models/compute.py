@@ -11,11 +11,35 @@ launches and computes by turns.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cost_models.cluster import OP_CLASSES, Gpu, dtype_name
 
-__all__ = ["OP_CLASSES", "kernel_time_s", "op_time_s"]
+__all__ = ["OP_CLASSES", "Demand", "demand", "kernel_time_s", "op_time_s"]
 
 _MEMORY_CLASS = "pointwise"  # how well a compute-bound class streams its operands when it turns out to be memory-bound
+
+
+class Demand(NamedTuple):
+    """What a kernel asks for: seconds of arithmetic and of memory traffic at the peak rates, and the classes whose achievable fractions say
+    how much of these rates it reaches (None: all of it)."""
+
+    compute_s: float
+    compute_class: str | None
+    memory_s: float
+    memory_class: str
+
+
+def demand(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> Demand:
+    """Arguments and errors as kernel_time_s's; not of views."""
+    if flops < 0 or bytes_moved < 0:
+        raise ValueError(f"flops and bytes_moved must not be negative, found {flops} and {bytes_moved}")
+    memory_s = bytes_moved / gpu.memory_bandwidth_bytes_per_s
+    if op_class in ("matmul", "attention", "conv"):
+        rate = "tf32" if op_class == "conv" and dtype_name(dtype) == "float32" and gpu.has_rate("tf32") else dtype
+        return Demand(flops / gpu.peak_flops_per_s(rate), op_class, memory_s, _MEMORY_CLASS)
+    wide = dtype_name(dtype) == "float64"
+    return Demand(flops / gpu.peak_flops_per_s("float64" if wide else "float32"), None, memory_s, op_class)
 
 
 def kernel_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> float:
@@ -29,19 +53,9 @@ def kernel_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, g
     """
     if op_class == "view":
         return 0.0
-    if flops < 0 or bytes_moved < 0:
-        raise ValueError(f"flops and bytes_moved must not be negative, found {flops} and {bytes_moved}")
-    fraction = gpu.fraction(op_class)
-    bandwidth_bytes_per_s = gpu.memory_bandwidth_bytes_per_s
-    if op_class in ("matmul", "attention", "conv"):
-        rate = "tf32" if op_class == "conv" and dtype_name(dtype) == "float32" and gpu.has_rate("tf32") else dtype
-        compute_s = flops / (fraction * gpu.peak_flops_per_s(rate))
-        memory_s = bytes_moved / (gpu.fraction(_MEMORY_CLASS) * bandwidth_bytes_per_s)
-    else:
-        wide = dtype_name(dtype) == "float64"
-        compute_s = flops / gpu.peak_flops_per_s("float64" if wide else "float32")
-        memory_s = bytes_moved / (fraction * bandwidth_bytes_per_s)
-    return max(compute_s, memory_s)
+    asked = demand(op_class, flops, bytes_moved, dtype, gpu)
+    compute_s = asked.compute_s / (gpu.fraction(asked.compute_class) if asked.compute_class else 1.0)
+    return max(compute_s, asked.memory_s / gpu.fraction(asked.memory_class))
 
 
 def op_time_s(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu) -> float:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-__all__ = ["ACCOUNT", "CENTRAL", "SPREADS", "interval", "memory_spread_bytes", "spread_of_kind", "step_spread"]
+__all__ = [
+    "ACCOUNT", "CENTRAL", "SPREADS", "interval", "least_upper_bytes", "memory_spread_bytes", "room_bytes", "spread_of_kind", "step_spread",
+]  # fmt: skip
 
 CENTRAL = 1.2816  # 80% of a normal distribution lies within so many standard deviations
 
@@ -53,6 +55,22 @@ def step_spread(seconds: Mapping[str, float], spreads: Mapping[str, float]) -> f
 def memory_spread_bytes(terms: Mapping[str, float]) -> float:
     """The standard deviation in bytes of a sum of the terms of MemoryTerms, by their names."""
     return math.hypot(*(MEMORY[name] * nbytes for name, nbytes in terms.items()))
+
+
+def least_upper_bytes(allocated: float, context: float, slack: float) -> float:
+    """The least that the upper end of an interval is, of memory of which so much is allocated, whatever for. slack: share of it that the
+    allocator holds besides; context: the framework's bytes."""
+    off = math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated)
+    return allocated * (1 + slack) + context + CENTRAL * off
+
+
+def room_bytes(limit: float, context: float, slack: float) -> float:
+    """What may be allocated at most, if the upper end of the interval is to be within a limit: the inverse of least_upper_bytes."""
+    left, by_one = limit - context, 1 + slack
+    fixed, share = CENTRAL * MEMORY["framework_context"] * context, CENTRAL * MEMORY["allocator_slack"] * slack
+    square = by_one**2 - share**2
+    inside = by_one**2 * left**2 - square * (left**2 - fixed**2)
+    return (by_one * left - math.sqrt(max(0.0, inside))) / square
 
 
 def interval(value: float, spread: float) -> tuple[float, float]:

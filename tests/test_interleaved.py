@@ -22,7 +22,7 @@ from autopar.planner.partition import Partition
 from autopar.planner.stage_account import Piece, stage_bytes
 from autopar.planner.wishes import WishError, for_loss_outside
 from autopar.render import load
-from autopar.report.tables import tables_text
+from autopar.report.text import plan_text
 from autopar.run import WorkerPool
 from autopar.verify import TOLERANCE, reference, verify_plan
 from cost_models.cluster import load_cluster
@@ -177,7 +177,7 @@ def test_interleaved_stages_shorten_the_bubble_and_hold_more(tmp_path: Path) -> 
     assert two.stages[0].memory == two.stages[2].memory, "of the rank that holds both"
     two.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == two
-    text = tables_text(two)
+    text = plan_text(two, verbose=True)
     assert "interleaved, 2 stages on each of 2 ranks (rank 0: stages 0 and 2; rank 1: stages 1 and 3)" in text
     emitted = load(emit(captured, two))
     assert len(emitted.STAGES) == 4 and emitted.MANIFEST.places == (0, 1, 0, 1)

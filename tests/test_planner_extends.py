@@ -106,7 +106,7 @@ def test_a_gpu_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "mine.toml").write_text("\n".join(mine))
     plan = make_plan(program_of("pair"), 2, load_cluster(tmp_path / "mine.toml"))
     assert plan.cluster == "mine" and "toy-9000" in plan.provenance
-    assert plan.step_time_s == make_plan(program_of("pair"), 2, load_cluster("dgx-a100")).step_time_s
+    assert plan.objective_s == make_plan(program_of("pair"), 2, load_cluster("dgx-a100")).objective_s
 
 
 def _eager(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Action]:
@@ -218,7 +218,7 @@ def test_a_pool_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     for zero, plan in before.items():
         (_, states, total), (_, more, in_all) = _held(plan)[0], _held(planned(zero=zero))[0]
         assert (more - states, in_all - total) == (states // 2, states // 2), "AdamW keeps two numbers for each of a parameter"
-    between = (before[0].memory_bytes[0] + planned(zero=0).memory_bytes[0]) // 2
+    between = (before[0].stages[0].memory.upper_bytes + planned(zero=0).stages[0].memory.upper_bytes) // 2
     assert planned(limit=between).zero > 0, "what fitted whole does so no more"
     with pytest.raises(ValueError, match="'averages', which is not one of the account's"):
         Pool(name="average", title="", lives="always", row="averages", of_parameter=lambda p, how: 0)

@@ -125,7 +125,7 @@ def test_blocks_of_pinned_stages_are_recomputed_where_memory_is_short() -> None:
     again = [len(plan.recompute) for plan in by_limit]
     assert again[0] == 0 < again[-1] and again == sorted(again) and len(by_limit) < 7
     assert all([len(stage.blocks) for stage in plan.stages] == [2, 4] for plan in by_limit)
-    times = [plan.step_time_s for plan in by_limit]
+    times = [plan.objective_s for plan in by_limit]
     assert times == sorted(times)
 
 

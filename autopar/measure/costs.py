@@ -97,7 +97,8 @@ class Pricer:
         key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
             per_node = self.per_node(axis, ranks, every)
-            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
+            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
+            self._collective[key] = seconds * self._copying(ranks, per_node)
         return self._collective[key]
 
     def joint_s(self, kind: str, nbytes: float, axes: tuple[str, ...], *, shard: int = 1) -> float:
@@ -110,7 +111,8 @@ class Pricer:
         key = (kind, int(nbytes), "+".join(axes), ranks, shard)
         if key not in self._collective:
             per_node = math.prod(self.per_node(axis, n, every) for axis, n, every in groups)
-            self._collective[key] = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            self._collective[key] = seconds * self._copying(ranks, per_node)
         return self._collective[key]
 
     @property
@@ -144,19 +146,23 @@ class Pricer:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
 
+    def work(self, c: Counts, *, parts: float = 1, nbytes: float | None = None) -> tuple[tuple[float, float], ...]:
+        """(FLOPs, bytes moved) of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""
+        if c.op_class == "view":
+            return ()
+        moved = c.bytes_read + c.bytes_written if nbytes is None else nbytes
+        parts = parts * self.recipe.attention_speed if c.op_class == "attention" else parts
+        forward = (c.flops / parts, moved)
+        if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
+            return (forward,)
+        return forward, (c.backward_flops / parts, 2.0 * moved)
+
     def counted_s(self, c: Counts, dtype: str, *, parts: float = 1, nbytes: float | None = None) -> tuple[float, float]:
         """(forward, backward) seconds of an operator; parts: its work is split in so many; nbytes: what a rank moves."""
-        moved = c.bytes_read + c.bytes_written if nbytes is None else nbytes
-        if c.op_class == "view":
-            return 0.0, 0.0
         gpu = self.cluster.gpu
-        parts = parts * self.recipe.attention_speed if c.op_class == "attention" else parts
         time_s = op_time_s if gpu.host else kernel_time_s  # launches run beside the kernels of a GPU: see `host_s`
-        forward = time_s(c.op_class, c.flops / parts, moved, dtype, gpu)
-        if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
-            return forward, 0.0
-        backward = time_s(c.op_class, c.backward_flops / parts, 2.0 * moved, dtype, gpu)
-        return forward, backward
+        seconds = [time_s(c.op_class, flops, moved, dtype, gpu) for flops, moved in self.work(c, parts=parts, nbytes=nbytes)]
+        return tuple((*seconds, 0.0, 0.0)[:2])  # type: ignore[return-value]
 
     def op(self, op: Op, program: Program, counts: Counts | None = None, *, joined: bool = False) -> OpCost:
         """The cost of an operator of a sharded program on one rank (local types, transitions included). counts: what it moves and
@@ -191,6 +197,10 @@ class Pricer:
     def shared(self) -> float:
         """How many times slower computation is than on a device of its own."""
         return self.live.shared if self.live is not None else 1.0
+
+    def _copying(self, ranks: int, per_node: int) -> float:
+        """How many times slower a collective is because the processes that copy for it share cores: inside a machine without GPUs."""
+        return self.shared if self.cluster.gpu.host and ranks <= per_node else 1.0
 
     def _roofline(self, op_class: str, dtype: str) -> str:
         """'roofline (assumed, datasheet)': the kinds of the hardware's figures that make up an estimate."""

@@ -70,9 +70,12 @@ def default_workers() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else min(MOST_WORKERS, max(2, cores()))
 
 
-def profile(base: Cluster, workers: int, *, sizes: Sizes | None = None, say: Callable[[str, int, int], None] | None = None) -> Profile:
+def profile(
+    base: Cluster, workers: int, *, sizes: Sizes | None = None, say: Callable[[str, int, int], None] | None = None,
+    enter: Callable[[int], None] | None = None,
+) -> Profile:  # fmt: skip
     """Measure this machine. base: a catalogued cluster, whose values stand where nothing can be measured; workers: processes, each
-    with a GPU of its own if there are any. say(what, done, of): called before each part.
+    with a GPU of its own if there are any. say(what, done, of): called before each part. enter: as WorkerPool's.
 
     Raises LaunchError for more workers than there are GPUs, or than the base cluster holds on one node.
     """
@@ -82,7 +85,7 @@ def profile(base: Cluster, workers: int, *, sizes: Sizes | None = None, say: Cal
         limit = f"this machine has {gpus} GPUs" if gpus else f"{base.name} has room for {most}"
         raise LaunchError(f"a profile with {workers} workers was asked for, but {limit}")
     sizes, say = sizes or Sizes(), say or (lambda *_: None)
-    with WorkerPool(workers) as pool:
+    with WorkerPool(workers, enter=enter) as pool:
         say("starting workers", 0, 1)
         found = pool.run(machine)[0]
         kernels = [("matmul", dtype) for dtype in DTYPES if dtype != "tf32" or found.tf32]

@@ -19,15 +19,17 @@ from autopar.planner.shard import Assignment
 from autopar.planner.shortfall import shortfall_text
 from autopar.planner.space import Mesh
 from autopar.planner.stages import cut_stages
+from autopar.planner.ties import ORDER, Tie
+from cost_models.uncertainty import CENTRAL
 
 __all__ = ["LISTED", "plan_of", "why_not"]
 
 LISTED = 12  # choices, where none fits
 
 
-def plan_of(question: Question, found: list[Candidate]) -> Plan:
-    """The plan of the first of the candidates found, which are in order of step time."""
-    c = found[0]
+def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
+    """The plan of a candidate. tie: where it was chosen for its simplicity, beside the fastest, whose are objective, bound and gap."""
+    fastest_s = c.step_time_s if tie is None else tie.fastest.step_time_s
     program, rank = question.program, c.rank
     positions = [c.segments[k].span.start for k in c.part.cuts]
     recompute, modes = _modes(c)
@@ -35,7 +37,7 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
     bodies = list(zip(on_inner_axes(rank.moments.body, rank.inner[:-1]), rank.inner, strict=False))
     axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
     axes |= {x.axis: axis_plan(body, x) for body, x in bodies}
-    bound_s = min(question.said.bound_s, c.step_time_s) if question.said.bound_s < math.inf else 0.0
+    bound_s = min(question.said.bound_s, fastest_s) if question.said.bound_s < math.inf else 0.0
     tokens, kinds = _tokens(program), seconds_by_kind(c)
     return Plan(
         model=program.name,
@@ -65,14 +67,16 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         bubble_s=c.bubble_s,
         gradient_sync_s=c.gradient_sync_s,
         optimizer_s=c.optimizer_s,
-        objective_s=c.step_time_s,
+        objective_s=fastest_s,
         bound_s=bound_s,
-        gap=(c.step_time_s - bound_s) / c.step_time_s if c.step_time_s else 0.0,
+        gap=(fastest_s - bound_s) / fastest_s if fastest_s else 0.0,
+        tie="" if tie is None else _tied(tie),
         work_per_step=float(tokens or program.batch_size or 0),
         tensor_split_share=_split_share(*bodies[-1]) if bodies else 0.0,
         provenance=rank.ledger.provenance,
         notes=[
-            *program.notes, *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
+            *([] if tie is None else [_tied(tie)]), *program.notes,
+            *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
             *(line for body, x in bodies for line in _replicated(body, x, rank.program.types)),
             *(question.known.split_notes if question.space.pinned_to_split else ()),
         ],
@@ -83,6 +87,16 @@ def plan_of(question: Question, found: list[Candidate]) -> Plan:
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
         searched=question.said.counts(),
         account=account_of(program, c, axes),
+    )
+
+
+def _tied(tie: Tie) -> str:
+    other = tie.fastest
+    again = f", {len(other.part.recomputed)} pieces recomputed" if other.part.recomputed else ""
+    return (
+        f"simpler than {other.mesh} zero={other.rest.zero} micro-batches={other.rank.micro_batches}{again}, the fastest by "
+        f"{tie.difference_s * 1e3:.3g} ms ({tie.difference_s / other.step_time_s:.2%}), which may be off by "
+        f"{CENTRAL * tie.spread_s * 1e3:.3g} ms; of plans that tie so the simplest is taken: {ORDER}"
     )
 
 
@@ -130,7 +144,7 @@ def _replicated(body: Program, assignment: Assignment, types: Mapping[str, Tenso
 
 def _limits(question: Question, c: Candidate) -> list[str]:
     fullest = max(range(len(c.stages)), key=lambda s: c.stages[s].memory.total_bytes)
-    used = c.stages[fullest].memory.total_bytes
+    used, most = c.stages[fullest].memory.total_bytes, max(s.memory.upper_bytes for s in c.stages)
     share = {
         "compute and tensor communication": c.compute_s,
         "pipeline bubble": c.bubble_s,
@@ -141,7 +155,8 @@ def _limits(question: Question, c: Candidate) -> list[str]:
     slow = max(range(len(c.stages)), key=lambda s: c.stages[s].forward_s + c.stages[s].backward_s)
     return [
         f"time: {top} takes {100 * share[top] / c.step_time_s:.0f}% of the step; the slowest stage is {slow}",
-        f"memory: stage {fullest} uses {used / GIB:.2f} of {question.memory_limit_bytes / GIB:.2f} GiB",
+        f"memory: stage {fullest} uses {used / GIB:.2f} of {question.memory_limit_bytes / GIB:.2f} GiB; at the upper end of its "
+        f"interval, which must fit, {most / GIB:.2f} GiB",
     ]
 
 

@@ -33,6 +33,7 @@ from cost_models.pools import How, gradient_bytes, of_parameters
 from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
+from cost_models.uncertainty import room_bytes
 
 __all__ = ["Least", "OpLeast", "least_op_s"]
 
@@ -139,7 +140,7 @@ class Least:
 
     def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
         """What of a GPU's memory there is for that at most."""
-        return (limit_bytes - self.gpu.context_bytes) / (1 + self.recipe.allocator_slack) - batch_bytes
+        return room_bytes(limit_bytes, self.gpu.context_bytes, self.recipe.allocator_slack) - batch_bytes
 
     def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...], alike: frozenset[str]) -> float:
         """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis."""

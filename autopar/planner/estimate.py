@@ -35,6 +35,7 @@ from cost_models.pools import How, OfRank, gradient_bytes, of_parameters, of_ran
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
+from cost_models.uncertainty import least_upper_bytes, room_bytes
 
 __all__ = ["Estimator", "Times"]
 
@@ -209,9 +210,14 @@ class Estimator:
         return gradient_bytes(numel, p, self.recipe)
 
     def room_bytes(self, limit_bytes: int) -> float:
-        """What of a GPU's memory is left for the pieces: without what a rank needs whatever lies on it, and the allocator's slack."""
-        room = (limit_bytes - self.cluster.gpu.context_bytes) / (1 + self.recipe.allocator_slack)
-        return room - of_rank(self.of_rank, self.how)
+        """What of a GPU's memory is left for the pieces at most: without what a rank needs whatever lies on it, the allocator's slack, and
+        what these two may be off by."""
+        return room_bytes(limit_bytes, self.cluster.gpu.context_bytes, self.recipe.allocator_slack) - of_rank(self.of_rank, self.how)
+
+    def upper_bytes(self, pieces_bytes: float) -> float:
+        """The inverse of room_bytes."""
+        allocated = pieces_bytes + of_rank(self.of_rank, self.how)
+        return least_upper_bytes(allocated, self.cluster.gpu.context_bytes, self.recipe.allocator_slack)
 
     @property
     def of_rank(self) -> OfRank:
@@ -293,7 +299,7 @@ class Estimator:
         return tuple(m for i, j in zip(place[:-1:2], place[1:-1:2], strict=True) for m in part.modes[i:j])
 
     def unsaid_bytes(self, part: Partition, stages: Sequence[StagePlan]) -> dict[tuple[int, ...], float]:
-        """Of each place: the bytes beyond what its pieces say."""
+        """Of each place: the bytes beyond what its pieces say, as far as its memory's interval reaches."""
         found = {}
         for rank, place in enumerate(self.places(part)):
             held = self.flow.on_rank(rank)
@@ -303,7 +309,7 @@ class Estimator:
                 said = stage_bytes(self.pieces[i:j], part.modes[i:j], self.flow.in_flight[held.stages[0]], self.rank.micro_batches)
             else:
                 said = rank_bytes([self.pieces[i:j] for i, j in spans], [part.modes[i:j] for i, j in spans], held)
-            found[place] = self.room_bytes(stages[held.stages[0]].memory.total_bytes) - said
+            found[place] = self.room_bytes(stages[held.stages[0]].memory.upper_bytes) - said
         return found
 
     def step_s(self, cuts: tuple[int, ...], modes: tuple[int, ...]) -> float:

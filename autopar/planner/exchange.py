@@ -19,7 +19,31 @@ from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "Once"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Once:
+    """Collectives once a step, as (how many, seconds of each): reduced, in the order in which gradients are ready; gathers, in that in
+    which parameters are used; last_s: what nothing hides."""
+
+    reduced: tuple[tuple[int, float], ...]
+    gathers: tuple[tuple[int, float], ...]
+    last_s: float
+    overlaps_reduction: bool
+    overlaps_gathers: bool
+
+    def exposed_s(self, forward_s: float, backward_s: float) -> float:
+        """Beyond a forward and a backward pass of so many seconds."""
+        if self.reduced and self.overlaps_reduction:
+            exposed_s = exposed_reduction_s([s for _, s in self.reduced], backward_s, [n for n, _ in self.reduced])
+        else:
+            exposed_s = sum(n * s for n, s in self.reduced)
+        if not self.overlaps_gathers:
+            exposed_s += sum(n * s for n, s in self.gathers)
+        elif self.gathers:  # all are issued at the start of the step
+            exposed_s += exposed_gathers_s([s for _, s in self.gathers], forward_s, [n for n, _ in self.gathers])
+        return exposed_s + self.last_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,17 +65,25 @@ class Exchange:
         """Of the gradient of a parameter that is gathered where it is used, as it is sent."""
         return p.numel * self.recipe.reduced_itemsize if self.recipe.reduced_itemsize else p.numel * p.itemsize
 
-    def pass_s(self, params: Collection[ParamBytes], compute_s: float) -> float:
-        """Exposed, of reduce-scattering gradients bucket by bucket in a backward pass (ZeRO-2), but for the last bucket."""
+    def scatter_s(self, params: Collection[ParamBytes]) -> float:
+        """Of reduce-scattering gradients bucket by bucket in a backward pass (ZeRO-2), but for the last bucket."""
         if self.rest.reduced != "pass" or self.rest.gathered == "use":
             return 0.0
         nbytes, bucket = self._sent_bytes([p for p in params if p.in_parts]), self.recipe.bucket_bytes
-        scatter_s = self._parts_s("reduce_scatter", bucket) * nbytes / bucket
+        return self._parts_s("reduce_scatter", bucket) * nbytes / bucket
+
+    def pass_s(self, params: Collection[ParamBytes], compute_s: float) -> float:
+        """Exposed, of `scatter_s`."""
+        scatter_s = self.scatter_s(params)
         return max(0.0, scatter_s - compute_s) if self.recipe.overlaps_reduction else scatter_s
 
     def step_s(self, params: Collection[ParamBytes], forward_s: float, backward_s: float) -> float:
         """Exposed, of the last bucket of every backward pass, and of what is done once a step: gradients are brought together while the
         last micro-batch's backward runs, and parameters gathered while the first one's forward runs."""
+        return self.once(params).exposed_s(forward_s, backward_s)
+
+    def once(self, params: Collection[ParamBytes]) -> Once:
+        """The collectives of `step_s`."""
         trained = [p for p in params if p.trainable]
         parts = [p for p in trained if p.in_parts]
         sharded = self._sent_bytes(parts)
@@ -59,7 +91,7 @@ class Exchange:
         for axes, nbytes in self._by_axes([p for p in trained if not p.in_parts]).items():
             reduced += [(n, self.pricer.joint_s("all_reduce", x, axes)) for n, x in self._buckets(nbytes)]
         copies = self._by_axes(parts)
-        last_s = 0.0  # what nothing hides
+        last_s = 0.0
         if self.rest.reduced == "pass":
             hidden = self.rest.gathered == "use" or not self.recipe.overlaps_reduction  # or counted already
             last = 0.0 if hidden else min(sharded, self.recipe.bucket_bytes)
@@ -77,15 +109,10 @@ class Exchange:
         gathers: list[tuple[int, float]] = []
         if self.rest.gathered == "step":
             gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._buckets(float(sum(p.local_bytes for p in parts)))]
-        if reduced and self.recipe.overlaps_reduction:
-            exposed = exposed_reduction_s([s for _, s in reduced], backward_s, [n for n, _ in reduced])
-        else:
-            exposed = sum(n * s for n, s in reduced)
-        if not self.recipe.overlaps_gathers:
-            exposed += sum(n * s for n, s in gathers)
-        elif gathers:  # all are issued at the start of the step
-            exposed += exposed_gathers_s([s for _, s in gathers], forward_s, [n for n, _ in gathers])
-        return exposed + last_s
+        return Once(
+            reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, overlaps_reduction=self.recipe.overlaps_reduction,
+            overlaps_gathers=self.recipe.overlaps_gathers,
+        )  # fmt: skip
 
     def _parts_s(self, kind: str, nbytes: float) -> float:
         """Of a collective over the ranks that share the parts of one parameter."""

@@ -14,7 +14,7 @@ from autopar.planner.candidate import Candidate
 from cost_models.cluster import Cluster
 from cost_models.uncertainty import SPREADS, step_spread
 
-__all__ = ["seconds_by_kind", "spread_of"]
+__all__ = ["seconds_by_kind", "spread_of", "spread_of_kind"]
 
 LAUNCHES, MEASURED, INSIDE, BETWEEN = "issuing operators", "measured operators", "collectives in nodes", "collectives between nodes"
 UPDATE = "optimizer"
@@ -78,10 +78,10 @@ def _links(c: Candidate, axis: str) -> str:
 
 def spread_of(seconds: Mapping[str, float], cluster: Cluster) -> float:
     """The relative standard deviation of a step of these seconds."""
-    return step_spread(seconds, {kind: _spread(kind, cluster) for kind in seconds})
+    return step_spread(seconds, {kind: spread_of_kind(kind, cluster) for kind in seconds})
 
 
-def _spread(kind: str, cluster: Cluster) -> float:
+def spread_of_kind(kind: str, cluster: Cluster) -> float:
     """Of the constant that the seconds of a kind depend on; of links the least known."""
     if kind in (INSIDE, BETWEEN):
         link = cluster.intra if kind == INSIDE else cluster.inter

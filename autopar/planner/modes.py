@@ -21,7 +21,7 @@ from autopar.ir import Span, refs
 from autopar.planner.liveness import Liveness
 from autopar.planner.price import Ledger
 
-__all__ = ["RECOMPUTES", "Mode", "Recompute", "again_s", "spans_at_prices"]
+__all__ = ["RECOMPUTES", "Mode", "Recompute", "again_s", "run_again", "spans_at_prices"]
 
 POINTS = 3  # of a block's Pareto set between nothing and all of it running again
 Table = NDArray[numpy.float64]
@@ -44,16 +44,22 @@ class Mode:
     spans: tuple[Span, ...] = ()
 
 
-def again_s(ledger: Ledger, liveness: Liveness, span: Span) -> float:
-    """Seconds of running a span again. Where the recipe stops early, nothing runs behind the last operator that keeps something, nor that
-    one if it keeps nothing but its operands."""
+def run_again(ledger: Ledger, liveness: Liveness, span: Span) -> Span:
+    """The operators of a span that do run. Where the recipe stops early, nothing runs behind the last operator that keeps something, nor
+    that one if it keeps nothing but its operands."""
     stop = span.stop
     if ledger.stops_early:
         while stop > span.start and not liveness.keeps(stop - 1):
             stop -= 1
         if stop > span.start and liveness.keeps_operands_alone(stop - 1):
             stop -= 1
-    forward, _, _ = ledger.seconds(range(span.start, stop))
+    return Span(span.start, stop)
+
+
+def again_s(ledger: Ledger, liveness: Liveness, span: Span) -> float:
+    """Seconds of running a span again."""
+    again = run_again(ledger, liveness, span)
+    forward, _, _ = ledger.seconds(range(again.start, again.stop))
     return forward
 
 

@@ -149,6 +149,11 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return sum(getattr(self, name) for name in self.__struct_fields__)
 
     @property
+    def upper_bytes(self) -> int:
+        """The upper end of the interval: what must fit."""
+        return math.ceil(self.interval_bytes[1])
+
+    @property
     def interval_bytes(self) -> tuple[float, float]:
         """The interval of 80% about the total (cost_models.uncertainty)."""
         off = CENTRAL * memory_spread_bytes({name.removesuffix("_bytes"): getattr(self, name) for name in self.__struct_fields__})
@@ -225,12 +230,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute). objective_s,
     bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share of objective_s that
-    it is below. rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a parameter lie. virtual_stages:
-    how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were left. recompute: (block,
-    instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp really divides.
-    reduce_dtype: in which gradients are brought together over ranks (a name as of `precision`), None for that in which parameters rest.
-    seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard deviation of the step.
-    account: what the figures are made of; None in plans of before."""
+    it is below. objective_s is the step time of the fastest plan found; this one may be a simpler one that the predictions cannot tell from
+    it, which `tie` then says (planner.ties). rest: a row of cost_models.rests; shard: over how many data-parallel ranks the parts of a
+    parameter lie. virtual_stages: how many stages each pipeline rank holds. searched: how many choices there were, were priced, and were
+    left. recompute: (block, instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp
+    really divides. reduce_dtype: in which gradients are brought together over ranks (a name as of `precision`), None for that in which
+    parameters rest. seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard
+    deviation of the step. account: what the figures are made of; None in plans of before."""
 
     model: str
     program_hash: str
@@ -262,6 +268,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     objective_s: Seconds
     bound_s: Seconds
     gap: float
+    tie: str = ""
     work_per_step: Seconds
     tensor_split_share: float
     provenance: str

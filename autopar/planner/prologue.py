@@ -10,7 +10,7 @@ from autopar.ir import TensorType, refs
 from autopar.measure import Pricer
 from autopar.planner.rank import Rank
 
-__all__ = ["prologue_bytes", "prologue_s"]
+__all__ = ["prologue_bytes", "prologue_parts_s", "prologue_s"]
 
 
 def prologue_bytes(rank: Rank) -> int:
@@ -21,15 +21,20 @@ def prologue_bytes(rank: Rank) -> int:
 
 
 def prologue_s(rank: Rank, pricer: Pricer) -> float:
-    """The device's time, or the host's to issue it, whichever is longer. Nothing of it is differentiated."""
+    """The device's time, or the host's to issue it, whichever is longer."""
+    return max(prologue_parts_s(rank, pricer))
+
+
+def prologue_parts_s(rank: Rank, pricer: Pricer) -> tuple[float, float]:
+    """The device's time, and the host's to issue it. Nothing of it is differentiated."""
     moments = rank.moments
     if not moments.prologue:
-        return 0.0
+        return 0.0, 0.0
     known = {**moments.body.types, **moments.prologue_types}
     read = {r for op in moments.prologue for r in refs(op)} | set(moments.prologue_types)
     program = moments.body.replace(types={v: _whole(rank, v, known) for v in read})
     costs = [pricer.op(op, program) for op in moments.prologue]
-    return max(sum(c.forward_s for c in costs), sum(c.host_s[0] for c in costs))
+    return sum(c.forward_s for c in costs), sum(c.host_s[0] for c in costs)
 
 
 def _whole(rank: Rank, value: str, types: Mapping[str, TensorType]) -> TensorType:

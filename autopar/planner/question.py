@@ -199,13 +199,14 @@ class Question:
     def _as_it_runs(
         self, choice: Choice, estimator: Estimator, draft: Draft, refused: dict[Place, set[tuple[int, ...]]]
     ) -> tuple[Candidate, float]:
-        """A draft with memory from liveness, and by how much it does not fit. refused: takes the modes of the stages that do not."""
+        """A draft with memory from liveness, and by how much the upper end of its interval does not fit. refused: takes the modes of the
+        stages that do not."""
         found = self.known.timed("liveness", functools.partial(candidate_of, estimator, draft.part))
         limit = self.memory_limit_bytes
         for rank, place in enumerate(estimator.places(draft.part)):
-            if found.stages[estimator.flow.rank_of.index(rank)].memory.total_bytes > limit:
+            if found.stages[estimator.flow.rank_of.index(rank)].memory.upper_bytes > limit:
                 refused.setdefault(place, set()).add(estimator.modes_at(draft.part, place))
-        short = max(stage.memory.total_bytes for stage in found.stages) - limit
+        short = max(stage.memory.upper_bytes for stage in found.stages) - limit
         return dataclasses.replace(found, form=choice.form), short
 
     def _batch_bytes(self, mesh: Mesh) -> int:

@@ -16,8 +16,6 @@ __all__ = ["MEASURES", "check_measure", "choose_cluster", "live_on", "parse_memo
 
 MEASURES = ("roofline", "live")  # estimated from the cluster's description, or measured on this machine
 
-SPARE_MEMORY = 0.08  # of a GPU: about what the account of memory misses at the median of published runs (python -m benchmarks published)
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 # What torch.cuda.get_device_name() contains -> the cluster of such GPUs; the first that fits is taken.
@@ -47,8 +45,8 @@ def _this_machine() -> str:
 
 
 def usable_bytes(gpu: Gpu) -> int:
-    """What a plan may fill of a device's memory where the user states no limit."""
-    return int(gpu.memory_bytes if gpu.host else gpu.memory_bytes * (1 - SPARE_MEMORY))
+    """What a plan may fill of a device's memory, at the upper end of its interval, where the user states no limit."""
+    return int(gpu.memory_bytes)
 
 
 def check_measure(measure: str, cluster: Cluster) -> None:

@@ -49,6 +49,7 @@ from autopar.planner.solver import Outcome
 from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
 from autopar.planner.store import Store
+from autopar.planner.ties import Waiting, simplest
 from autopar.progress import found_so_far
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
@@ -126,6 +127,7 @@ class Search(Question):
             least_s = self._least.step_s(choice, self.batch_size)
             (queue if self._could_fit(choice) else hopeless).append(_Entry(least_s, choice.simplicity, next(numbers), choice))
         heapq.heapify(queue)
+        self._queue = queue
         said.choices = len(queue) + len(hopeless)
         bounds: dict[Choice, float] = {}  # of those that were priced: what no cuts of theirs can be faster than
         nothing = True  # is found yet
@@ -250,12 +252,36 @@ class Search(Question):
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
+        found = self.found()
+        if found is None:
+            raise Infeasible(why_not(self))
+        return found
+
+    def found(self) -> Plan | None:
+        """The best plan, None where there is none; `why_not` then says what would help, which takes longer."""
         wanted = MEASURED_CANDIDATES if self.measure == "live" else 1
         with held_back():
             found = list(itertools.islice(self.candidates(), wanted))
             if not found:
-                raise Infeasible(why_not(self))
-            return plan_of(self, self._measured(found) if self.measure == "live" else found)
+                return None
+            if self.measure == "live":
+                return plan_of(self, self._measured(found)[0])
+            tie = simplest(found[0], self._waiting(), self.cluster)
+            return plan_of(self, found[0] if tie is None else tie.chosen, tie)
+
+    def _waiting(self) -> Iterator[Waiting]:
+        """What was priced by its pieces, and is behind the fastest candidate."""
+        for entry in self._queue:
+            estimator = entry.estimator
+            if estimator is not None or entry.exact is not None:
+                yield Waiting(
+                    choice=entry.choice, least_s=estimator.least_s() if estimator is not None else entry.least_s, exact=entry.exact,
+                    draft=functools.partial(self._fresh, entry.choice, estimator), price=functools.partial(self.exact, entry.choice),
+                )  # fmt: skip
+
+    def _fresh(self, choice: Choice, estimator: Estimator | None, worth_s: float) -> object:
+        assert estimator is not None, "what is priced exactly needs no stages"
+        return self.draft(choice, estimator, worth_s=worth_s)
 
     def _measured(self, found: list[Candidate]) -> list[Candidate]:
         """The front-runners, their operators measured on this machine and their stages decided again from these times."""

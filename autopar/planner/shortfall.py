@@ -54,7 +54,8 @@ def shortfall_text(question: Question) -> str:
     text = (
         f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
         f"GPU. It is {found.choice.mesh} {counts}; its stage {found.stage} of {found.stages} needs "
-        f"{gib(found.needs_bytes)}: {memory_text(found.memory)}."
+        f"{gib(found.needs_bytes)} at the upper end of its interval, {gib(found.memory.total_bytes)} by the account: "
+        f"{memory_text(found.memory)}."
     )
     changes = changes_that_do(question, found)
     if changes:
@@ -81,7 +82,7 @@ def leanest(question: Question) -> Short | None:
     found = _leanest_candidate(question, choice)
     if found is None:
         return None
-    totals = [s.memory.total_bytes for s in found.stages]
+    totals = [s.memory.upper_bytes for s in found.stages]
     stage = max(range(len(totals)), key=totals.__getitem__)
     return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=max(totals[stage], needs))
 
@@ -107,10 +108,8 @@ def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
 
 
 def _by_pieces(question: Question, estimator: Estimator) -> float:
-    """The memory whose room (Estimator.room_bytes, linear in it) is what the pieces of the fullest stage need at least."""
-    least = estimator.least_bytes
-    beside = -estimator.room_bytes(0)
-    return (least + beside) * GIB / (estimator.room_bytes(int(GIB)) + beside)
+    """The memory whose room (Estimator.room_bytes) is what the pieces of the fullest stage need at least."""
+    return estimator.upper_bytes(estimator.least_bytes)
 
 
 def _leanest_candidate(question: Question, choice: Choice) -> Candidate | None:

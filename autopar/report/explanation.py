@@ -229,9 +229,11 @@ def _proven(plan: Plan) -> str:
         return "how much faster another plan could be is not known"
     if left:
         return f"the search was cut short: another plan may be faster by up to {max(plan.gap, 0.0):.1%}"
-    if plan.gap < 5e-4:
-        return "no plan of the space is faster"
-    return f"no plan of the space is faster by more than {plan.gap:.1%}"
+    faster = 1 - plan.bound_s / plan.step_time_s if plan.step_time_s else 0.0
+    tied = "; the fastest is less simple, and the predictions cannot tell which is faster" if plan.tie else ""
+    if faster < 5e-4:
+        return "no plan of the space is faster" + tied
+    return f"no plan of the space is faster by more than {faster:.1%}{tied}"
 
 
 def mesh_words(plan: Plan) -> str:

@@ -83,13 +83,16 @@ def _memory(plan: Plan, recompute: float) -> Limit | None:
     limit = plan.memory_limit_bytes
     fullest = max(range(len(plan.stages)), key=lambda s: plan.stages[s].memory.total_bytes)
     memory = plan.stages[fullest].memory
-    used = memory.total_bytes / limit if limit else 0.0
-    if used < FULL and not recompute:
+    used, most_used = (nbytes / limit if limit else 0.0 for nbytes in (memory.total_bytes, memory.upper_bytes))
+    if most_used < FULL and not recompute:
         return None
     terms = sorted(MEMORY_TERMS, key=lambda term: -int(getattr(memory, f"{term}_bytes")))
     most = ", ".join(f"{bytes_text(getattr(memory, f'{term}_bytes'))} {MEMORY_TERMS[term]}" for term in terms[:2])
     again = f"; what is run again to save memory takes {share_text(recompute)} of the step" if recompute else ""
-    text = f"memory: {share_text(used)} of {bytes_text(limit)} on pipeline rank {plan.rank_of[fullest]} ({most}){again}"
+    text = (
+        f"memory: {share_text(used)} of {bytes_text(limit)} on pipeline rank {plan.rank_of[fullest]} ({most}); "
+        f"{share_text(most_used)} at the upper end of its interval, which must fit{again}"
+    )
     return Limit(kind="memory", text=text, share=used)
 
 

@@ -82,16 +82,19 @@ class WorkerPool:
     """n local processes in one process group that run one function after another, so that importing torch is paid once.
 
     backend: 'nccl' or 'gloo'; by default NCCL if there are n GPUs. children: workers may start processes of their own
-    (they are then not ended with this process if it is killed). Workers start at the first run; a failed function
+    (they are then not ended with this process if it is killed). enter: is called first in each worker, with its rank (to take its cores, or
+    its network); defined as what is run. Workers start at the first run; a failed function
     leaves the pool usable. Close it, or use it as a context.
     """
 
-    def __init__(self, n: int, *, backend: str | None = None, children: bool = False) -> None:
+    def __init__(
+        self, n: int, *, backend: str | None = None, children: bool = False, enter: Callable[[int], None] | None = None
+    ) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ValueError(f"gpus must be a whole number of at least one worker; got {n!r}")
         self.n = n
         self._backend = backend or ("nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= n else "gloo")
-        self._daemon = not children
+        self._daemon, self._enter = not children, enter
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = ""
         pool = weakref.ref(self)
@@ -150,7 +153,7 @@ class WorkerPool:
             ours, theirs = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_worker,
-                args=(theirs, rank, self.n, self._backend, self._folder),
+                args=(theirs, rank, self.n, self._backend, self._folder, self._enter),
                 name=f"autopar-{rank}",
                 daemon=self._daemon,
             )
@@ -243,8 +246,10 @@ def _check_main() -> None:
         os._exit(_UNGUARDED)
 
 
-def _worker(connection: Connection, rank: int, n: int, backend: str, folder: str) -> None:
+def _worker(connection: Connection, rank: int, n: int, backend: str, folder: str, enter: Callable[[int], None] | None) -> None:
     """The main function of a worker: join the group, then run what is sent until an empty message or the end."""
+    if enter is not None:
+        enter(rank)
     threading.Thread(target=_end_with_parent, name="autopar-parent", daemon=True).start()
     watchdog.in_pool(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))

@@ -1,0 +1,285 @@
+"""A priced run, reduced to what the constants of a GPU and of a training software change: its form, which is data.
+
+Every figure in seconds that these constants change is one of three kinds: an operator's demand (arithmetic and memory traffic at the
+peak rates, of which constants say how much is reached), a count of launches by the host, or seconds of links, which are affine in the
+software's constants. Which pieces make up which stage of which rank, and what overlaps with what, is kept beside them. `Fitted` of
+_fitted.py evaluates many forms at once for other constants; at those of the catalogue a form gives the planner's own figures, which
+`form_of` checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from autopar.ir import refs
+from autopar.measure import Pricer
+from autopar.measure.costs import dtype_of
+from autopar.planner.estimate import Estimator
+from autopar.planner.modes import run_again
+from autopar.planner.partition import Partition
+from autopar.planner.plan import MemoryPlan
+from autopar.planner.price import Ledger
+from autopar.planner.prologue import prologue_parts_s
+from benchmarks._predict import Figures, Prediction
+from benchmarks._runs import Run
+from cost_models.compute import demand
+from cost_models.recipe import Recipe
+from cost_models.uncertainty import interval
+
+__all__ = ["SOFTWARE_S", "Form", "Forms", "Refused", "figures_of", "keep", "kept", "key_of"]
+
+SOFTWARE_S = ("between_nodes_s", "contended_step_s", "contended_hop_s")
+"""What a software's collectives take beyond the links: fields of Recipe."""
+
+VARIED_S = 1e-3  # by which a constant is changed, to see what is affine in it
+
+
+class Pass(msgspec.Struct, kw_only=True, array_like=True):
+    """A piece's operators in one direction. ops: (compute class or '', seconds at peak, memory class, seconds at peak, how many).
+    links, host: numbers of affine figures: the device's seconds in collectives, and the host's for everything."""
+
+    ops: list[tuple[str, float, str, float, float]]
+    links: int
+    host: int
+
+
+class Part(msgspec.Struct, kw_only=True, array_like=True):
+    """A piece. gathers: affine figures of what is gathered for its forward, and for its backward; scatters: of what is reduced beside its
+    backward, overlapped or not."""
+
+    forward: Pass
+    backward: Pass
+    gathers: tuple[int, int]
+    scatters: int
+
+
+class OnRank(msgspec.Struct, kw_only=True, array_like=True):
+    """A pipeline rank, what is done once a step: (how many, affine figure of each), and its update."""
+
+    stages: list[int]
+    reduced: list[tuple[int, int]]
+    gathers: list[tuple[int, int]]
+    last: int
+    ends: int
+    numel: int
+    item: int
+    tensors: int
+
+
+class Refused(msgspec.Struct, kw_only=True, tag=True):
+    """A run that the planner cannot price, and why."""
+
+    key: str
+    reason: str
+
+
+class Form(msgspec.Struct, kw_only=True, tag=True):
+    """figures: seconds of each affine figure without launches and software; slopes: name -> its change by a second of that constant.
+    stages: (part, again or -1, how often) of each; again: passes that run again. memory: terms in bytes of the stage whose memory the
+    source states, and of the fullest; step_time_s, spread: the prediction, and how far it may be off."""
+
+    key: str
+    gpu: str
+    schedule: str
+    micro_batches: int
+    hop: int
+    prologue: int
+    prologue_host: int
+    overlaps_reduction: bool
+    overlaps_gathers: bool
+    optimizer: dict[str, float | str | None]
+    parts: list[Part]
+    again: list[Pass]
+    stages: list[list[tuple[int, int, int]]]
+    ranks: list[OnRank]
+    figures: list[float]
+    slopes: dict[str, list[float]]
+    step_time_s: float
+    spread: float
+    memory: dict[str, int]
+    fullest: dict[str, int]
+
+
+def key_of(run: Run) -> str:
+    """What a form depends on beside the program's own code."""
+    gpu = dataclasses.replace(run.cluster.gpu, fractions=(), launch_s=0.0, sources=())
+    text = json.dumps([sorted(run.row.items()), repr(run.recipe), repr(run.pins), repr(dataclasses.replace(run.cluster, gpu=gpu))])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class _Figures:
+    """Numbers, by the order in which they come."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def add(self, seconds: float) -> int:
+        self.values.append(seconds)
+        return len(self.values) - 1
+
+
+class Forms:
+    """Makes forms of predictions; prices of one rank's program are shared."""
+
+    def __init__(self) -> None:
+        self._ledgers: dict[tuple[object, ...], tuple[Ledger, Ledger]] = {}
+
+    def of(self, p: Prediction) -> Form:
+        e, part, recipe = p.candidate.estimator, p.candidate.part, p.candidate.estimator.recipe
+        plain = dataclasses.replace(recipe, **dict.fromkeys(SOFTWARE_S, 0.0))
+        form, figures = _read(self._varied(e, plain, 0.0), part)
+        slopes = {}
+        varied: dict[str, tuple[Recipe, float]] = {"launch_s": (plain, VARIED_S)}
+        if any(getattr(recipe, name) for name in SOFTWARE_S):
+            varied |= {name: (dataclasses.replace(plain, **{name: VARIED_S}), 0.0) for name in SOFTWARE_S}
+        for name, (other, launch_s) in varied.items():
+            values = _read(self._varied(e, other, launch_s), part)[1]
+            slopes[name] = [(b - a) / VARIED_S for a, b in zip(figures, values, strict=True)]
+        shown = p.candidate.stages[0].memory if p.run.first_stage else max(
+            (s.memory for s in p.candidate.stages), key=lambda m: m.total_bytes - m.framework_context_bytes
+        )  # fmt: skip
+        fullest = max((s.memory for s in p.candidate.stages), key=lambda m: m.total_bytes)
+        return msgspec.structs.replace(
+            form, key=key_of(p.run), gpu=p.run.cluster.gpu.name, figures=figures, slopes=slopes, step_time_s=p.step_time_s,
+            spread=p.spread, memory=msgspec.to_builtins(shown), fullest=msgspec.to_builtins(fullest),
+        )  # fmt: skip
+
+    def _varied(self, e: Estimator, recipe: Recipe, launch_s: float) -> Estimator:
+        """Under a recipe and with a time of the host's for each launch."""
+        cluster = dataclasses.replace(e.cluster, gpu=dataclasses.replace(e.cluster.gpu, launch_s=launch_s))
+        pricer = Pricer(cluster, e.rank.mesh.sizes(), None, recipe)
+        key = (id(e.rank.ledger), recipe, launch_s, pricer.contended)
+        if key not in self._ledgers:
+            self._ledgers[key] = e.rank.ledger, e.rank.ledger.repriced(pricer)
+        rank = dataclasses.replace(e.rank, ledger=self._ledgers[key][1])
+        return dataclasses.replace(e, rank=rank, cluster=cluster, recipe=recipe, pricer=pricer)
+
+
+def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
+    """The form, and its affine figures at the prices of the estimator."""
+    found, exchange, ledger = _Figures(), e._exchange, e.rank.ledger
+    parts, numbers, again, again_of = list[Part](), dict[int, int](), list[Pass](), dict[tuple[int, int], int]()
+    for n, segment in enumerate(e.segments.segments):
+        same = segment.block if segment.block >= 0 else ~n
+        if same in numbers:
+            continue
+        numbers[same] = len(parts)
+        inside = range(segment.span.start, segment.span.stop)
+        own = e.read(segment.span)
+        units = e._gathered([(v, 0) for v in own])
+        parts.append(
+            Part(
+                forward=_pass(e, ledger, inside, 0, found), backward=_pass(e, ledger, inside, 1, found),
+                gathers=(
+                    found.add(sum(exchange.unit_s(n) for n, _ in units.values())),
+                    found.add(sum(exchange.unit_s(n, scattered=x) for n, x in units.values())),
+                ),
+                scatters=found.add(exchange.scatter_s([e.params[v] for v in own])),
+            )
+        )  # fmt: skip
+    bounds, stages, hop_s = (0, *part.cuts, len(e.segments)), [], 0.0
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        counts: dict[tuple[int, int], int] = {}
+        for k in range(i, j):
+            segment, mode = e.segments[k], part.modes[k]
+            number = numbers[segment.block if segment.block >= 0 else ~e.segments.order[k]]
+            if (number, mode) not in again_of:
+                spans = [run_again(ledger, ledger.liveness, span) for span in e.again(k, mode)]
+                again_of[number, mode] = len(again) if spans else -1
+                if len(spans) > 1:  # what the host issues is compared by span
+                    raise NotImplementedError("several spans of a block that run again")
+                again += [_pass(e, ledger, range(x.start, x.stop), 0, found) for x in spans]
+            key = number, again_of[number, mode]
+            counts[key] = counts.get(key, 0) + 1
+        stages.append([(number, way, count) for (number, way), count in counts.items()])
+        sent = sum(e.rank.program.types[v].nbytes for v in e.rank.cuts.crossing.get(e.segments[i].span.start, ())) if s else 0
+        hop_s = max(hop_s, e.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
+    ranks = []
+    for r in range(e.flow.ranks):
+        held = [s for s, of in enumerate(e.flow.rank_of) if of == r]
+        own_of_rank = list(dict.fromkeys(x for s in held for x in e._own(bounds[s], bounds[s + 1])))
+        params = e._params(own_of_rank)
+        once, trained = exchange.once(params), [p for p in params if p.trainable]
+        numel = sum(p.resting_numel for p in trained)
+        ranks.append(
+            OnRank(
+                stages=held, reduced=[(n, found.add(s)) for n, s in once.reduced], gathers=[(n, found.add(s)) for n, s in once.gathers],
+                last=found.add(once.last_s), ends=found.add(e._ends_s(bounds[held[0]], bounds[held[0] + 1])), numel=numel,
+                item=round(sum(p.resting_bytes for p in trained) / numel) if numel else 0, tensors=max(1, len(trained)),
+            )
+        )  # fmt: skip
+    rules, (device_s, host_s) = e.recipe, prologue_parts_s(e.rank, e.pricer)
+    form = Form(
+        key="", gpu="", schedule=e.flow.schedule, micro_batches=e.rank.micro_batches, hop=found.add(hop_s),
+        prologue=found.add(device_s), prologue_host=found.add(host_s),
+        overlaps_reduction=rules.overlaps_reduction, overlaps_gathers=rules.overlaps_gathers,
+        optimizer={
+            "optimizer": e.optimizer, "grad_itemsize": rules.gradient_itemsize, "state_itemsize": rules.state_itemsize,
+            "master_itemsize": rules.master_itemsize, "passes": rules.optimizer_passes,
+        },
+        parts=parts, again=again, stages=stages, ranks=ranks, figures=[], slopes={}, step_time_s=0.0, spread=0.0, memory={}, fullest={},
+    )  # fmt: skip
+    return form, found.values
+
+
+def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _Figures) -> Pass:
+    """way: 0 forward, 1 backward."""
+    program, gpu = ledger.program, e.cluster.gpu
+    ops: dict[tuple[str, float, str, float], float] = {}
+    links_s = host_s = 0.0
+    for k in span:
+        op, cost = program.ops[k], ledger.costs[k]
+        host_s += cost.host_s[way]
+        seconds = (cost.forward_s, cost.backward_s)[way]
+        if op.target.startswith("autopar.C."):
+            links_s += seconds
+            continue
+        ins = tuple(program.types[r] for r in refs(op))
+        outs = tuple(program.types[o] for o in op.outputs if o is not None)
+        dtype = dtype_of(outs, ins)
+        if way == 1 and (op.no_grad or not any(t.grad for t in outs)):
+            continue
+        links_s += seconds - e.pricer.counted_s(cost.counts, dtype)[way]
+        work = e.pricer.work(cost.counts)
+        if way < len(work):
+            asked = demand(cost.counts.op_class, *work[way], dtype, gpu)
+            key = (asked.compute_class or "", asked.compute_s, asked.memory_class, asked.memory_s)
+            ops[key] = ops.get(key, 0.0) + 1
+    return Pass(ops=[(*key, n) for key, n in ops.items()], links=found.add(links_s), host=found.add(host_s))
+
+
+def figures_of(
+    run: Run, form: Form, step_time_s: float | None = None, memory: MemoryPlan | None = None, full: MemoryPlan | None = None
+) -> Figures:
+    """The prediction, or another one of the step, of memory, and of that of the fullest stage, by the same form."""
+    shown = msgspec.structs.replace(memory or msgspec.convert(form.memory, MemoryPlan), framework_context_bytes=0)
+    fullest = full or msgspec.convert(form.fullest, MemoryPlan)
+    step_s = form.step_time_s if step_time_s is None else step_time_s
+    return Figures(
+        run=run, step_time_s=step_s, memory_bytes=shown.total_bytes, fullest_bytes=fullest.total_bytes,
+        fullest_interval_bytes=fullest.interval_bytes, step_interval_s=interval(step_s, form.spread),
+        memory_interval_bytes=shown.interval_bytes, spread=form.spread,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- a file
+def kept(path: Path) -> Iterator[Form | Refused]:
+    """The forms of a file of one form a line."""
+    if path.exists():
+        decoder = msgspec.json.Decoder(Form | Refused)
+        with path.open("rb") as file:
+            for line in file:
+                yield decoder.decode(line)
+
+
+def keep(path: Path, form: Form | Refused) -> None:
+    """Adds a form to a file."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(form) + b"\n")

@@ -1,0 +1,286 @@
+"""The planner's choice beside the other plans of its space, all of them run on this machine: time, memory, order, regret.
+
+    python -m benchmarks measured [--models gpt,vit] [--workers 2,4] [--links loopback,10gbit] [--plans 8] [--steps 6] [--repeats 2]
+
+Each worker has its share of the cores, and a network card of the stated rate (benchmarks/_shaped.py; latency is this machine's own: its
+kernel has no queue that delays). The machine is profiled as it is, all workers at once; a small model is planned for what was found; the
+plan that the planner chooses and the fastest others of its space, as many as --plans, are trained, in turns, and so are DDP, FSDP2 and
+plans after Megatron's and GPipe's manner, pinned by hand. A step is the median of all timed ones of the slowest worker, memory the growth
+of the fullest worker's resident set from before the model was built to the peak of the timed steps. spread: of the medians of repeats; a
+difference within it is not called one. regret: 1 - best measured / measured of the choice. cpu: the share of the cores that the workers
+had while they were timed; where it is low other processes were at work, and times mean little.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers share the cores
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))  # glibc: what tensors free goes back to the system (mallopt(3))
+
+import argparse
+import itertools
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import AutoparError
+from autopar.measure.profile import Sizes, profile
+from autopar.measure.resident import forget_peak, give_back, now_bytes, peak_bytes
+from autopar.planner import Pins, Plan
+from autopar.planner.answer import plan_of
+from autopar.planner.search import Search
+from autopar.run import WorkerPool
+from benchmarks._shaped import LINKS, Place, shaped
+from benchmarks._small import MODELS, build
+from benchmarks.published import tau
+from cost_models import Cluster, load_cluster
+
+__all__ = ["Row", "main", "summary"]
+
+WARM_UP = 2
+SIZES = Sizes(largest=1024, nbytes=(2**10, 2**14, 2**18, 2**22))  # a profile of seconds
+BY_HAND: dict[str, dict[str, Any]] = {
+    "megatron": {"pp": 1, "dp": 1, "zero": 0, "recompute": "none"},
+    "gpipe": {"dp": 1, "tp": 1, "schedule": "gpipe", "recompute": "none"},
+}
+ENGINES = ("ddp", "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a worker trains: an engine of torch, or the plan of a file."""
+
+    model: str
+    who: str
+    plan_file: str
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """Of one worker. cpu_s: of its process while steps were timed."""
+
+    step_s: float
+    memory_bytes: float
+    cpu_s: float
+    wall_s: float
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A plan as it ran. predicted: None of torch's engines. chosen: by the planner."""
+
+    name: str
+    chosen: bool
+    predicted_s: float | None
+    predicted_bytes: float | None
+    step_s: float | None
+    spread: float
+    memory_bytes: float | None
+    cpu: float
+    refused: str = ""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks measured", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated, of {', '.join(MODELS)}")
+    parser.add_argument("--workers", default="2", help="comma-separated numbers of processes")
+    parser.add_argument("--links", default="loopback", help=f"comma-separated, of {', '.join(LINKS)}")
+    parser.add_argument("--plans", type=int, default=8, help="so many of the fastest of the space, by the prediction")
+    parser.add_argument("--steps", type=int, default=6, help="that are timed")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
+    args = parser.parse_args(argv)
+    models, links = ([n for n in text.split(",") if n] for text in (args.models, args.links))
+    if unknown := [n for n in models if n not in MODELS] + [n for n in links if n not in LINKS]:
+        parser.error(f"{', '.join(unknown)} is none of {', '.join((*MODELS, *LINKS))}")
+    if not all(n.isdigit() and int(n) > 1 for n in args.workers.split(",")) or min(args.plans, args.steps, args.repeats) < 1:
+        parser.error("--workers are numbers of 2 or more, --plans, --steps and --repeats positive")
+    console = Console(stderr=args.json, width=150)
+    found: dict[str, list[Row]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
+    try:
+        for link, workers in itertools.product(links, map(int, args.workers.split(","))):
+            with shaped(link, workers) as place, console.status(f"profiling {workers} workers on {link}") as status:
+                cluster = profile(load_cluster("cpu"), workers, sizes=SIZES, enter=place).cluster
+                for model in models:
+                    status.update(f"{model}, {workers} workers on {link}")
+                    name = f"{model}, {workers} workers, {link}"
+                    found[name] = run(model, cluster, place, args.plans, args.steps, args.repeats)
+                    console.print(_table(name, found[name]))
+    except AutoparError as error:
+        print(error, file=sys.stderr)
+        return 1
+    every = {name: summary(rows) for name, rows in found.items()}
+    console.print(_summaries(every))
+    shown = {name: [asdict(row) for row in group] for name, group in found.items()}
+    print(json.dumps({"cores": len(os.sched_getaffinity(0)), "groups": every, "rows": shown}))
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------- one model
+def run(model: str, cluster: Cluster, place: Place, most: int, steps: int, repeats: int) -> list[Row]:
+    """The plans of one model, and the engines."""
+    with tempfile.TemporaryDirectory() as folder:
+        plans = _plans(model, cluster, place.workers, most)
+        for number, (_, plan) in enumerate(plans):
+            plan.save(Path(folder) / f"{number}.json")
+        jobs = [Job(model=model, who="autopar", plan_file=f"{folder}/{n}.json", steps=steps) for n in range(len(plans))]
+        jobs += [Job(model=model, who=who, plan_file="", steps=steps) for who in ENGINES]
+        times: list[list[list[Ran]]] = [[] for _ in jobs]
+        for _ in range(repeats):
+            for number, job in enumerate(jobs):
+                with WorkerPool(place.workers, enter=place) as pool:  # fresh processes: their memory begins with nothing
+                    times[number].append(pool.run(train, job))
+    cores = min(place.workers, len(os.sched_getaffinity(0)))
+    rows = [_row(name, plan, name == "chosen", each, cores) for (name, plan), each in zip(plans, times, strict=False)]
+    return rows + [_row(who, None, False, each, cores) for who, each in zip(ENGINES, times[len(plans) :], strict=True)]
+
+
+def _plans(model: str, cluster: Cluster, workers: int, most: int) -> list[tuple[str, Plan]]:
+    """The planner's choice, the fastest others, and those after the manner of others; each once."""
+    program = capture(*build(model)).program
+
+    def search(**pins: Any) -> Search:
+        return Search(
+            program=program, gpus=workers, cluster=cluster, memory_limit_bytes=int(cluster.gpu.memory_bytes), optimizer="adamw",
+            precision="fp32", pins=Pins(**pins),
+        )  # fmt: skip
+
+    free = search()
+    plans = [("chosen", search().best())]
+    plans += [(_said(p), p) for p in (plan_of(free, c) for c in itertools.islice(free.candidates(), most))]
+    for name, pins in BY_HAND.items():
+        asked: dict[str, Any] = {**pins, **({"tp": workers} if name == "megatron" else {"pp": workers})}
+        try:
+            plans.append((f"{name}: {_said(plan := search(**asked).best())}", plan))
+        except AutoparError:
+            continue  # the model has no such plan
+    return list({_said(plan): (name, plan) for name, plan in reversed(plans)}.values())[::-1]
+
+
+def _said(plan: Plan) -> str:
+    again = f" recompute {len(plan.recompute)}" if plan.recompute else ""
+    axes = " ".join(f"{axis}{n}" for axis, n in plan.mesh.items() if n > 1)
+    return f"{axes} zero{plan.zero} mb{plan.micro_batches} {plan.schedule if plan.mesh['pp'] > 1 else ''}{again}".strip()
+
+
+def _row(name: str, plan: Plan | None, chosen: bool, repeats: Sequence[Sequence[Ran]], cores: int) -> Row:
+    """repeats: of each, the workers."""
+    refused = next((r.refused for ranks in repeats for r in ranks if r.refused), "")
+    steps = [max(r.step_s for r in ranks) for ranks in repeats]
+    wall_s = sum(max(r.wall_s for r in ranks) for ranks in repeats)
+    return Row(
+        name=f"chosen: {_said(plan)}" if chosen and plan else name, chosen=chosen, predicted_s=plan and plan.step_time_s,
+        predicted_bytes=plan and max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages),
+        step_s=None if refused else statistics.median(steps), spread=max(steps) / min(steps) - 1 if not refused else 0.0,
+        memory_bytes=None if refused else min(max(r.memory_bytes for r in ranks) for ranks in repeats),
+        cpu=sum(r.cpu_s for ranks in repeats for r in ranks) / wall_s / cores if wall_s else 0.0, refused=refused,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- on a worker
+def train(job: Job) -> Ran:
+    """The steps of a job on this worker."""
+    warm = nn.Linear(8, 8)
+    torch.optim.AdamW(warm.parameters()).zero_grad()
+    give_back()
+    before = now_bytes() or 0
+    torch.manual_seed(0)
+    model, batch = build(job.model)
+    try:
+        if job.who == "autopar":
+            model = autopar.compile(model, example_inputs=batch, plan=job.plan_file)
+        else:
+            batch = {name: value.chunk(dist.get_world_size())[dist.get_rank()].contiguous() for name, value in batch.items()}
+            model = DistributedDataParallel(model) if job.who == "ddp" else _fsdp2(model)
+    except (AutoparError, RuntimeError, ValueError) as error:
+        return Ran(step_s=0.0, memory_bytes=0.0, cpu_s=0.0, wall_s=0.0, refused=f"{type(error).__name__}: {error}".splitlines()[0])
+    optimizer, times, cpu_s = torch.optim.AdamW(model.parameters()), list[float](), 0.0
+    start = time.perf_counter()
+    for step in range(WARM_UP + job.steps):
+        if step == WARM_UP:
+            give_back()
+            forget_peak()
+            dist.barrier()
+            cpu_s, start = time.process_time(), time.perf_counter()
+        dist.barrier()
+        began = time.perf_counter()
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    wall_s = time.perf_counter() - start
+    memory = float((peak_bytes() or 0) - before)
+    return Ran(step_s=statistics.median(times[WARM_UP:]), memory_bytes=memory, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
+
+
+def _fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for child in [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)][:1]:
+        for layer in child.children():
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------------ figures
+def summary(rows: Sequence[Row]) -> dict[str, float | int | None]:
+    """step, memory: median relative errors of the predictions; beside: the choice's step over that of the best engine by hand."""
+    ran = [r for r in rows if r.step_s]
+    planned = [(r.predicted_s, r.step_s) for r in ran if r.predicted_s and r.step_s]
+    held = [(r.predicted_bytes, r.memory_bytes) for r in ran if r.predicted_bytes and r.memory_bytes]
+    choice = next((r for r in ran if r.chosen), None)
+    engines = [r.step_s for r in ran if r.predicted_s is None and r.step_s]
+    best = min((s for _, s in planned), default=None)
+    return {
+        "plans": len(planned),
+        "step": statistics.median(abs(p / s - 1) for p, s in planned) if planned else None,
+        "memory": statistics.median(abs(p / m - 1) for p, m in held) if held else None,
+        "tau": tau(planned), "regret": 1 - best / choice.step_s if choice and choice.step_s and best else None,
+        "spread": max((r.spread for r in ran), default=None), "cpu": min((r.cpu for r in ran), default=None),
+        "beside": choice.step_s / min(engines) if choice and choice.step_s and engines else None,
+    }  # fmt: skip
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table("plan", "predicted ms", "measured ms", "error", "spread", "predicted MiB", "measured MiB", "cpu", title=title)
+    for r in sorted(rows, key=lambda r: r.step_s or 1e9):
+        predicted, measured = (f"{1e3 * s:.1f}" if s else "-" for s in (r.predicted_s, r.step_s))
+        error = f"{r.predicted_s / r.step_s - 1:+.0%}" if r.predicted_s and r.step_s else "-"
+        memory = [f"{b / 2**20:.0f}" if b else "-" for b in (r.predicted_bytes, r.memory_bytes)]
+        table.add_row(r.name, predicted, r.refused or measured, error, f"{r.spread:.0%}", *memory, f"{r.cpu:.0%}")
+    return table
+
+
+def _summaries(every: dict[str, dict[str, float | int | None]]) -> Table:
+    table = Table("", "plans", "step: median error", "memory", "tau", "regret", "spread", "cpu", "choice / best engine", title="in all")
+    for name, s in every.items():
+        shares = [f"{s[key]:.0%}" if s[key] is not None else "-" for key in ("step", "memory")]
+        last = [f"{s[key]:.2f}" if s[key] is not None else "-" for key in ("tau", "regret", "spread", "cpu", "beside")]
+        table.add_row(name, str(s["plans"]), *shares, *last)
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""Priced runs as data: other constants give what the planner would say of them; constants fitted without some runs predict these."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+
+from benchmarks import published
+from benchmarks._cross import CLASSES, Constants, Priced, chip_of, closest, fitted, memory_terms, out_of_sample, steps_s
+from benchmarks._fitted import Fitted, constants_of
+from benchmarks._forms import SOFTWARE_S, Form, Forms, figures_of, keep, kept, key_of
+from benchmarks._predict import Prediction, predictions, repriced
+from benchmarks._runs import rebuilt
+from benchmarks.fit_gpus import changed
+from tests.test_published import row, table
+
+pytestmark = pytest.mark.pure
+
+LARGE = {"hidden": 2048, "n_heads": 16, "ffn": 8192, "vocab": 4096, "seq_len": 1024, "global_batch": 16}  # the device takes time too
+ROWS = [
+    row(), row(**LARGE), row(**LARGE, micro_batch=1, act_ckpt="full"), row(**LARGE, sharding="ZeRO-1"), row(**LARGE, sharding="ZeRO-2"),
+    row(**LARGE, sharding="ZeRO-3"), row(**LARGE, dp=1, tp=2), row(**LARGE, dp=1, pp=2), row(**LARGE, gpu="A100-80GB"),
+    row(**LARGE, n_gpus=32, dp=8, tp=2, pp=2, micro_batch=1, sharding="ZeRO-1", source="ultrascale", inter_link="EFA"),
+    row(**LARGE, n_gpus=16, dp=2, tp=8, micro_batch=8, source="ultrascale", inter_link="EFA"),
+    row(**LARGE, dp=1, pp=2, vpp=1, source="vtrain", gpu="A100-80GB"),
+]  # fmt: skip
+
+
+@functools.cache
+def priced() -> tuple[tuple[Prediction, Form], ...]:
+    forms = Forms()
+    found = [p for _, p in predictions([rebuilt(r, i) for i, r in enumerate(ROWS)]) if isinstance(p, Prediction)]
+    assert len(found) == len(ROWS)
+    return tuple((p, forms.of(p)) for p in found)
+
+
+def evaluated(point: dict[str, float]) -> list[float]:
+    found = priced()
+    fitted_ = Fitted([f for _, f in found], [p.run.cluster.gpu for p, _ in found])
+    software = [{n: getattr(p.run.recipe, n) for n in SOFTWARE_S} for p, _ in found]
+    return fitted_.steps_s([{**constants_of(p.run.cluster.gpu, s), **point} for (p, _), s in zip(found, software, strict=True)])
+
+
+def test_a_form_says_what_the_planner_says() -> None:
+    assert evaluated({}) == pytest.approx([p.step_time_s for p, _ in priced()], rel=1e-9)
+    for p, form in priced():
+        figures = figures_of(p.run, form)
+        for name in ("step_time_s", "memory_bytes", "fullest_bytes", "fullest_interval_bytes", "step_interval_s", "memory_interval_bytes"):
+            assert getattr(figures, name) == pytest.approx(getattr(p, name)), name
+
+
+@pytest.mark.parametrize("name,value", [("matmul", 0.3), ("pointwise", 0.2), ("attention", 0.1), ("launch_s", 2e-4), ("launch_s", 1e-6)])
+def test_other_constants_of_a_gpu_give_what_the_planner_would_say(name: str, value: float) -> None:
+    times = repriced([p for p, _ in priced()], lambda cluster: changed(cluster, {name: value}))
+    point = {name: value, **({"reduction": value, "gather": 0.7 * value} if name == "pointwise" else {})}
+    found = evaluated(point)
+    assert found == pytest.approx([t.step_s for t in times], rel=1e-9)
+    assert found != pytest.approx([p.step_time_s for p, _ in priced()], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SOFTWARE_S)
+def test_other_constants_of_a_software_give_what_the_planner_would_say(name: str) -> None:
+    times = repriced([p for p, _ in priced()], lambda c: c, lambda recipe: (
+        dataclasses.replace(recipe, **{name: 7e-4}) if recipe.between_nodes_s else recipe
+    ))  # fmt: skip
+    found = evaluated({})
+    with_software = evaluated({name: 7e-4})
+    for (p, _), plain, other, time in zip(priced(), found, with_software, times, strict=True):
+        assert (other if p.run.recipe.between_nodes_s else plain) == pytest.approx(time.step_s, rel=1e-9)
+
+
+def test_forms_are_kept_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "forms.jsonl"
+    assert list(kept(path)) == []
+    for _, form in priced():
+        keep(path, form)
+    assert list(kept(path)) == [form for _, form in priced()]
+    keys = {key_of(p.run) for p, _ in priced()}
+    assert len(keys) == len(ROWS)
+    assert all(key_of(rebuilt({**ROWS[0], column: value}, 0)) not in keys for column, value in (("hidden", "128"), ("micro_batch", "4")))
+
+
+def test_the_closest_constants_are_found_from_afar_and_outliers_do_not_move_them() -> None:
+    rng = numpy.random.default_rng(0)
+    slopes, truth = rng.normal(size=(60, 3)), numpy.array([0.5, -0.4, 0.2])
+    bad = numpy.zeros(60)
+    bad[:9] = 5.0
+    start, free = numpy.zeros(3), numpy.full(3, 10.0)
+    found = closest(lambda at: slopes @ (at - truth) + bad, start, free, free)
+    assert found == pytest.approx(truth, abs=0.03)
+    held = closest(lambda at: slopes @ (at - truth), start, numpy.full(3, 1e-3), free)
+    assert abs(held).max() < 0.01, "what is known well is not moved"
+    below = closest(lambda at: slopes @ (at - truth), start, free, numpy.array([0.1, 1.0, 1.0]))
+    assert below[0] == 0.1
+
+
+def runs_of(made_with: dict[str, float], which: tuple[str, ...]) -> list[Priced]:
+    """Runs that took what they take with these constants of every chip."""
+    found = [Priced(run=p.run, form=form) for p, form in priced()]
+    chips = {chip: {**CLASSES, **made_with} for chip in {p.chip for p in found}}
+    times = steps_s(found, Constants(chips=chips, software={}, slack=0.0, held={}))
+    made = [Priced(run=dataclasses.replace(p.run, step_time_s=t), form=p.form) for p, t in zip(found, times, strict=True)]
+    return [p for p in made if p.source in which]
+
+
+def test_constants_without_a_source_are_those_of_the_others() -> None:
+    found = [p for _ in range(4) for p in runs_of({"matmul": 0.35, "launch_s": 6e-5}, ("somebody", "vtrain"))]
+    whole = fitted(found)
+    assert set(whole.chips) == {"h100", "a100"} == {chip_of("h100-sxm"), chip_of("a100-80gb")}
+    assert whole.chips["h100"]["launch_s"] == pytest.approx(6e-5, rel=0.2)
+    mine = [p for p in found if p.source == "vtrain"]
+    slower = [Priced(run=dataclasses.replace(p.run, step_time_s=100 * (p.run.step_time_s or 0.0)), form=p.form) for p in mine]
+    for those in (mine, slower):
+        everything = [p for p in found if p.source != "vtrain"] + those
+        constants = out_of_sample(everything, those, fitted(everything))
+        assert constants.chips["a100"] == out_of_sample(found, mine, whole).chips["a100"], "what is left out decides nothing"
+    assert "ultrascale" not in out_of_sample(found, mine, whole).software
+
+
+def test_memory_by_other_constants() -> None:
+    (p, form), *_ = [(p, f) for p, f in priced() if p.run.recipe.held_gathers]
+    one = Priced(run=p.run, form=form)
+    recipe = p.run.recipe
+    same = memory_terms(one, Constants(chips={}, software={}, slack=recipe.allocator_slack, held={one.source: recipe.held_gathers}))
+    assert same == pytest.approx(form.memory)
+    none = memory_terms(one, Constants(chips={}, software={}, slack=0.0, held={}))
+    assert none["allocator_slack_bytes"] == 0 < form.memory["allocator_slack_bytes"]
+
+
+def test_a_table_is_cross_validated_and_priced_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [row(**{**LARGE, "micro_batch": m, "model": name, "n_layers": n}) for m in (1, 2, 4) for name, n in (("a", 2), ("b", 3))]
+    others = [row(source="others", micro_batch=m, flags="implausibly slow (<1% MFU)" if m == 4 else "") for m in (1, 2, 4)]
+    path, forms = table(tmp_path / "runs.csv", sizes + others), tmp_path / "forms.jsonl"
+    argv = ["--data", str(path), "--forms", str(forms), "--json"]
+    assert published.main([*argv, "--cross-validate"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["without_source"].keys() == {"somebody", "others"} and answer["without_size"].keys() == {"somebody"}
+    for both in answer["without_source"].values():
+        assert both["in"]["plain"]["runs"] == both["out"]["plain"]["runs"]
+        assert both["in"]["plain"]["time"] is not None and both["out"]["plain"]["time"] is not None
+    out = answer["without_source"]["others"]["out"]
+    assert (out["plain"]["runs"], out["with_slow"]["runs"]) == (2, 3)
+    assert len(list(kept(forms))) == 9
+    before = forms.read_bytes()
+    assert published.main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["count"] == 8 and forms.read_bytes() == before

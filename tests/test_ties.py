@@ -1,0 +1,144 @@
+"""Of plans that the predictions cannot tell apart the simplest is taken; what is surely slower is not, and what does not fit is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from autopar.planner import Pins, make_plan
+from autopar.planner.candidate import Candidate
+from autopar.planner.plan import Plan
+from autopar.planner.search import Search
+from autopar.planner.ties import ORDER, REACH, Tie, Waiting, difference_spread_s, simplest
+from autopar.report.explanation import verdict_of
+from autopar.report.text import plan_text
+from cost_models import Cluster, load_cluster
+from cost_models.uncertainty import CENTRAL, least_upper_bytes, room_bytes
+from tests.planner_programs import program_of
+
+pytestmark = pytest.mark.pure
+
+
+def bare() -> Cluster:
+    """Whose GPUs have nothing in memory before a program runs."""
+    cluster = load_cluster("dgx-a100")
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, context_bytes=0))
+
+
+def searched(name: str, gpus: int, machine: Cluster | None = None, limit: int = 2**36, **pins: Any) -> Search:
+    return Search(
+        program=program_of(name), gpus=gpus, cluster=machine or bare(), memory_limit_bytes=limit, optimizer="adamw",
+        precision="fp32", pins=Pins(**pins),
+    )  # fmt: skip
+
+
+def order(c: Candidate) -> tuple[int, ...]:
+    return (sum(n > 1 for n in c.mesh.sizes().values()), c.rest.zero, bool(c.part.recomputed), c.rank.micro_batches)
+
+
+def waiting(search: Search, found: list[Candidate]) -> list[Waiting]:
+    """These candidates, as a search leaves them behind."""
+    choices = {c.simplicity: c for c in search.space.choices()}
+    return [
+        Waiting(choice=next(x for x in choices.values() if _is(x, c)), least_s=0.0, exact=c, draft=lambda _: None, price=lambda: None)
+        for c in found
+    ]  # fmt: skip
+
+
+def _is(choice: Any, c: Candidate) -> bool:
+    return (choice.mesh, choice.micro_batches, choice.rest, choice.shard) == (c.mesh, c.rank.micro_batches, c.rest, c.shard)
+
+
+def moved(c: Candidate, of: Candidate, faster: float, spent: float) -> Candidate:
+    """A candidate whose step is that of another, with so much less compute and so much more in its update."""
+    passes_s = of.compute_s + of.bubble_s
+    return dataclasses.replace(
+        c, compute_s=passes_s * (1 - faster), bubble_s=0.0, gradient_sync_s=of.gradient_sync_s,
+        optimizer_s=of.optimizer_s + spent * passes_s, step_time_s=of.step_time_s + (spent - faster) * passes_s,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Search, Candidate, Candidate]:
+    """A plan on two axes, and one on one axis of the same program."""
+    search = searched("pair", 4)
+    found = list(search.candidates())
+    two = next(c for c in found if order(c)[0] == 2)
+    one = next(c for c in found if order(c)[0] == 1)
+    return search, two, one
+
+
+def test_what_trades_one_uncertain_term_for_another_ties(pair: tuple[Search, Candidate, Candidate]) -> None:
+    search, two, one = pair
+    simple = moved(one, two, faster=0.5, spent=0.5 + 1e-3)  # less of one kind, a little more of another
+    tie = simplest(two, waiting(search, [simple]), search.cluster)
+    assert tie is not None and tie.chosen is simple and tie.fastest is two
+    assert 0 < tie.difference_s <= CENTRAL * tie.spread_s
+    assert tie.spread_s == difference_spread_s(simple, two, search.cluster) == difference_spread_s(two, simple, search.cluster)
+
+
+def test_what_is_slower_in_everything_is_no_tie(pair: tuple[Search, Candidate, Candidate]) -> None:
+    """However little: common terms cancel, and the sign of what is left is known."""
+    search, two, one = pair
+    slower = dataclasses.replace(
+        two, mesh=one.mesh, compute_s=two.compute_s * 1.001, bubble_s=two.bubble_s * 1.001, gradient_sync_s=two.gradient_sync_s * 1.001,
+        optimizer_s=two.optimizer_s * 1.001, step_time_s=two.step_time_s * 1.001,
+    )  # fmt: skip
+    entry = dataclasses.replace(waiting(search, [one])[0], exact=slower)
+    assert simplest(two, [entry], search.cluster) is None
+
+
+def test_nothing_beyond_the_reach_ties_and_nothing_less_simple(pair: tuple[Search, Candidate, Candidate]) -> None:
+    search, two, one = pair
+    far = moved(one, two, faster=0.5, spent=0.5 + 2 * REACH)
+    assert simplest(two, waiting(search, [far]), search.cluster) is None
+    close = moved(two, one, faster=0.5, spent=0.5 + 1e-3)
+    assert simplest(one, waiting(search, [close]), search.cluster) is None
+
+
+@pytest.mark.parametrize("name,gpus", [("pair", 4), ("deep", 4), ("mlp", 2)])
+def test_a_plan_is_the_fastest_or_says_what_it_ties_with(name: str, gpus: int) -> None:
+    for machine in ("dgx-a100", "pcie-box", "cpu"):
+        plan = make_plan(program_of(name), gpus, load_cluster(machine))
+        assert plan.bound_s <= plan.objective_s <= plan.step_time_s <= plan.objective_s * (1 + REACH)
+        assert plan.gap == pytest.approx(1 - plan.bound_s / plan.objective_s)
+        assert bool(plan.tie) == (plan.step_time_s > plan.objective_s)
+        assert ("less simple" in verdict_of(plan)) == (ORDER in plan_text(plan)) == bool(plan.tie)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_tie_is_taken_in_the_plan_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searched("pair", 4)
+    fastest, *others = list(search.candidates())
+    other = others[-1]
+    monkeypatch.setattr(
+        "autopar.planner.search.simplest", lambda first, *_: Tie(fastest=first, chosen=other, spread_s=other.step_time_s)
+    )
+    plan = searched("pair", 4).best()
+    assert plan.mesh == other.mesh.sizes() and plan.step_time_s == other.step_time_s
+    assert plan.objective_s == fastest.step_time_s and f"simpler than {fastest.mesh}" in plan.tie
+    assert plan.tie in " ".join(plan_text(plan).split())
+
+
+# ------------------------------------------------------------------------------------------------------- the upper end
+@pytest.mark.parametrize("slack", [0.0, 0.04, 0.2])
+@pytest.mark.parametrize("context", [0.0, 7e8])
+def test_room_is_the_inverse_of_what_is_needed_at_least(slack: float, context: float) -> None:
+    for allocated in (0.0, 1e6, 3e10):
+        limit = least_upper_bytes(allocated, context, slack)
+        assert limit >= allocated * (1 + slack) + context
+        assert room_bytes(limit, context, slack) == pytest.approx(allocated, rel=1e-9, abs=1e-3)
+    assert room_bytes(1e9, context, slack) < room_bytes(2e9, context, slack)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.7])
+def test_a_plan_fits_at_the_upper_end_of_its_interval(share: float) -> None:
+    ample = searched("deep", 2).best()
+    limit = int(share * max(s.memory.upper_bytes for s in ample.stages))
+    plan = searched("deep", 2, limit=limit).best()
+    assert all(s.memory.total_bytes < s.memory.upper_bytes <= limit for s in plan.stages)
+    assert (plan.step_time_s == ample.step_time_s) == (share == 1.0)
+    for fits in searched("deep", 2, limit=limit).candidates():
+        assert all(s.memory.upper_bytes <= limit for s in fits.stages)
