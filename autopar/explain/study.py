@@ -129,11 +129,11 @@ class Study:
 
         def make() -> Plan:
             search = self.search(asked)
-            found = search.found()
-            if found is None:
+            plan = search.answer()
+            if plan is None:
                 refused.append(Refused(why=_in_a_line(search), search=search))
                 raise Infeasible(refused[0].why)
-            return with_notes(found, program)
+            return with_notes(plan, program)
 
         try:
             pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)

@@ -179,8 +179,8 @@ def _verdict(found: Sweep) -> str:
 
 def _point(p: Point) -> str:
     batch = f", batch {p.batch}" if p.batch is not None else ""
-    where = f"{counted(p.gpus, 'GPU')} of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}"
-    return f"{where}: {seconds_text(p.step_time_s or 0.0)} a step"
+    of = f"{counted(p.gpus, 'GPU')} of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}"
+    return f"{of}: {seconds_text(p.step_time_s or 0.0)} a step"
 
 
 def _picture(found: Sweep, several: Mapping[str, bool]) -> str:

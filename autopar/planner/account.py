@@ -17,6 +17,7 @@ from autopar.measure import count as count_op
 from autopar.measure.costs import dtype_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.choices import is_heavy
+from autopar.planner.curve import curves_of
 from autopar.planner.lower import on_inner_axes
 from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount
 from autopar.planner.shard import Assignment, view_of
@@ -37,6 +38,7 @@ def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> 
     bodies = on_inner_axes(c.rank.moments.body, c.rank.inner[:-1])
     idle = [x for body, assignment in zip(bodies, c.rank.inner, strict=False) for x in _idle(body, assignment, c)]
     flops, peak = _flops(program, cluster.gpu)
+    times = c.estimator.times(c.part)
     named = {op for axis in axes.values() for op in axis.ops}
     return Account(
         gpu=cluster.gpu.name,
@@ -50,6 +52,9 @@ def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> 
         idle=idle,
         leaves=names_of_leaves(program),
         modules={op.name: op.module for op in program.ops if op.name in named and op.module},
+        transfer_s=float(times.transfer_s),
+        before_s=float(times.before_s),
+        curves=curves_of(c),
     )
 
 

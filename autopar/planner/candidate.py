@@ -19,7 +19,7 @@ from cost_models.pipeline import Flow
 from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
-__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib"]
+__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes"]
 
 GIB = float(2**30)
 
@@ -135,7 +135,7 @@ def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span,
         bucket_bytes=fullest["communication_buffers"],
         framework_context_bytes=e.cluster.gpu.context_bytes,
         allocator_slack_fraction=e.recipe.allocator_slack,
-        held_bytes=sum(_held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
+        held_bytes=sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
     )
     return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
 
@@ -147,7 +147,8 @@ def _by_row(found: Iterable[tuple[str, int]]) -> Counter[str]:
     return total
 
 
-def _held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
+def held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
+    """What the allocator holds of gathered activations (cost_models.memory.held_gathers)."""
     share, program = e.recipe.held_gathers, e.rank.program
     if not share:
         return 0.0

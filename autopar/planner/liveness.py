@@ -179,7 +179,7 @@ class Liveness:
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
         moments += self._ends(activity)
-        return max(moments, key=lambda x: x.total)
+        return max(moments, key=lambda x: x.total - x.gradients * activity.accumulates)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
         """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
@@ -210,13 +210,13 @@ class Liveness:
                     own = list(self._backward(stages[k], units[ends], _Store(held[k]), sent, accumulated=some, final=now.last))
                     arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
                     own = [_plus(x, Moment(communication=arrived)) for x in own]
-                known[key] = max(own, key=lambda x: x.total)
+                known[key] = max(own, key=lambda x: x.total - x.gradients * stages[k].accumulates)
             beside = Moment(
                 saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
                 gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
             found.append(_plus(beside, known[key]))
-        return max([*found, *self._ends(*stages)], key=lambda x: x.total)
+        return max([*found, *self._ends(*stages)], key=lambda x: x.total - x.gradients * stages[0].accumulates)
 
     @staticmethod
     def _left_behind(a: Activity) -> int:
@@ -233,6 +233,23 @@ class Liveness:
             copied = sum(made for made, _ in late.values()) if len(late) > 1 else 0
             parts = sum(rests for _, rests in late.values())
             yield Moment(gradients=sum(map(self._left_behind, stages)) + parts, communication=copied)
+
+    def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
+        """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
+        return self._forward(activity, units, activity.span, _Store())
+
+    def backward(self, activity: Activity, units: Units, arriving: Arriving, *, accumulated: bool, final: bool) -> Iterator[Moment]:
+        """Those of a backward pass. accumulated: gradients of parameters are there already; final: it is the last one of the step."""
+        return self._backward(activity, units, self._held(activity), arriving, accumulated=accumulated, final=final)
+
+    def held_bytes(self, activity: Activity) -> int:
+        """What a micro-batch keeps between its forward and its backward pass."""
+        return self._held(activity).total
+
+    @staticmethod
+    def gradient_bytes(activity: Activity) -> int:
+        """Of the gradients of parameters that a backward pass leaves."""
+        return 0 if activity.accumulates else sum(g[r in activity.at_once] for r, g in activity.gradients.items())
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier

@@ -14,6 +14,7 @@ from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.files import write_file
 from autopar.ir import Layout, Strategy
+from autopar.planner.memory_curve import RankCurve
 from autopar.planner.modes import RECOMPUTES
 from autopar.run.dtypes import PRECISIONS
 from cost_models.pipeline import SCHEDULES, flow
@@ -42,7 +43,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: 'none', 'selective', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: how many stages each pipeline rank holds; several with the schedule 'interleaved' (stage s is on rank s mod pp).
-    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. axes: sizes of mesh axes beside
+    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. even_stages: each stage has as
+    many of them as the others (True); None, False: stages are cut where that is fastest. axes: sizes of mesh axes beside
     these three."""
 
     dp: Positive | None = None
@@ -57,6 +59,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
     blocks: tuple[int, ...] | None = None
+    even_stages: bool | None = None
     axes: dict[str, int] | None = None
 
     def of_axis(self, axis: str) -> int | None:
@@ -104,6 +107,9 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}{on_each}")
         if self.blocks is not None and self.schedule in several and self.virtual_stages is None:
             raise PlanError(f"pin virtual_stages with blocks and schedule={self.schedule}: blocks has one number for each stage")
+        if self.even_stages and self.blocks is not None and len(set(self.blocks)) > 1:
+            listed_blocks = ", ".join(map(str, self.blocks))
+            raise PlanError(f"even_stages asks for stages alike, and blocks for stages of {listed_blocks}: pin one of them")
         if self.micro_batch is not None and self.micro_batches is not None:
             raise PlanError("pin micro_batch or micro_batches, not both")
 
@@ -212,7 +218,8 @@ class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the figures of a plan are made of (planner.account). memory_bytes, peak_flops_per_s: of one GPU, the peak for the model's mix of
     dtypes; flops: of a step of the model, forward and backward, once; per_node: how many neighbours on each axis share a node; seconds:
-    what the step is spent on, which adds up to it; leaves, modules: the user's names of what the plan names by values."""
+    what the step is spent on, which adds up to it; transfer_s: of the slowest transfer between stages; before_s: of what runs once a step
+    before the micro-batches; curves: of each pipeline rank; leaves, modules: the user's names of what the plan names by values."""
 
     gpu: str
     gpus_per_node: Positive
@@ -225,6 +232,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle: list[IdleAccount]
     leaves: dict[str, str]
     modules: dict[str, str]
+    transfer_s: Seconds = 0.0
+    before_s: Seconds = 0.0
+    curves: list[RankCurve] = []
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
