@@ -14,7 +14,7 @@ _HOME = {
     "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data",
     "Padding": "data", "StepLine": "watch", "batches": "data", "load": "checkpoint", "save": "checkpoint",
     "interrupted": "run.interrupted",
-    "Pins": "planner", "Plan": "planner", "ParallelModule": "run", "launch": "run",
+    "Pins": "planner", "Plan": "report.notebook", "ParallelModule": "run", "launch": "run",
     "AutoparError": "errors", "CaptureError": "errors", "CheckpointError": "errors", "Infeasible": "errors", "LaunchError": "errors",
     "PlanError": "errors", "RenderError": "errors", "SettingError": "errors", "UnsupportedOp": "errors",
     "VerificationError": "errors",

@@ -19,8 +19,19 @@ from autopar.plan_cache import decisive, planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
 from autopar.planner.store import Store
-from autopar.planner.wishes import PRECISIONS, WishError, as_pins, check_gpus, check_inputs, check_name, for_loss_outside, with_notes
+from autopar.planner.wishes import (
+    PRECISIONS,
+    WishError,
+    as_pins,
+    check_gpus,
+    check_inputs,
+    check_name,
+    for_loss_outside,
+    itemsize_of,
+    with_notes,
+)
 from autopar.render import check_backend, load, make_manifest, positional_names, render
+from autopar.report import notebook  # noqa: F401  which shows plans
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
@@ -30,6 +41,8 @@ from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
+from autopar.stacks import stack_of
+from autopar.stacks.stack import pins_within
 from autopar.stopping import stopped_by_user
 from autopar.variants import Variants, tensors_of
 from cost_models.memory import OPTIMIZERS
@@ -61,6 +74,7 @@ def plan(
     reduce_dtype: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None,
     time_limit: float | None = None,
+    stack: str | None = None,
 ) -> Plan:
     """The best plan for a model on `gpus` GPUs; no process group and no GPU is needed.
 
@@ -71,11 +85,12 @@ def plan(
     is. 'fp32', 'fp64': nothing is cast. reduce_dtype: a name as of precision, in which gradients are brought together over ranks; by
     default that in which their parameters rest. pins: what is decided already. time_limit: seconds after which the best
     plan so far is the answer, with a note of what was left (the first one takes as long as it takes); without it nothing depends on the
-    clock. Raises CaptureError, Infeasible, PlanError, ValueError.
+    clock. stack: a training software ('megatron', 'torchtitan', ...; autopar.stacks): the best plan that it can run, priced as it runs it.
+    Raises CaptureError, Infeasible, PlanError, ValueError.
     """
     described = wishes(
         gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
-        time_limit=time_limit,
+        time_limit=time_limit, stack=stack,
     )  # fmt: skip
     check_inputs(model, example_inputs)
     with timed("capture"):
@@ -94,10 +109,13 @@ def wishes(
     pins: Pins | Mapping[str, Any] | None = None,
     measure: str | None = None,
     time_limit: float | None = None,
+    stack: str | None = None,
+    within: bool = True,
 ) -> Callable[..., Plan]:
     """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
-    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`. What it returns takes a store of what
-    was found out about the program, too, if that is to be shared."""
+    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`. stack: priced is how this training
+    software runs a plan, and (within) its plans are those that it can run. What it returns takes a
+    store of what was found out about the program, too, if that is to be shared."""
     check_gpus(gpus)
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
@@ -109,19 +127,26 @@ def wishes(
         check_name("reduce_dtype", reduce_dtype, PRECISIONS)
     measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
     check_measure(measured, described)
+    software = None if stack is None else stack_of(stack)
+    variants = tuple(pins_within(software, pinned or Pins())) if software is not None and within else ()
 
     def planner(captured: Captured, store: Store | None = None) -> Plan:
         pins = for_loss_outside(captured.program, pinned)
+        as_it_runs: dict[str, Any] = {}
+        if software is not None:
+            others = tuple(for_loss_outside(captured.program, each) for each in variants)
+            as_it_runs = {"variants": others, "recipe": software.recipe(itemsize_of(captured.program))}
 
         def make() -> Plan:
             found = make_plan(
                 captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision,
                 reduce_dtype=reduce_dtype, pins=pins, measure=measured, time_limit_s=time_limit, store=store, stop=stop,
+                **as_it_runs,
             )  # fmt: skip
-            return with_notes(found, captured.program)
+            return with_notes(found, captured.program, () if software is None else (f"priced as {software.title} runs it",))
 
         with timed("planning"), stopped_by_user() as stop:
-            asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype)
+            asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype) | as_it_runs
             made = make() if measured == "live" else planned_once(
                 captured.program, asked, make, kept=lambda plan: not ((time_limit or stop()) and plan.searched.get("unexplored"))
             )  # what is measured may differ each time

@@ -7,23 +7,28 @@ without what is recomputed or done by several ranks, divided by the peak of all 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from autopar.axes import BATCH, axes_over
+from autopar.files import write_file
 from autopar.measure.resident import forget_peak, peak_bytes
+from autopar.measured import Calls, RankRun, Run
 from autopar.planner.plan import Plan
 from autopar.report.units import bytes_text, seconds_text, table
-from autopar.run import comm
+from autopar.run import comm, record
 from autopar.run.deferred import DeferredModule
 from autopar.run.module import ParallelModule
 from autopar.run.parts import local
@@ -123,7 +128,8 @@ def computed_in(module: ParallelModule) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiled:
     """steps_s: of forward and backward of each step, on the slowest rank. predicted_s: the same by the plan, without the optimizer.
-    memory_bytes: the most on any rank; None where the system does not tell. Bytes and seconds."""
+    memory_bytes: the most on any rank; None where the system does not tell. run: of each rank, with one more step under
+    torch.profiler; writes: this process is the one that saves it. Bytes and seconds."""
 
     steps_s: tuple[float, ...]
     memory_bytes: int | None
@@ -132,6 +138,16 @@ class Profiled:
     work_per_step: float | None
     unit: str
     mfu: float | None
+    run: Run | None = None
+    writes: bool = True
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the run for `autopar explain plan.json --measured FILE`; on process 0, nothing on the others. OutputError; ValueError if
+        there is no plan that it could be beside."""
+        if self.run is None:
+            raise ValueError("the module has no plan that a run could be beside")
+        if self.writes:
+            write_file(path, self.run.to_json())
 
     @property
     def step_s(self) -> float:
@@ -162,15 +178,90 @@ def profiled(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str,
         _pass(module, args, kwargs)
         forget_peak()
         times = [_timed(module, lambda: _pass(module, args, kwargs)) for _ in range(steps)]
-        memory = _most(module, peak_bytes())
+        own = peak_bytes()
+        memory = _most(module, own)
+        run = None if plan is None else _recorded(module, plan, times, own, lambda: _pass(module, args, kwargs))
     median = sorted(times)[len(times) // 2]
     return Profiled(
         steps_s=tuple(times), memory_bytes=memory,
         predicted_s=plan.step_time_s - plan.optimizer_s if plan is not None else None,
         predicted_memory_bytes=max(plan.memory_bytes) if plan is not None else None,
         work_per_step=plan.work_per_step if plan is not None else None, unit=plan.samples_unit if plan is not None else "samples",
-        mfu=utilisation(module, plan, median) if plan is not None else None,
+        mfu=utilisation(module, plan, median) if plan is not None else None, run=run, writes=module.mesh.rank == 0,
     )  # fmt: skip
+
+
+def _recorded(module: ParallelModule, plan: Plan, times: list[float], memory: int | None, run: Callable[[], None]) -> Run:
+    """Collective: one more step under torch.profiler, and what every rank has seen of it."""
+    spans = _Spans(lambda: _wait(module))
+    cuda = module.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    _most(module, 0)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler, record.telling(spans):
+        start = time.perf_counter()
+        run()
+        _wait(module)
+        step_s = time.perf_counter() - start
+    seen = _collectives(profiler.key_averages()) or spans.collectives()
+    own = RankRun(rank=module.mesh.rank, step_s=step_s, passes=spans.passes(), collectives=seen, memory_bytes=memory)
+    every = [own]
+    if module.mesh.talks:
+        texts: list[Any] = [None] * plan.gpus
+        dist.all_gather_object(texts, msgspec.json.encode(own), group=module.mesh.everyone.group)
+        every = [msgspec.json.decode(text, type=RankRun) for text in texts]
+    device = torch.cuda.get_device_name(module.device) if cuda else f"{module.device.type} ({torch.get_num_threads()} threads a process)"
+    return Run(
+        program_hash=plan.program_hash, mesh=plan.mesh, micro_batches=plan.micro_batches, schedule=plan.schedule, device=device,
+        steps_s=times, ranks=sorted(every, key=lambda r: r.rank),
+    )  # fmt: skip
+
+
+def _collectives(events: Iterable[Any]) -> dict[str, Calls]:
+    """Those that the backends have run, as torch.profiler names them: 'gloo:all_reduce', 'nccl:all_gather'."""
+    found: dict[str, Calls] = {}
+    for event in events:
+        backend, colon, kind = str(event.key).partition(":")
+        if not colon or backend not in ("gloo", "nccl"):
+            continue
+        seconds = max(event.cpu_time_total, getattr(event, "device_time_total", 0.0)) * 1e-6
+        before = found.get(kind, Calls(count=0, seconds=0.0))
+        found[kind] = Calls(count=before.count + event.count, seconds=before.seconds + seconds)
+    return found
+
+
+class _Spans:
+    """Seconds of passes and of what is waited for in a step, as the run tells them (record.telling). wait: until the device is done."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+        self._phase, self._since, self._waited = record.OUTSIDE, time.perf_counter(), 0.0
+        self._entered: tuple[int, float] | None = None
+        self._passes: dict[str, list[float]] = {}
+        self._kinds: dict[str, list[float]] = {}
+
+    def __call__(self, what: str, number: int) -> None:
+        if what == "phase":
+            self._wait()
+            now = time.perf_counter()
+            name = {record.FORWARD: "forward", record.BACKWARD: "backward"}.get(self._phase)
+            taken = now - self._since - self._waited
+            if name is not None and taken > 0:
+                self._passes.setdefault(name, []).append(taken)
+            self._phase, self._since, self._waited = number, now, 0.0
+        elif what == "entered":
+            self._entered = number, time.perf_counter()
+        elif self._entered is not None:
+            kind, start = self._entered
+            seconds = time.perf_counter() - start
+            self._waited += seconds if kind == record.EXCHANGE else 0.0
+            self._kinds.setdefault(record.KINDS[kind].removeprefix("an ").removeprefix("a "), []).append(seconds)
+            self._entered = None
+
+    def passes(self) -> dict[str, Calls]:
+        return {name: Calls(count=len(taken), seconds=sum(taken)) for name, taken in self._passes.items()}
+
+    def collectives(self) -> dict[str, Calls]:
+        return {kind: Calls(count=len(taken), seconds=sum(taken)) for kind, taken in self._kinds.items()}
 
 
 def _pass(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

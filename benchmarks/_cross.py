@@ -39,8 +39,10 @@ SOFTWARE_MOST_S = 5e-3
 SLACK_ROWS = 10
 GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
+LAUNCH_SPREAD = 0.7  # of the host's work for one operator: hosts and softwares differ
+LAUNCHES = (1.0, 2.0, 4.0)  # times what is assumed, where fits begin: while the host is not what takes time, nothing says how fast it is
 SOFTWARE_SPREAD = 1.5  # nothing but the order of magnitude is assumed of them
-ROUNDS, HALVINGS, LONGEST, BY = 12, 4, 0.4, 0.02  # of the fit; the longest step and that of the slopes are of logarithms
+ROUNDS, HALVINGS, LONGEST, BY = 8, 4, 0.5, 0.02  # of the fit; the longest step and that of the slopes are of logarithms
 LEAST_ERROR, LEAST_GAIN = 0.01, 0.05  # of a run; of the whole loss
 
 
@@ -174,43 +176,47 @@ def _chip(found: Sequence[Priced], centre: Point, known: Constants | None = None
 
     start = numpy.log([*(centre[name] for name in CLASSES), *[SOFTWARE_START_S] * (len(names) - len(CLASSES))])
     most = numpy.log([*(1e-3 if name == "launch_s" else 0.97 for name in CLASSES), *[SOFTWARE_MOST_S] * (len(names) - len(CLASSES))])
-    spread = numpy.array([*[SPREADS["assumed"]] * len(CLASSES), *[SOFTWARE_SPREAD] * (len(names) - len(CLASSES))])
-    begin = start
+    spreads = [LAUNCH_SPREAD if name == "launch_s" else SPREADS["assumed"] for name in CLASSES]
+    spread = numpy.array([*spreads, *[SOFTWARE_SPREAD] * (len(names) - len(CLASSES))])
+    begins = [start + math.log(factor) * (numpy.array(names) == "launch_s") for factor in LAUNCHES]
     if known is not None and rows[0].chip in known.chips and set(added) <= set(known.software):
         chip = known.chips[rows[0].chip]
-        begin = numpy.log([*(chip[n] for n in CLASSES), *(known.software[s][n] for s in added for n in SOFTWARE_S)])
-    constants = parts(closest(off, start, spread, most, begin))
+        begins = [numpy.log([*(chip[n] for n in CLASSES), *(known.software[s][n] for s in added for n in SOFTWARE_S)])]
+    constants = parts(closest(off, start, spread, most, begins))
     return dict(constants.chips[rows[0].chip]), dict(constants.software)
 
 
 def closest(
-    off: Callable[[Vector], Vector], start: Vector, spread: Vector, most: Vector, begin: Vector | None = None
+    off: Callable[[Vector], Vector], start: Vector, spread: Vector, most: Vector, begins: Sequence[Vector] | None = None
 ) -> Vector:
     """Logarithms of constants at which the errors are least: the sum of their sizes (each at most CLIP) over SCALE, and of the squares of
-    how far the constants were drawn from `start` over their spread. begin: where to look first. Weighted least squares, again and again:
-    the errors are linear in small changes of the constants."""
+    how far the constants were drawn from `start` over their spread. Weighted least squares, again and again: the errors are linear in
+    small changes of the constants. begins: where to look, by default from the start; of several the one that ends best counts."""
 
-    def loss(errors: Vector, at: Vector) -> float:
-        return float(numpy.minimum(CLIP, abs(errors)).sum() / SCALE + (((at - start) / spread) ** 2).sum() / 2)
+    def loss(errors: Vector, at: Vector, clip: float) -> float:
+        return float(numpy.minimum(clip, abs(errors)).sum() / SCALE + (((at - start) / spread) ** 2).sum() / 2)
 
-    at = start.copy() if begin is None else begin.copy()
-    errors = off(at)
-    for _ in range(ROUNDS):
-        slopes = numpy.stack([(off(at + BY * unit) - errors) / BY for unit in numpy.eye(len(at))], axis=1)
-        weights = (abs(errors) < CLIP) / (SCALE * numpy.maximum(abs(errors), LEAST_ERROR))
-        square = slopes.T @ (weights[:, None] * slopes) + numpy.diag(1 / spread**2)
-        step = -numpy.linalg.solve(square, slopes.T @ (weights * errors) + (at - start) / spread**2)
-        step = numpy.clip(step, -LONGEST, LONGEST)
-        for _ in range(HALVINGS):
-            other = numpy.minimum(at + step, most)
-            new = off(other)
-            if loss(new, other) < loss(errors, at) - LEAST_GAIN:
-                break
-            step = step / 2
-        else:
-            return at
-        at, errors = other, new
-    return at
+    def descended(at: Vector) -> tuple[float, Vector]:
+        errors = off(at)
+        for clip in (math.inf, CLIP):  # from afar every run is far off
+            for _ in range(ROUNDS):
+                slopes = numpy.stack([(off(at + BY * unit) - errors) / BY for unit in numpy.eye(len(at))], axis=1)
+                weights = (abs(errors) < clip) / (SCALE * numpy.maximum(abs(errors), LEAST_ERROR))
+                square = slopes.T @ (weights[:, None] * slopes) + numpy.diag(1 / spread**2)
+                step = -numpy.linalg.solve(square, slopes.T @ (weights * errors) + (at - start) / spread**2)
+                step = numpy.clip(step, -LONGEST, LONGEST)
+                for _ in range(HALVINGS):
+                    other = numpy.minimum(at + step, most)
+                    new = off(other)
+                    if loss(new, other, clip) < loss(errors, at, clip) - LEAST_GAIN:
+                        break
+                    step = step / 2
+                else:
+                    break
+                at, errors = other, new
+        return loss(errors, at, CLIP), at
+
+    return min((descended(at.copy()) for at in begins or [start]), key=lambda found: found[0])[1]
 
 
 def _memory(found: Sequence[Priced]) -> tuple[float, dict[str, float]]:

@@ -3,8 +3,8 @@
 Every figure in seconds that these constants change is one of three kinds: an operator's demand (arithmetic and memory traffic at the
 peak rates, of which constants say how much is reached), a count of launches by the host, or seconds of links, which are affine in the
 software's constants. Which pieces make up which stage of which rank, and what overlaps with what, is kept beside them. `Fitted` of
-_fitted.py evaluates many forms at once for other constants; at those of the catalogue a form gives the planner's own figures, which
-`form_of` checks.
+_fitted.py evaluates many forms at once for other constants; at those of the catalogue a form gives the planner's own figures.
+Of parameters that rest in the dtype in which they are used: of others, casts are missing, and there is no form.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ class Forms:
         self._ledgers: dict[tuple[object, ...], tuple[Ledger, Ledger]] = {}
 
     def of(self, p: Prediction) -> Form:
+        if any(x.is_cast for x in p.candidate.estimator.params.values()):
+            raise NotImplementedError("parameters that are cast where they are used have no form")
         e, part, recipe = p.candidate.estimator, p.candidate.part, p.candidate.estimator.recipe
         plain = dataclasses.replace(recipe, **dict.fromkeys(SOFTWARE_S, 0.0))
         form, figures = _read(self._varied(e, plain, 0.0), part)
@@ -179,7 +181,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
                 forward=_pass(e, ledger, inside, 0, found), backward=_pass(e, ledger, inside, 1, found),
                 gathers=(
                     found.add(sum(exchange.unit_s(n) for n, _ in units.values())),
-                    found.add(sum(exchange.unit_s(n, scattered=x) for n, x in units.values())),
+                    found.add(sum(exchange.unit_s(n, scattered=sent) for n, sent in units.values())),
                 ),
                 scatters=found.add(exchange.scatter_s([e.params[v] for v in own])),
             )

@@ -24,7 +24,7 @@ from benchmarks import _cnns as cnn
 from benchmarks._decoders import Decoder, decoder
 from benchmarks._network import with_network
 from cost_models import Cluster, load_cluster
-from cost_models.recipe import HELD_GATHERS, Recipe
+from cost_models.recipe import NANOTRON, WHOLE, Recipe
 
 __all__ = ["COLUMNS", "Run", "Skip", "Software", "read"]
 
@@ -52,8 +52,6 @@ class Software:
     recipe: Recipe = Recipe(optimizer_passes=1.0, local_batches=True)
 
 
-WHOLE = 2**50  # a bucket, or a unit of ZeRO-3, that holds everything
-
 CURRENT = Software()
 # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward; kernels of its
 # own for scale, mask and softmax, bias and GELU, dropout and sum (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
@@ -67,14 +65,10 @@ MEGATRON = Software(
 SOFTWARE: dict[str, Software] = {
     # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
     "llm-foundry": Software(recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5, unit_bytes=WHOLE)),  # FSDP: a block at once
-    # nanotron places pipeline blocks by their cost, and gathers ZeRO-1's parameters when the optimizer is done
+    # nanotron places pipeline blocks by their cost
     "ultrascale": Software(
         stages="parameters",
-        recipe=dataclasses.replace(
-            CURRENT.recipe, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False,
-            # fitted to its sweep on 2-32 nodes of H100: what its collectives take beyond nccl-tests on the same links
-            between_nodes_s=3.3e-4, contended_step_s=2.3e-4, contended_hop_s=9e-4,
-        ),  # fmt: skip
+        recipe=NANOTRON,
     ),
     "vtrain": MEGATRON,
     "megatron-deepspeed": MEGATRON,

@@ -188,6 +188,16 @@ def stages_compiled(compile: Compile) -> Results:
 def computes_in_bf16(compile: Compile) -> Results:
     """precision="bf16" of a float32 model: its weights are at most 1.5 times as far from those of float64 as those of a loop that casts by
     hand on one process, and rest in float32."""
+    return _near(compile, precision="bf16")
+
+
+@program(KIND)
+def reduces_in_bf16(compile: Compile) -> Results:
+    """The same with gradients that are brought together in bfloat16."""
+    return _near(compile, precision="bf16", reduce_dtype="bf16")
+
+
+def _near(compile: Compile, **wishes: str) -> Results:
     given = [(x.float(), y) for x, y in batches(4)]
     exact = seeded(Net)
     train(exact, inputs=batches(4))
@@ -200,7 +210,7 @@ def computes_in_bf16(compile: Compile) -> Results:
             assert q.grad is not None
             p.grad = q.grad.float()
         optimizer.step()
-    model = compile(seeded(Net).float(), example_inputs=given[0], precision="bf16")
+    model = compile(seeded(Net).float(), example_inputs=given[0], **wishes)
     train(model, inputs=given)
 
     def error(other: Any) -> float:

@@ -47,7 +47,7 @@ def _feature(group: str, *programs: str, needs: Sequence[str] = ()) -> Feature:
 
 FEATURES: Mapping[str, Feature] = {
     "autocast": _feature("precision", "autocast_around_the_call", "lower_precision_inside"),
-    'precision="bf16"': _feature("precision", "computes_in_bf16"),
+    'precision="bf16"': _feature("precision", "computes_in_bf16", "reduces_in_bf16"),
     "GradScaler": _feature("precision", "grad_scaler"),
     "save and load": _feature("checkpoints", "saved_and_resumed", "saved_beside_training"),
     "state_dict": _feature("checkpoints", "full_state_dict_saved", "loaded_by_the_original_keys", "optimizer_resumed"),
@@ -62,7 +62,8 @@ FEATURES: Mapping[str, Feature] = {
     "elementwise optimizers": _feature("the loop", "adamw", "adamw_foreach", "sgd_with_nesterov", "rprop"),
     "other optimizers": _feature("the loop", "adafactor", "muon_of_torch", "lamb", "shampoo", "lbfgs"),
     "frozen parameters": _feature("the loop", "frozen_before_compile", "frozen_midway", "frozen_but_the_head"),
-    "averaged weights (EMA)": _feature("the loop", "averaged_model", "averaged_model_exponential", "average_by_hand"),
+    "averaged weights (EMA)": _feature("the loop", "averaged_model_of_a_copy", "averaged_model_exponential", "average_by_hand"),
+    "average of a compiled one": _feature("the loop", "averaged_model"),
     "low-rank adapters": _feature("the loop", "low_rank_adapters"),
     "torch.compile of stages": _feature("the loop", "stages_compiled"),
     "torch.compile around": _feature("the loop", "compiled_by_torch", "step_compiled_by_torch"),

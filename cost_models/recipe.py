@@ -6,9 +6,10 @@ its own, and how gradients travel are the software's; figures of a run can be co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["AUTOPAR", "HELD_GATHERS", "MIB", "Recipe"]
+__all__ = ["AUTOPAR", "HELD_GATHERS", "MIB", "NANOTRON", "WHOLE", "Recipe", "mixed_precision"]
 
 MIB = 2**20
 
@@ -79,3 +80,22 @@ foreach optimizers. The allocator's slack is fitted: what 760 runs of nanotron o
 HELD_GATHERS is fitted beside it."""
 
 HELD_GATHERS = 0.9
+
+WHOLE = 2**50
+"""A bucket, or a unit of parameters that are gathered where they are used, that holds everything."""
+
+# nanotron gathers ZeRO-1's parameters when the optimizer is done; the last three are fitted to its sweep on 2-32 nodes of H100: what its
+# collectives take beyond nccl-tests on the same links
+NANOTRON = Recipe(
+    optimizer_passes=1.0, local_batches=True, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False, between_nodes_s=3.3e-4,
+    contended_step_s=2.3e-4, contended_hop_s=9e-4,
+)  # fmt: skip
+
+
+def mixed_precision(itemsize: int, base: Recipe = Recipe(), **further: Any) -> Recipe:  # noqa: B008  (it is immutable)
+    """A recipe for parameters of so many bytes each: of less than four, gradients are summed in float32, and the optimizer has float32
+    states and a float32 copy; of four or more they are the parameters' own."""
+    half = itemsize < 4
+    kept = {"accumulates": further.get("accumulates", False) and half, "gradient_copies": further.get("gradient_copies", 0) if half else 0}
+    found = replace(base, **{**further, **kept})
+    return replace(found, gradient_itemsize=4, state_itemsize=4, master_itemsize=4) if half else found

@@ -45,6 +45,11 @@ pytestmark = pytest.mark.pure
 BINDS = {"memory": "memory", "network": "network", "heads": "heads", "batch": "batch", "launches": "launches", "nothing": "compute"}
 
 
+def _upper(pins: Pins) -> int:
+    """What a GPU must have for such a plan on 4 GPUs."""
+    return math.ceil(max(stage.memory.interval_bytes[1] for stage in deep(4, pins=pins).plan.stages))
+
+
 def deep(gpus: int = 4, **asked: Any):
     return study_of(captured_of("deep")[0].program, gpus, **asked)
 
@@ -116,7 +121,8 @@ def test_why_not_is_a_plan_with_these_pins_term_by_term() -> None:
 
 
 def test_why_not_of_what_cannot_be_had_says_why_and_what_would_do() -> None:
-    study = deep(4, memory_limit_bytes=10 * 2**20 + load_cluster("dgx-h100").gpu.context_bytes)
+    whole, parts = (_upper(Pins(dp=4, zero=zero, micro_batch=1, recompute="full")) for zero in (0, 3))
+    study = deep(4, memory_limit_bytes=(whole + parts) // 2)
     answer = why_not(study, "dp=4,zero=0")
     assert not answer.feasible and "does not fit" in answer.verdict
     assert "zero=3" in answer.remedy and "Tried" in answer.remedy
@@ -205,9 +211,7 @@ def test_a_sweep_has_every_combination_and_its_cheapest() -> None:
 
 
 def test_fit_finds_the_fewest_gpus() -> None:
-    need = max(deep(1, pins=Pins(recompute="full", micro_batch=1)).plan.memory_bytes)
-    context = load_cluster("dgx-h100").gpu.context_bytes
-    study = deep(1, memory_limit_bytes=context + (need - context) // 3)
+    study = deep(1, memory_limit_bytes=_upper(Pins(dp=4, zero=3, micro_batch=1, recompute="full")) + 2**16)
     found, plan = fit(study)
     assert plan.gpus == found.gpus > 1
     for n in range(1, found.gpus):

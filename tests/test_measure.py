@@ -181,6 +181,17 @@ def test_workers_beyond_the_cores_are_slower(tmp_path: Path, monkeypatch: pytest
     assert "times 3 for 6 workers on 2 cores" in many.name and "times" not in alone.name
 
 
+def test_collectives_of_workers_that_share_cores_are_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the machine, where processes copy; what a network carries to other machines takes as long as it did."""
+    monkeypatch.setattr("autopar.measure.live.cores", lambda: 2)
+    cluster = load_cluster("cpu")
+    apart = dataclasses.replace(cluster, gpus_per_node=1, nodes=4)
+    for where, times in ((cluster, 2.0), (apart, 1.0)):
+        alone, shared = (Pricer(where, {**ONE, "dp": 4}, live(tmp_path, workers=n)) for n in (2, 4))
+        assert shared.collective_s("all_reduce", 2**20, "dp") == pytest.approx(times * alone.collective_s("all_reduce", 2**20, "dp"))
+        assert shared.joint_s("all_reduce", 2**20, ("dp",)) == pytest.approx(times * alone.joint_s("all_reduce", 2**20, ("dp",)))
+
+
 # -------------------------------------------------------------------------------------------------------------- pricing
 def test_equal_calls_are_measured_once_and_views_and_transitions_never(tmp_path: Path) -> None:
     program = program_of("stack")

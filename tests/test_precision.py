@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +25,14 @@ from autopar.capture import capture
 from autopar.cli import app
 from autopar.compiler import emit, plan_of
 from autopar.errors import PlanError
+from autopar.planner import Pins
+from autopar.planner.candidate import Draft
 from autopar.planner.price import param_bytes, zero_dims
+from autopar.planner.search import Search
 from autopar.render import load
 from autopar.run import WorkerPool, comm
 from autopar.run.parts import local
+from cost_models.cluster import load_cluster
 
 WIDTH = 16
 PLANS: dict[str, dict[str, int]] = {
@@ -302,13 +307,47 @@ def test_the_prices_of_what_is_sent() -> None:
     assert kept.stages[0].memory.parameters_bytes >= (4 + 2) * 4 * 2048**2, "beside what rests there is the copy that is used"
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("reduce_dtype", [None, "bf16"])
+def test_bounds_are_below_the_prices_of_what_is_cast(reduce_dtype: str | None) -> None:
+    """Of seconds and of bytes, of choices drawn at random."""
+    program = capture(Deep(), (torch.randn(32, 64),), dtype=torch.bfloat16).program
+    assert all(p.rests == torch.float32 for p in program.params)
+    search = Search(
+        program=program, gpus=8, cluster=load_cluster("dgx-a100"), memory_limit_bytes=2**40, optimizer="adamw", precision="bf16",
+        reduce_dtype=reduce_dtype, pins=Pins(),
+    )  # fmt: skip
+    every, compared = list(search.space.choices()), 0
+    for choice in random.Random(0).sample(every, min(40, len(every))):
+        rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe, choice.form)
+        estimator = search.estimator(rank, choice)
+        draft = None if isinstance(estimator, str) else search.draft(choice, estimator)
+        if isinstance(draft, Draft) and not isinstance(estimator, str):
+            assert 0 < search._least.step_s(choice, search.batch_size) <= estimator.least_s() * (1 + 1e-9), choice
+            assert estimator.least_s() <= draft.bound_s * (1 + 1e-9) and draft.bound_s <= draft.times.step_s * (1 + 1e-9), choice
+            assert 0 < search._least.bytes(choice) <= estimator.least_bytes * (1 + 1e-9), choice
+            compared += 1
+    assert compared > 10
+
+
 @pytest.mark.pure
 def test_reduce_dtype_is_in_the_plan_file(tmp_path: Path) -> None:
     wanted = {"example_inputs": batch(), "cluster": "cpu", "pins": {"dp": 2}}
     plan = autopar.plan(Net(), 2, precision="bf16", reduce_dtype="bf16", **wanted)  # type: ignore[arg-type]
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    assert loaded.reduce_dtype == "bf16"
+    assert loaded.reduce_dtype == "bf16" and "gradients are brought together over ranks in bfloat16" in loaded.notes
     program = capture(Net(), batch(), dtype=torch.bfloat16)
     assert load(emit(program, loaded)).MANIFEST.reduce_dtype == "bfloat16"
     text = (tmp_path / "plan.json").read_text().replace('"reduce_dtype": "bf16"', '"reduce_dtype": "bf17"')

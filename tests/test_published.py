@@ -19,7 +19,7 @@ import torch
 from autopar.planner import Pins
 from benchmarks import published, regret
 from benchmarks._decoders import Decoder
-from benchmarks._predict import Prediction, predictions
+from benchmarks._predict import Figures, Prediction, predictions
 from benchmarks._runs import COLUMNS, Run, Skip, read, rebuilt
 from benchmarks.published import load, score, tau
 from benchmarks.regret import ADVICE, Group, chosen, groups_of, regret_of, summary
@@ -213,14 +213,18 @@ class Plan:
     step_time_s: float
     fullest_bytes: float = 2.0**30
 
+    @property
+    def fullest_interval_bytes(self) -> tuple[float, float]:
+        return self.fullest_bytes, self.fullest_bytes
 
-def plan(predicted: float, measured: float | None, *, fits: bool = True, flags: str = "", **changes: object) -> Prediction:
+
+def plan(predicted: float, measured: float | None, *, fits: bool = True, flags: str = "", **changes: object) -> Figures:
     failed = {"status": "oom", "step_time_s": "", "peak_mem": ""} if measured is None else {"step_time_s": measured}
     run = rebuilt(row(n_gpus="8.0", global_batch=64, flags=flags, **{"dp": 8, **changes, **failed}), 2)
-    return cast(Prediction, Plan(run, predicted, 2.0**30 if fits else 2.0**40))
+    return cast(Figures, Plan(run, predicted, 2.0**30 if fits else 2.0**40))
 
 
-def group(*plans: Prediction) -> Group:
+def group(*plans: Figures) -> Group:
     return Group(name="a group", gpus=8, found=plans)
 
 
@@ -238,10 +242,18 @@ def test_a_choice_that_did_not_run_loses_everything() -> None:
     assert g.best_s() == 1.0, "what failed is not the best"
 
 
+def test_what_may_not_fit_is_not_chosen() -> None:
+    """At the upper end of its interval, though it does by the account."""
+    risky, safe = plan(1.0, 1.0), plan(2.0, 2.0, micro_batch=4)
+    wide = type("Wide", (Plan,), {"fullest_interval_bytes": (0.0, 2.0**40)})
+    maybe = cast(Figures, wide(risky.run, 1.0, 2.0**30))
+    assert chosen(group(risky, safe)) is risky and chosen(group(maybe, safe)) is safe
+
+
 def test_what_does_not_fit_is_not_chosen_unless_nothing_does() -> None:
     big, lean = plan(1.0, None, fits=False), plan(2.0, 1.5, micro_batch=4)
     assert chosen(group(big, lean, plan(3.0, 1.0, micro_batch=8))) is lean
-    leaner = cast(Prediction, dataclasses.replace(cast(Any, big), fullest_bytes=2.0**38))
+    leaner = cast(Figures, dataclasses.replace(cast(Any, big), fullest_bytes=2.0**38))
     assert chosen(group(big, leaner)) is leaner
 
 

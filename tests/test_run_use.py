@@ -184,7 +184,7 @@ def _of_two_dtypes() -> None:
     model = ParallelModule(form, full)
     gathered: list[int] = []
     gather = buckets_module.Bucket.gather
-    buckets_module.Bucket.gather = lambda self: (gathered.append(len(self.held)), gather(self))[1]  # type: ignore[method-assign]
+    buckets_module.Bucket.gather = lambda self, casts: (gathered.append(len(self.held)), gather(self, casts))[1]  # type: ignore[method-assign]
     try:
         x = torch.arange(2.0 * n * n, dtype=torch.float64).reshape(n, 2 * n)
         for _ in range(2):  # the second step gathers ahead

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli import views
 from autopar.cli.answers import answer, answers_only, json_line
 from autopar.cli.application import UsageError, app
 from autopar.cli.options import (
@@ -42,6 +43,7 @@ class Format(enum.StrEnum):
     TEXT = "text"
     JSON = "json"
     HTML = "html"
+    SVG = "svg"
     PERFETTO = "perfetto"
 
 
@@ -57,23 +59,32 @@ def plan(
     reduce_dtype: ReduceDtype = None,
     loss: Loss = None,
     time_limit: TimeLimit = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="write the plan to this file")] = None,
+    plan_out: Annotated[Path | None, typer.Option("-o", help="write the plan to this file")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="the same; with --export the file of what is exported")] = None,
+    export: Annotated[str | None, typer.Option("--export", help="as the configuration of torchtitan, megatron, deepspeed, ...")] = None,
+    software: Annotated[str | None, typer.Option("--for", help="the best plan that this software can run: megatron, ...")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Make a plan, write it to a file and say what it is. Needs no GPU."""
+    from autopar.cli.stacks import check_stacks, exported
     from autopar.report.text import plan_json, plan_text, show
 
+    check_stacks(export, software)
+    exported_to, out = (out, plan_out) if export is not None else (None, plan_out or out)
     writable(out)
-    with answers_only(as_json):
+    writable(exported_to)
+    with answers_only(as_json or export is not None):
         made = plan_of(
             target, gpus, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision,
-            reduce_dtype=reduce_dtype, loss=loss, time_limit=time_limit,
+            reduce_dtype=reduce_dtype, loss=loss, time_limit=time_limit, stack=software,
         )  # fmt: skip
         if out is not None:
             made.save(out)
     written = {"written": str(out)} if out is not None else {}
-    if as_json:
+    if export is not None:
+        exported(made, export, exported_to, as_json, {**plan_json(made), **written})
+    elif as_json:
         answer({**plan_json(made), **written})
     else:
         show(plan_text(made, verbose=verbose))
@@ -103,8 +114,10 @@ def explain(
     alternatives: Annotated[
         bool, typer.Option("--alternatives/--no-alternatives", help="plan families of plans and what would relieve the limits (a TARGET)")
     ] = True,
-    form: Annotated[Format, typer.Option("--format", help="text or json")] = Format.TEXT,
+    form: Annotated[Format, typer.Option("--format", help="text, json, html, svg (timeline and memory) or perfetto")] = Format.TEXT,
     out: Annotated[Path | None, typer.Option("--out", help="write the explanation to this file instead")] = None,
+    config: Annotated[Path | None, typer.Option("--from", help="price what runs today: megatron.sh, config.toml, ds.json, a YAML")] = None,
+    measured: Annotated[Path | None, typer.Option("--measured", help="beside a run that model.profile(...).save(FILE) wrote")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
     show_schema: Annotated[bool, typer.Option("--schema", help="the JSON schema of what --format json gives under `explanation`")] = False,
     verbose: Verbose = False,
@@ -117,21 +130,41 @@ def explain(
         return
     if target is None:
         raise UsageError("TARGET is missing: file.py:name, package.module:name, or a plan.json")
-    if form in (Format.HTML, Format.PERFETTO):
-        raise UsageError(f"--format {form} is not available yet; text and json are")
-    form = Format.JSON if as_json else form
+    if config is not None:
+        from autopar.cli.stacks import explain_from
+
+        if pin:
+            raise UsageError("--from and --pin exclude each other: a configuration states every choice")
+        as_json = as_json or form is Format.JSON
+        if form not in (Format.TEXT, Format.JSON):
+            raise UsageError(f"--from answers as text or json, not as {form}")
+        explain_from(
+            config, target, gpus, out=out, as_json=as_json, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision,
+            loss=loss, time_limit=time_limit,
+        )  # fmt: skip
+        return
+
+    form = Format.JSON if as_json and form is Format.TEXT else form
     if more and not what_if:
         raise UsageError(f"{more[0]} is one argument too many; changes of a question come after --what-if")
     questions = {"why": why or [], "why_not": why_not or [], "what_if": [*(what_if or []), *(more or [])]}
     writable(out)
-    with answers_only(form is Format.JSON):
+    with answers_only(form is not Format.TEXT):
         options = {
             "cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "reduce_dtype": reduce_dtype,
             "loss": loss,
         }  # fmt: skip
         made, study = explained(target, gpus, pins=pin, time_limit=time_limit, plan_file=plan_file, questions=questions, **options)
-        value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
-    _give(value, text, form, out)
+        if form in (Format.HTML, Format.SVG, Format.PERFETTO):
+            view = views.view_of(form.value, made, study, alternatives=alternatives, measured=measured)
+        else:
+            value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
+            if measured is not None:
+                value, text = views.with_measured(value, made, measured)
+    if form in (Format.HTML, Format.SVG, Format.PERFETTO):
+        views.give(view, out, as_json)
+    else:
+        _give(value, text, form, out)
 
 
 def _explained_as(
@@ -215,7 +248,7 @@ def diff(first: Path, second: Path, as_json: Json = False, verbose: Verbose = Fa
 
 def plan_of(
     target: str, gpus: int, *, cluster: str, memory: str | None, pins: Pins | None, optimizer: str, precision: str,
-    reduce_dtype: str | None, loss: str | None, time_limit: float | None,
+    reduce_dtype: str | None, loss: str | None, time_limit: float | None, stack: str | None = None,
 ) -> Plan:  # fmt: skip
     from autopar import plan
     from autopar.targets import load_target
@@ -226,7 +259,7 @@ def plan_of(
     model, example_inputs = load_target(target)
     return plan(
         model, gpus, example_inputs=example_inputs, loss=loss_fn, cluster=cluster, memory=memory_bytes, optimizer=optimizer,
-        precision=precision, reduce_dtype=reduce_dtype, pins=pins, time_limit=time_limit,
+        precision=precision, reduce_dtype=reduce_dtype, pins=pins, time_limit=time_limit, stack=stack,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def why_not(study: Study, text: str) -> Answer:
 def what_if(study: Study, texts: Sequence[str]) -> Answer:
     """['memory=40GiB', 'gpus=128'] -> the best plan under these changes."""
     asked, said = with_changes(study.asked, pairs_of(texts, "--what-if"))
-    return _answered(study, asked, "what if", f"what if: {'; '.join(said)}?")
+    return _answered(study, asked, "then", f"what if: {'; '.join(said)}?")
 
 
 def _answered(study: Study, asked: Asked, name: str, question: str) -> Answer:

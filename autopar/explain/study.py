@@ -15,7 +15,7 @@ import msgspec
 from autopar.errors import Infeasible
 from autopar.ir import Program
 from autopar.plan_cache import decisive, planned_once
-from autopar.planner.answer import plan_of, why_not
+from autopar.planner.answer import why_not
 from autopar.planner.candidate import gib
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.resources import usable_bytes
@@ -129,11 +129,11 @@ class Study:
 
         def make() -> Plan:
             search = self.search(asked)
-            candidate = next(search.candidates(), None)
-            if candidate is None:
+            plan = search.answer()
+            if plan is None:
                 refused.append(Refused(why=_in_a_line(search), search=search))
                 raise Infeasible(refused[0].why)
-            return with_notes(plan_of(search, candidate), program)
+            return with_notes(plan, program)
 
         try:
             pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)

@@ -15,7 +15,7 @@ from autopar.planner.plan import Plan
 from autopar.report.explanation import summary_of, time_of
 from autopar.report.text import last_wrapped, wrapped
 from autopar.report.units import bytes_text, count_text, seconds_text, table
-from autopar.report.words import share_text
+from autopar.report.words import counted, share_text
 from cost_models.cluster import Cluster
 
 __all__ = ["Point", "Series", "Sweep", "sweep", "sweep_text"]
@@ -165,7 +165,7 @@ def sweep_text(found: Sweep) -> str:
         name = f"{series.name}: " if series.name else ""
         if series.stops_at is not None and len(series.gpus) > 1:
             why = f"; {series.why}" if series.why else ", the most that was asked for"
-            parts.append(wrapped(f"{name}scaling pays up to {series.stops_at} GPUs{why}"))
+            parts.append(wrapped(f"{name}scaling pays up to {counted(series.stops_at, 'GPU')}{why}"))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -179,7 +179,8 @@ def _verdict(found: Sweep) -> str:
 
 def _point(p: Point) -> str:
     batch = f", batch {p.batch}" if p.batch is not None else ""
-    return f"{p.gpus} GPUs of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}: {seconds_text(p.step_time_s or 0.0)} a step"
+    of = f"{counted(p.gpus, 'GPU')} of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}"
+    return f"{of}: {seconds_text(p.step_time_s or 0.0)} a step"
 
 
 def _picture(found: Sweep, several: Mapping[str, bool]) -> str:

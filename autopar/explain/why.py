@@ -138,10 +138,11 @@ def _on_axis(study: Study, body: Program, assignment: Assignment, wanted: frozen
         options = list(_options(problem, timed, group, assignment, chosen)) if full else []
         options += _unavailable(body, op, n, axis, group) if full else []
         reason = "splits as much work as can be, then saves communication" if AXES[axis].work_first else "is the fastest that was found"
+        module = generic(op.module) if len(group.members) > 1 else op.module
         found.append(
             WhyOperator(
-                axis=axis, n=n, kind=kind_of(op.name), module=generic(op.module), source=op.source, count=len(group.members),
-                reason=reason, options=options,
+                axis=axis, n=n, kind=kind_of(op.name), module=module, source=op.source, count=len(group.members), reason=reason,
+                options=options,
             )
         )  # fmt: skip
     return found

@@ -17,6 +17,7 @@ from autopar.measure import count as count_op
 from autopar.measure.costs import dtype_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.choices import is_heavy
+from autopar.planner.curve import curves_of
 from autopar.planner.lower import on_inner_axes
 from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount
 from autopar.planner.shard import Assignment, view_of
@@ -24,6 +25,7 @@ from cost_models.cluster import Gpu
 
 __all__ = ["account_of"]
 
+ROWS = 12  # of pieces that are no blocks; where there are more, those of one module of a list are one
 LISTED = 2**31  # stands for the number of a block, of pieces that are smaller
 
 COMPUTE, LAUNCHES, RECOMPUTE, BUBBLE, UPDATE = "compute", "issuing operators", "recompute", "pipeline bubble", "optimizer"
@@ -36,6 +38,7 @@ def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> 
     bodies = on_inner_axes(c.rank.moments.body, c.rank.inner[:-1])
     idle = [x for body, assignment in zip(bodies, c.rank.inner, strict=False) for x in _idle(body, assignment, c)]
     flops, peak = _flops(program, cluster.gpu)
+    times = c.estimator.times(c.part)
     named = {op for axis in axes.values() for op in axis.ops}
     return Account(
         gpu=cluster.gpu.name,
@@ -49,6 +52,9 @@ def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> 
         idle=idle,
         leaves=names_of_leaves(program),
         modules={op.name: op.module for op in program.ops if op.name in named and op.module},
+        transfer_s=float(times.transfer_s),
+        before_s=float(times.before_s),
+        curves=curves_of(c),
     )
 
 
@@ -127,14 +133,15 @@ def _blocks(c: Candidate) -> list[BlockAccount]:
     groups: dict[tuple[int, int | str], list[int]] = {}
     paths: dict[tuple[int, int | str], dict[str, None]] = {}
     last: tuple[int, int | str] | None = None
+    many = sum(c.segments[k].block < 0 for k in range(len(estimator.segments))) > ROWS
     for k in range(len(estimator.segments)):
         segment = c.segments[k]
         modules = _modules(ops[segment.span.start : segment.span.stop])
         listed = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", modules[0]) if modules else None
-        key: tuple[int, int | str] = (~k, "") if modules or last is None else last
+        key: tuple[int, int | str] = (~k, "") if modules or last is None or not many else last
         if segment.block >= 0:
             key, modules = (segment.block, c.part.modes[k]), [estimator.prefix(k)]
-        elif listed is not None:
+        elif listed is not None and many:
             key, modules = (LISTED, generic(listed[0])), [listed[0]]
         last = key
         groups.setdefault(key, []).append(k)

@@ -19,7 +19,7 @@ from cost_models.pipeline import Flow
 from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
-__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib"]
+__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes", "late_of"]
 
 GIB = float(2**30)
 
@@ -71,11 +71,7 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
     bounds = (0, *part.cuts, len(e.segments))
     t = e.times(part)
     spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
-    ranks_of: dict[str, set[int]] = {}
-    for s, (span, _) in spans.items():
-        for v in e.read(span):
-            ranks_of.setdefault(v, set()).add(e.flow.rank_of[s])
-    late = frozenset(v for v, ranks in ranks_of.items() if len(ranks) > 1)
+    late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
     memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late) for r in range(e.flow.ranks)]
     stages = []
     for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -101,6 +97,15 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
         segments=e.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
         bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
     )  # fmt: skip
+
+
+def late_of(e: Estimator, reads: Mapping[int, Iterable[str]]) -> frozenset[str]:
+    """The parameters that several pipeline ranks use. reads: those of each stage."""
+    ranks_of: dict[str, set[int]] = {}
+    for s, own in reads.items():
+        for v in own:
+            ranks_of.setdefault(v, set()).add(e.flow.rank_of[s])
+    return frozenset(v for v, ranks in ranks_of.items() if len(ranks) > 1)
 
 
 def _again(e: Estimator, part: Partition, k: int) -> str:
@@ -135,7 +140,7 @@ def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span,
         bucket_bytes=fullest["communication_buffers"],
         framework_context_bytes=e.cluster.gpu.context_bytes,
         allocator_slack_fraction=e.recipe.allocator_slack,
-        held_bytes=sum(_held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
+        held_bytes=sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
     )
     return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
 
@@ -147,7 +152,8 @@ def _by_row(found: Iterable[tuple[str, int]]) -> Counter[str]:
     return total
 
 
-def _held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
+def held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
+    """What the allocator holds of gathered activations (cost_models.memory.held_gathers)."""
     share, program = e.recipe.held_gathers, e.rank.program
     if not share:
         return 0.0

@@ -44,7 +44,8 @@ MUCH = 16.0  # times the price of a byte, at which an assignment is worth its wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Seconds of a step: of each stage's forward and backward of one micro-batch, and of the terms that make up the step."""
+    """Seconds of a step: of each stage's forward and backward of one micro-batch, and of the terms that make up the step. transfer_s:
+    of the slowest transfer between stages; before_s: of what runs before the micro-batches."""
 
     forwards_s: tuple[float, ...]
     backwards_s: tuple[float, ...]
@@ -53,6 +54,8 @@ class Times:
     sync_s: float
     optimizer_s: float
     step_s: float
+    transfer_s: float = 0.0
+    before_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +350,7 @@ class Estimator:
         return Times(
             forwards_s=tuple(forwards), backwards_s=tuple(backwards), compute_s=compute, sync_s=sync, optimizer_s=optimizer,
             bubble_s=max(0.0, before + pipeline - compute) if len(forwards) > 1 else 0.0, step_s=before + pipeline + sync + optimizer,
+            transfer_s=hop, before_s=before,
         )  # fmt: skip
 
     def least_s(self) -> float:

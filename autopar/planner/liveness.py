@@ -178,8 +178,8 @@ class Liveness:
             some = bool(before.gradients)
             sent = Arriving.of(activity.sends, self.program)
             moments += [_plus(base, x) for x in self._backward(activity, units, _Store(held), sent, accumulated=some, final=final)]
-        moments += self._ends(activity)
-        return max(moments, key=lambda x: x.total)
+        moments += self.ends(activity)
+        return max(moments, key=lambda x: x.total - x.gradients * activity.accumulates)
 
     def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
         """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
@@ -188,7 +188,7 @@ class Liveness:
         gathers = any(a.where_used for a in stages)
         units: dict[object, Units] = {}  # by a pass and what comes after it
         gradients = [sum(g[r in a.at_once] for r, g in a.gradients.items()) if not a.accumulates else 0 for a in stages]
-        left = [self._left_behind(a) for a in stages]
+        left = [self.left_behind(a) for a in stages]
         waiting = sum(
             f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
             for (f, b), a in zip(on_rank.waiting, stages, strict=True)
@@ -210,29 +210,46 @@ class Liveness:
                     own = list(self._backward(stages[k], units[ends], _Store(held[k]), sent, accumulated=some, final=now.last))
                     arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
                     own = [_plus(x, Moment(communication=arrived)) for x in own]
-                known[key] = max(own, key=lambda x: x.total)
+                known[key] = max(own, key=lambda x: x.total - x.gradients * stages[k].accumulates)
             beside = Moment(
                 saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
                 gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
             found.append(_plus(beside, known[key]))
-        return max([*found, *self._ends(*stages)], key=lambda x: x.total)
+        return max([*found, *self.ends(*stages)], key=lambda x: x.total - x.gradients * stages[0].accumulates)
+
+    def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
+        """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
+        return self._forward(activity, units, activity.span, _Store())
+
+    def backward(self, activity: Activity, units: Units, arriving: Arriving, *, accumulated: bool, final: bool) -> Iterator[Moment]:
+        """Those of a backward pass. accumulated: gradients of parameters are there already; final: it is the last one of the step."""
+        return self._backward(activity, units, self._held(activity), arriving, accumulated=accumulated, final=final)
+
+    def held_bytes(self, activity: Activity) -> int:
+        """What a micro-batch keeps between its forward and its backward pass."""
+        return self._held(activity).total
 
     @staticmethod
-    def _left_behind(a: Activity) -> int:
+    def gradient_bytes(activity: Activity) -> int:
+        """Of the gradients of parameters that a backward pass leaves."""
+        return 0 if activity.accumulates else sum(g[r in activity.at_once] for r, g in activity.gradients.items())
+
+    @staticmethod
+    def left_behind(a: Activity) -> int:
         """Bytes of the gradients of a stage whose passes are over: of what was reduce-scattered, its part and the bucket."""
         if a.accumulates:
             return 0
         kept = {r: rests if r in a.at_once else made for r, (made, rests) in a.gradients.items()}
         return sum(kept.values()) + sum(a.gradients[r][1] for r in a.scattered if r in kept and r not in a.late)
 
-    def _ends(self, *stages: Activity) -> Iterator[Moment]:
+    def ends(self, *stages: Activity) -> Iterator[Moment]:
         """The reduction of what is late, when all passes are over: beside its gradients their parts, and of several a copy."""
         late = {r: a.gradients[r] for a in stages for r in a.late if r in a.gradients and r in a.scattered and not a.accumulates}
         if late:
             copied = sum(made for made, _ in late.values()) if len(late) > 1 else 0
             parts = sum(rests for _, rests in late.values())
-            yield Moment(gradients=sum(map(self._left_behind, stages)) + parts, communication=copied)
+            yield Moment(gradients=sum(map(self.left_behind, stages)) + parts, communication=copied)
 
     def piece(self, activity: Activity, units: Units, before: Collection[str], arriving: Arriving) -> PieceBytes:
         """A piece by itself, which keeps nothing because it was received or is sent. units: of the program. before: storages that earlier

@@ -3,8 +3,10 @@ read; it is never executed. A plan names operators by their value names, and the
 
 from __future__ import annotations
 
+import html
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +16,19 @@ from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.files import write_file
 from autopar.ir import Layout, Strategy
+from autopar.planner.memory_curve import RankCurve
 from autopar.planner.modes import RECOMPUTES
 from autopar.run.dtypes import PRECISIONS
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
-__all__ = ["Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy"]
+__all__ = [
+    "SHOWN", "Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy",
+]  # fmt: skip
+
+SHOWN: dict[str, Callable[[Plan], str]] = {}
+"""How a plan is written for a person, as 'text' and as 'html': what knows how (autopar.report) enters it, since it knows plans."""
 
 FORMAT = "autopar-plan"
 VERSION = 4
@@ -42,7 +50,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: 'none', 'selective', 'full' or 'auto'. sequence_parallel: with the tp axis' matrices cut (Megatron's form), whether the
     activations between them are cut too, over the sequence (True), or whole on every rank (False); None leaves the form to the solver.
     virtual_stages: how many stages each pipeline rank holds; several with the schedule 'interleaved' (stage s is on rank s mod pp).
-    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. axes: sizes of mesh axes beside
+    blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. even_stages: each stage has as
+    many of them as the others (True); None, False: stages are cut where that is fastest. axes: sizes of mesh axes beside
     these three."""
 
     dp: Positive | None = None
@@ -57,6 +66,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sequence_parallel: bool | None = None
     virtual_stages: Positive | None = None
     blocks: tuple[int, ...] | None = None
+    even_stages: bool | None = None
     axes: dict[str, int] | None = None
 
     def of_axis(self, axis: str) -> int | None:
@@ -104,6 +114,9 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"the pin blocks is for {len(self.blocks)} stages, the pin pp for {self.pp}{on_each}")
         if self.blocks is not None and self.schedule in several and self.virtual_stages is None:
             raise PlanError(f"pin virtual_stages with blocks and schedule={self.schedule}: blocks has one number for each stage")
+        if self.even_stages and self.blocks is not None and len(set(self.blocks)) > 1:
+            listed_blocks = ", ".join(map(str, self.blocks))
+            raise PlanError(f"even_stages asks for stages alike, and blocks for stages of {listed_blocks}: pin one of them")
         if self.micro_batch is not None and self.micro_batches is not None:
             raise PlanError("pin micro_batch or micro_batches, not both")
 
@@ -212,7 +225,8 @@ class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the figures of a plan are made of (planner.account). memory_bytes, peak_flops_per_s: of one GPU, the peak for the model's mix of
     dtypes; flops: of a step of the model, forward and backward, once; per_node: how many neighbours on each axis share a node; seconds:
-    what the step is spent on, which adds up to it; leaves, modules: the user's names of what the plan names by values."""
+    what the step is spent on, which adds up to it; transfer_s: of the slowest transfer between stages; before_s: of what runs once a step
+    before the micro-batches; curves: of each pipeline rank; leaves, modules: the user's names of what the plan names by values."""
 
     gpu: str
     gpus_per_node: Positive
@@ -225,6 +239,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle: list[IdleAccount]
     leaves: dict[str, str]
     modules: dict[str, str]
+    transfer_s: Seconds = 0.0
+    before_s: Seconds = 0.0
+    curves: list[RankCurve] = []
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,9 +309,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         """The verdict of `autopar explain`."""
-        from autopar.report.text import short_text  # what prints plans knows them
-
-        return short_text(self)
+        return SHOWN["text"](self) if "text" in SHOWN else repr(self)
 
     def __repr__(self) -> str:
         mesh = " ".join(f"{axis}={n}" for axis, n in self.mesh.items())
@@ -302,9 +317,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _repr_html_(self) -> str:
         """In a notebook."""
-        from autopar.report.notebook import plan_html
-
-        return plan_html(self)
+        return SHOWN["html"](self) if "html" in SHOWN else html.escape(repr(self))
 
     @property
     def zero(self) -> int:

@@ -107,7 +107,7 @@ class Question:
             return rank
         ranks = mesh.over("layers")
         stages = ranks * choice.chunks
-        segments = segments_of(rank.program, rank.cuts, 1 if self.pins.blocks is not None else stages)
+        segments = segments_of(rank.program, rank.cuts, 1 if self._pins_cuts else stages)
         asked = f"{LAYERS}={ranks}{choice.scheduled}"
         if len(segments) < stages:
             return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
@@ -124,7 +124,7 @@ class Question:
         if stages > 1 and (trained := sum(estimator.trains[k] for k in segments.order)) < stages:
             return f"{asked}: only {trained} of the pieces between cuts have parameters to train, and every stage needs one"
         cuts = self.pinned_cuts(estimator)
-        return f"blocks: {cuts}" if isinstance(cuts, str) else estimator
+        return f"{'even_stages' if self.pins.blocks is None else 'blocks'}: {cuts}" if isinstance(cuts, str) else estimator
 
     def draft(
         self, choice: Choice, estimator: Estimator, worth_s: float = math.inf, over: Over | None = None, refused: Refused | None = None
@@ -215,12 +215,23 @@ class Question:
         whole = captured * (self.batch_size or 1) // (self.program.batch_size or 1)
         return whole // mesh.over("batch") if self.recipe.local_batches else whole
 
+    @property
+    def _pins_cuts(self) -> bool:
+        return self.pins.blocks is not None or bool(self.pins.even_stages)
+
     def pinned_cuts(self, estimator: Estimator) -> tuple[int, ...] | str | None:
-        """The first piece of each stage but the first as `Pins.blocks` states them, or why the program has no such stages."""
-        if self.pins.blocks is None:
+        """The first piece of each stage but the first as `Pins.blocks` or `Pins.even_stages` states them, or why the program has no such
+        stages."""
+        if not self._pins_cuts:
             return None
-        wanted, segments, trains = self.pins.blocks, estimator.segments, estimator.trains
+        segments, trains = estimator.segments, estimator.trains
         places = [k for k in range(len(segments)) if segments[k].block >= 0]
+        wanted = self.pins.blocks
+        if wanted is None:
+            count = estimator.flow.stages
+            if len(places) % count or (count > 1 and not places):
+                return f"the program's {len(places)} block instances do not make {count} stages alike"
+            wanted = (len(places) // count,) * count
         stages = f"stages of {', '.join(map(str, wanted))}"
         if sum(wanted) != len(places):
             return f"the program has {len(places)} block instances between places where it can be cut, which do not make {stages}"

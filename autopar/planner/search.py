@@ -28,8 +28,10 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from autopar.collector import held_back
 from autopar.errors import Infeasible
@@ -53,6 +55,7 @@ from autopar.planner.ties import Waiting, simplest
 from autopar.progress import found_so_far
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
+from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["Search", "make_plan"]
 
@@ -252,15 +255,21 @@ class Search(Question):
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
-        wanted = MEASURED_CANDIDATES if self.measure == "live" else 1
         with held_back():
-            found = list(itertools.islice(self.candidates(), wanted))
-            if not found:
+            plan = self.answer()
+            if plan is None:
                 raise Infeasible(why_not(self))
-            if self.measure == "live":
-                return plan_of(self, self._measured(found)[0])
-            tie = simplest(found[0], self._waiting(), self.cluster)
-            return plan_of(self, found[0] if tie is None else tie.chosen, tie)
+            return plan
+
+    def answer(self) -> Plan | None:
+        """The best plan, or the simplest of those that tie with it; None where nothing fits."""
+        found = list(itertools.islice(self.candidates(), MEASURED_CANDIDATES if self.measure == "live" else 1))
+        if not found:
+            return None
+        if self.measure == "live":
+            return plan_of(self, self._measured(found)[0])
+        tie = simplest(found[0], self._waiting(), self.cluster)
+        return plan_of(self, found[0] if tie is None else tie.chosen, tie)
 
     def _waiting(self) -> Iterator[Waiting]:
         """What was priced by its pieces, and is behind the fastest candidate."""
@@ -331,10 +340,13 @@ def make_plan(
     pins: Pins | None = None,
     time_limit_s: float | None = None,
     measure: str = "roofline",
+    recipe: Recipe = AUTOPAR,
+    variants: Sequence[Pins] = (),
     store: Store | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. measure:
+    """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. recipe: how
+    the training software carries a plan out. variants: instead of pins, several, of whose plans the best is the answer. measure:
     'roofline' for times estimated from the cluster's description, 'live' for times of operators measured on this machine. time_limit_s:
     stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any machine. store: what is known
     of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the first that is found. Raises
@@ -342,7 +354,8 @@ def make_plan(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
-    return Search(
+    first, *others = [*variants] or [pins or Pins()]
+    search = Search(
         program=program,
         gpus=gpus,
         cluster=cluster,
@@ -350,9 +363,38 @@ def make_plan(
         optimizer=optimizer,
         precision=precision,
         reduce_dtype=reduce_dtype,
-        pins=pins or Pins(),
+        pins=first,
+        recipe=recipe,
         time_limit_s=time_limit_s,
         measure=measure,
         store=store,
         stop=stop,
-    ).best()
+    )
+    return _best_of([search, *(_under(search, each) for each in others)])
+
+
+def _under(search: Search, pins: Pins) -> Search:
+    """The same search under other pins."""
+    return search.other(
+        gpus=search.gpus, pins=pins, batch_size=search.batch_size, recipe=search.recipe, memory_limit_bytes=search.memory_limit_bytes
+    )
+
+
+def _best_of(searches: Sequence[Search]) -> Plan:
+    """The fastest plan of several spaces; its bound is that of all of them together."""
+    found: list[Plan] = []
+    refused: list[Infeasible] = []
+    for search in searches:
+        try:
+            found.append(search.best())
+        except Infeasible as why:
+            refused.append(why)
+    if not found:
+        raise refused[-1]
+    best = min(found, key=lambda plan: plan.step_time_s)
+    if len(searches) == 1:
+        return best
+    bound_s = min(plan.bound_s for plan in found)
+    searched = {name: sum(plan.searched.get(name, 0) for plan in found) for name in best.searched}
+    gap = (best.step_time_s - bound_s) / best.step_time_s if best.step_time_s else 0.0
+    return msgspec.structs.replace(best, bound_s=bound_s, gap=gap, searched=searched)

@@ -19,7 +19,9 @@ from autopar.planner.plan import Pins, Plan
 from autopar.run.dtypes import PRECISIONS
 from autopar.targets import did_you_mean
 
-__all__ = ["PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "for_loss_outside", "with_notes"]
+__all__ = [
+    "PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "for_loss_outside", "itemsize_of", "with_notes",
+]  # fmt: skip
 
 
 class WishError(PlanError, ValueError):
@@ -67,6 +69,14 @@ def for_loss_outside(program: Program, pins: Pins | None) -> Pins | None:
     return msgspec.structs.replace(pins, schedule="gpipe", micro_batches=None if pins.micro_batch is not None else count)
 
 
+def itemsize_of(program: Program) -> int:
+    """Bytes of one number of the trainable parameters, of most of them."""
+    sizes = Counter[int]()
+    for p in program.params:
+        sizes[program.types[p.value].dtype.itemsize] += program.types[p.value].numel if p.trainable else 0
+    return sizes.most_common(1)[0][0] if sizes else 4
+
+
 def check_inputs(model: nn.Module, inputs: object) -> None:
     """WishError unless the example inputs are a tuple or a mapping that the model's forward can be called with."""
     name = type(model).__name__
@@ -81,10 +91,11 @@ def check_inputs(model: nn.Module, inputs: object) -> None:
         raise WishError(f"the inputs ({given}) do not fit {name}.forward{signature}: {e}") from e
 
 
-def with_notes(plan: Plan, program: Program) -> Plan:
-    """The plan with notes on what is not as one may think: operators without a rule, and a precision that is not the model's
+def with_notes(plan: Plan, program: Program, further: tuple[str, ...] = ()) -> Plan:
+    """The plan with further notes, and with those on what is not as one may think: operators without a rule, and a precision that is not
+    the model's
     (nothing is cast then)."""
-    notes = []
+    notes = [*further]
     unruled = [op for op in program.ops if refs(op) and rule_of(op.target) is None]
     split = _split(plan, program, unruled)
     for ops, how in (
@@ -101,6 +112,8 @@ def with_notes(plan: Plan, program: Program) -> Plan:
     elif dtypes and dtypes != [PRECISIONS[plan.precision]]:
         notes.append(f"the parameters are {', '.join(dtypes)}, and nothing is cast: all figures are for that, not for {plan.precision}")
         own = next((name for name, dtype in PRECISIONS.items() if dtypes == [dtype]), plan.precision)
+    if plan.reduce_dtype is not None:
+        notes.append(f"gradients are brought together over ranks in {PRECISIONS[plan.reduce_dtype]}")
     return msgspec.structs.replace(plan, precision=own, notes=[*notes, *plan.notes]) if notes else plan
 
 

@@ -13,21 +13,23 @@ from autopar.render.literals import INDENT, WIDTH, Code, filled, statement, stri
 from autopar.render.names import Names, comment_text, short
 from autopar.render.pieces import Piece, Wanted, pieces, without_directory
 
-__all__ = ["Facts", "Function", "Item"]
+__all__ = ["MARK", "Facts", "Function", "Item"]
 
+MARK = "\x1f"  # stands in no source: literals escape it
 BIG = 4  # a dead local of at least 1/BIG of the largest one's bytes is deleted, so that it does not outlive its last use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What comments and expressions need to know. usual: the dtype that comments leave out. axes: the mesh, axis -> size.
-    wanted: the user's own names of values."""
+    wanted: the user's own names of values. marked: the first line of each statement ends in MARK and the name of its operator."""
 
     types: Mapping[str, TensorType]
     layouts: Mapping[str, Mapping[str, Layout]]
     axes: Mapping[str, int]
     usual: str
     wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    marked: bool = False
 
     def comment(self, value: str) -> str:
         """'(4, 16, 64) bfloat16 dp=S(0) tp=I': shape on one rank, dtype if unusual, layout on each axis of more than one rank."""
@@ -111,7 +113,10 @@ class Function:
                         self.names.release(self.local[value])
                         dead += [value] if value not in self.arguments else []
                 comment = "; ".join(dict.fromkeys(filter(None, (self.facts.comment(v) for v in item.gives if v is not None))))
-                lines += statement(self._targets(item, last), code, comment, depth)
+                written = statement(self._targets(item, last), code, comment, depth)
+                if self.facts.marked and item.op is not None:
+                    written[0] += f"{MARK}{item.op.name}"
+                lines += written
             big = {self.local[v] for v in dead if self._nbytes(v) * BIG >= biggest > 0}
             stale = [name for name in dict.fromkeys(self.local[v] for v in dead) if name in big and self.names.is_free(name)]
             if stale and piece.stop < len(items):

@@ -11,14 +11,14 @@ from autopar.ir import Layout, Lowered, StageProgram, refs
 from autopar.render.blocks import BlockFunction, Call, agreed_layouts, block_functions
 from autopar.render.calls import makes_new_tensor
 from autopar.render.check import check_source
-from autopar.render.functions import Facts, Function, Item, dtype_name
+from autopar.render.functions import MARK, Facts, Function, Item, dtype_name
 from autopar.render.literals import INDENT, WIDTH, Code, literal, statement, string
 from autopar.render.names import comment_text, identifier, short
 from autopar.render.pieces import Wanted, wanted_names
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from cost_models.rests import rest_of
 
-__all__ = ["manifest_source", "render"]
+__all__ = ["manifest_source", "render", "render_linked"]
 
 IMPORTS = """\
 import torch
@@ -36,7 +36,20 @@ def render(lowered: Lowered, manifest: Manifest) -> str:
     The same arguments give the same text. Raises RenderError if the program cannot be written, or if what was written
     does not pass `check_source`.
     """
-    writer = _Writer(lowered, manifest)
+    return render_linked(lowered, manifest)[0]
+
+
+def render_linked(lowered: Lowered, manifest: Manifest) -> tuple[str, dict[int, str]]:
+    """The source, and the operator that is written at a line (counted from 1), where one begins. A block's function stands for the
+    operators of its first instance."""
+    pairs = [line.partition(MARK) for line in _text(_Writer(lowered, manifest)).split("\n")]
+    source = "\n".join(line for line, _, _ in pairs)
+    check_source(source, stages=len(lowered.stages))
+    return source, {k: name for k, (_, _, name) in enumerate(pairs, start=1) if name}
+
+
+def _text(writer: _Writer) -> str:
+    lowered, manifest = writer.lowered, writer.manifest
     parts = [writer.header(), IMPORTS.format(specs="OutputSpec, " if manifest.outputs else ""), manifest_source(writer.manifest)]
     parts += [writer.block(function) for function in writer.blocks]
     if lowered.prologue_outputs:  # of its operators, or constants that are cut over time
@@ -44,9 +57,7 @@ def render(lowered: Lowered, manifest: Manifest) -> str:
     parts += [writer.stage(stage) for stage in lowered.stages]
     parts.append("\n".join(_tuple("STAGES", tuple(f"Stage{stage.index}" for stage in lowered.stages), depth=0)) + "\n")
     first, *rest = parts
-    source = "\n".join((first, *rest[:2])) + "".join(f"\n\n{part}" for part in rest[2:])
-    check_source(source, stages=len(lowered.stages))
-    return source
+    return "\n".join((first, *rest[:2])) + "".join(f"\n\n{part}" for part in rest[2:])
 
 
 # --------------------------------------------------------------------------------------------------------- manifest
@@ -116,7 +127,9 @@ class _Writer:
         self.blocks = block_functions(lowered, named)
         self.function_of = {(c.stage, c.call.span.start): (f, c) for f in self.blocks for c in f.calls}
         self.usual = self._usual_dtype()
-        self.facts = Facts(types=program.types, layouts=self._layouts(), axes=dict(manifest.mesh), usual=self.usual, wanted=self._wanted())
+        self.facts = Facts(
+            types=program.types, layouts=self._layouts(), axes=dict(manifest.mesh), usual=self.usual, wanted=self._wanted(), marked=True
+        )
         self.inputs = self._inputs()
         prologue = self._prologue_keywords()
         self.keywords = self.inputs | prologue

@@ -67,15 +67,13 @@ def verdict_of_change(first: Plan, second: Plan, names: tuple[str, str]) -> str:
     costs = f"{names[1]} takes {seconds_text(b)} a step, {names[0]} {seconds_text(a)}"
     if (first.global_batch, first.gpus) != (second.global_batch, second.gpus):
         rates = [plan.tokens_or_samples_per_s / plan.gpus for plan in (first, second)]
+        more = rates[1] / rates[0] - 1 if rates[0] else 0.0
+        said = f"{share_text(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= SAME else "the same"
         speed = f"{count_text(rates[1])} {second.samples_unit}/s on each GPU, where it was {count_text(rates[0])}"
-        return f"{costs}: {speed}, {_faster(rates[0], rates[1], 'better', 'worse')}"
-    return f"{costs}: {_faster(b, a, 'faster', 'slower')}"
-
-
-def _faster(less: float, more: float, better: str, worse: str) -> str:
-    if not less or not more or abs(more / less - 1) < SAME:
-        return "the same"
-    return f"{share_text(more / less - 1)} {better}" if more > less else f"{share_text(less / more - 1)} {worse}"
+        return f"{costs}: {speed}, {said}"
+    if not a or not b or abs(a / b - 1) < SAME:
+        return f"{costs}: the same"
+    return f"{costs}: {share_text(a / b - 1)} faster" if a > b else f"{costs}: {share_text(b / a - 1)} slower"
 
 
 # -------------------------------------------------------------------------------------------------------------- choices
@@ -129,12 +127,22 @@ def _details(first: Plan, second: Plan) -> list[Change]:
             continue
         for op, text in a.ops.items():
             if op in b.ops and b.ops[op] != text:
-                module = generic(first.account.modules.get(op, "")) if first.account else ""
+                module = _module(first, op)
                 said = [words_of(axis, kind_of(op), parse_strategy(x)) for x in (text, b.ops[op])]
                 if said[0] == said[1]:
                     said = [f"{words} ({x})" for words, x in zip(said, (text, b.ops[op]), strict=True)]
                 groups[f"{kind_of(op)} of {module or 'the model'} over {axis}", said[0], said[1]] += 1
     return [Change(what=what + (f" x{n}" if n > 1 else ""), first=x, second=y) for (what, x, y), n in groups.most_common()]
+
+
+def _module(plan: Plan, op: str) -> str:
+    """The operator's module, with '*' for the number of a repeated block."""
+    module = plan.account.modules.get(op, "") if plan.account else ""
+    for block in plan.account.blocks if plan.account else ():
+        for path in block.paths if block.repeated else ():
+            if module == path or module.startswith(f"{path}."):
+                return generic(path) + module[len(path) :]
+    return module
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -144,8 +152,8 @@ def comparison_text(found: Comparison, names: tuple[str, str], *, most: int = MO
     parts = [found.verdict]
     if found.changes:
         parts.append("what changed\n" + table(("", *names), [(c.what, c.first, c.second) for c in found.changes]))
-    else:
-        parts.append("every decision is the same" + ("" if found.details else "; only figures differ"))
+    elif not found.details:
+        parts.append("every decision is the same; only figures differ")
     parts.append("seconds of a step\n" + _terms_text(found.time, names, seconds_text))
     parts.append("memory of the fullest pipeline rank\n" + _terms_text(found.memory, names, bytes_text))
     if found.details:
@@ -157,6 +165,8 @@ def comparison_text(found: Comparison, names: tuple[str, str], *, most: int = MO
 
 def _terms_text(terms: list[Term], names: tuple[str, str], text: Any) -> str:
     shown = [term for term in terms if term.first or term.second]
+    if all(t.first == t.second for t in shown):
+        return f"  {text(sum(t.first for t in shown))} in both"
     rows = [(t.kind, text(t.first), text(t.second), _signed(t.second - t.first, text)) for t in shown]
     totals = [sum(t.first for t in shown), sum(t.second for t in shown)]
     rows.append(("all", text(totals[0]), text(totals[1]), _signed(totals[1] - totals[0], text)))

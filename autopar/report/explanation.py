@@ -15,7 +15,7 @@ import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS, axes_over
 from autopar.planner.account import BUBBLE, collectives, generic
-from autopar.planner.plan import BlockAccount, Plan
+from autopar.planner.plan import BlockAccount, Plan, parse_strategy
 from autopar.report.limits import Limit, limits_of
 from autopar.report.strategies import splits_of
 from autopar.report.units import bytes_text, count_text, seconds_text
@@ -240,8 +240,16 @@ def mesh_words(plan: Plan) -> str:
     """'tp 8 inside the node, dp 8 across nodes, no pipeline'."""
     if plan.gpus == 1:
         return "one GPU, nothing is split"
-    found = [f"{x.name} {x.size}{f' {x.place}' if x.place else ''}" for x in reversed(_axes(plan)) if x.size > 1]
+    found = []
+    for x in [x for x in reversed(_axes(plan)) if x.size > 1]:
+        idle = AXES[x.name].divides == "operators" and plan.account is not None and not _divides(plan, x.name)
+        found.append(f"{x.name} {x.size}{f' {x.place}' if x.place else ''}{' (it splits nothing)' if idle else ''}")
     return ", ".join([*found, *(["no pipeline"] if plan.mesh[LAYERS] == 1 else [])])
+
+
+def _divides(plan: Plan, axis: str) -> bool:
+    """Whether an axis splits any operator's work."""
+    return axis in plan.axes and any(parse_strategy(text).splits_work for text in plan.axes[axis].ops.values())
 
 
 def summary_of(plan: Plan) -> Summary:

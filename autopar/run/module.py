@@ -252,7 +252,9 @@ class ParallelModule(StandIn):
 
     def profile(self, *args: object, steps: int = 3, **kwargs: object) -> Any:
         """Collective: the time and memory of `steps` forward and backward passes of a batch, after one that is not counted, beside what the
-        plan predicted (`autopar.watch.Profiled`; printed, a table). Gradients, buffers and random numbers are afterwards what they were."""
+        plan predicted (`autopar.watch.Profiled`; printed, a table), and of one more under torch.profiler, by rank: `.save("run.json")`
+        writes them for `autopar explain plan.json --measured run.json`. Gradients, buffers and random numbers are afterwards what they
+        were."""
         watch = importlib.import_module("autopar.watch")  # which knows the planner
         return watch.profiled(self, args, kwargs, steps=steps)
 

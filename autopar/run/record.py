@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED", "FOLLOWED",
     "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "WAITS", "WORKS", "Own",
     "Seen", "decided", "doing", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step",
-    "write_to",
+    "telling", "write_to",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS = range(15)
@@ -49,6 +49,7 @@ _AXES = (
 )  # fmt: skip
 _AXIS = {name: number for number, name in enumerate(_AXES)}
 
+_told: Callable[[str, int], None] | None = None
 _now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others
 
 
@@ -58,12 +59,16 @@ def entered(kind: int, axis: str = EVERYONE) -> None:
         return
     _now[_AT] = kind * len(_AXES) + _AXIS.get(axis, 0)
     _now[_COUNT] += 1
+    if _told is not None:
+        _told("entered", kind)
 
 
 def left() -> None:
     """The collective is over."""
     if not torch.compiler.is_compiling():
         _now[_AT] = 0
+        if _told is not None:
+            _told("left", 0)
 
 
 def line(depth: int) -> int:
@@ -97,6 +102,19 @@ def decided(number: int, *, again: bool) -> int:
 
 def phase(number: int) -> None:
     _now[_PHASE], _now[_LINE] = number, 0
+    if _told is not None and not torch.compiler.is_compiling():
+        _told("phase", number)
+
+
+@contextlib.contextmanager
+def telling(told: Callable[[str, int], None]) -> Iterator[None]:
+    """While it is open: each phase ('phase', number), and each collective that is waited for ('entered', its kind; 'left', 0)."""
+    global _told
+    before, _told = _told, told
+    try:
+        yield
+    finally:
+        _told = before
 
 
 def saving_beside(what: int) -> None:

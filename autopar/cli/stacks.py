@@ -1,0 +1,90 @@
+"""Plans as other softwares' configurations, and what these cost: --export, --for, --from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.answers import answer, answers_only
+from autopar.cli.application import UsageError
+from autopar.cli.options import check_gpus, check_time_limit, loss_of, memory_of, writable
+from autopar.files import write_file
+
+if TYPE_CHECKING:
+    from autopar.planner import Pins, Plan
+    from autopar.stacks import Stack
+
+__all__ = ["check_stacks", "explain_from", "exported"]
+
+
+def check_stacks(*names: str | None) -> None:
+    """StackError for a software that is not known, before a model is captured."""
+    if any(name is not None for name in names):
+        from autopar.stacks import stack_of
+
+        for name in filter(None, names):
+            stack_of(name)
+
+
+def exported(plan: Plan, name: str, out: Path | None, as_json: bool, said: dict[str, Any]) -> None:
+    """Say or write a plan as a configuration of this software; said: of the plan, for the answer in JSON."""
+    from autopar.stacks import configuration_of, stack_of
+    from autopar.stacks.stack import beyond
+
+    stack, configuration = stack_of(name), configuration_of(plan)
+    text = stack.text(configuration)
+    if out is not None:
+        write_file(out, text.encode())
+    if as_json:
+        written = {"written": str(out)} if out is not None else {}
+        answer({**said, "export": {"stack": name, "text": text, "cannot_express": list(beyond(configuration, stack)), **written}})
+    elif out is not None:
+        print(f"written to {out}")
+    else:
+        print(text, end="")
+
+
+def explain_from(
+    config: Path, target: str, gpus: int | None, *, out: Path | None, as_json: bool, cluster: str, memory: str | None, optimizer: str,
+    precision: str, loss: str | None, time_limit: float | None,
+) -> None:  # fmt: skip
+    """Price what a configuration says, and what would be better."""
+    from autopar.capture import capture
+    from autopar.compiler import wishes
+    from autopar.run.precision import compute_dtype
+    from autopar.stacks import read
+    from autopar.stacks.today import compared, compared_json, compared_text
+    from autopar.targets import load_target
+
+    check_time_limit(time_limit)
+    writable(out)
+    stack, configuration = read(config)
+    count = gpus or configuration.gpus
+    if count is None:
+        raise UsageError(f"{config} does not say how many data-parallel ranks there are: give --gpus N")
+    check_gpus(count)
+    asked: dict[str, Any] = {
+        "cluster": cluster, "memory": memory_of(memory), "time_limit": time_limit,
+        "optimizer": optimizer if configuration.optimizer is None else configuration.optimizer,
+        "precision": precision if configuration.precision is None else configuration.precision,
+    }  # fmt: skip
+    loss_fn = loss_of(loss)
+    wishes(count, **asked)  # what makes no sense is refused before the model is captured
+    with answers_only(as_json):
+        model, inputs = load_target(target)
+        captured = capture(model, inputs, loss=loss_fn, dtype=compute_dtype(model, asked["precision"]))
+
+        def planner(pins: Pins | None, software: Stack | None, within: bool) -> Plan:
+            return wishes(count, **asked, pins=pins, stack=None if software is None else software.name, within=within)(captured)
+
+        found = compared(stack, configuration, count, captured.program.batch_size, planner)
+    said = compared_json(found)
+    if out is not None:
+        from autopar.cli.answers import json_line
+
+        write_file(out, f"{json_line(said) if as_json else compared_text(found)}\n".encode())
+        said = {"written": str(out)}
+    if as_json:
+        answer(said)
+    else:
+        print(f"written to {out}" if out is not None else compared_text(found))

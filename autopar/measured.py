@@ -1,0 +1,211 @@
+"""A measured run beside its plan: what `model.profile(...).save("run.json")` writes, and where the plan was wrong, and by what."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from autopar.axes import LAYERS
+from autopar.errors import AutoparError
+from autopar.planner.plan import Plan
+from autopar.report.units import bytes_text, seconds_text, table
+
+__all__ = ["Calls", "Compared", "RankRun", "Row", "Run", "RunError", "compared", "compared_json", "compared_text"]
+
+FORMAT, VERSION = "autopar-run", 1
+NEAR = 1.1  # a figure within a tenth of what was predicted is not said to be wrong
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class RunError(AutoparError, ValueError):
+    """A file that is no measured run, or one of another plan."""
+
+
+class Calls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls of one kind in a step, and their seconds together."""
+
+    count: Count
+    seconds: Seconds
+
+
+class RankRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank. passes: 'forward', 'backward' -> of all micro-batches of a step, with what is prepared for them; collectives: kind -> on
+    this rank, in a step, as torch.profiler saw them; memory_bytes: the most, None where the system does not tell."""
+
+    rank: Count
+    step_s: Seconds
+    passes: dict[str, Calls]
+    collectives: dict[str, Calls]
+    memory_bytes: Count | None = None
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """steps_s: of forward and backward of each step, on the slowest rank, without the profiler; the ranks' own figures are of one step
+    with it. device: what they ran on."""
+
+    program_hash: str
+    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1)]]
+    micro_batches: Annotated[int, msgspec.Meta(ge=1)]
+    schedule: str
+    device: str
+    steps_s: Annotated[list[Seconds], msgspec.Meta(min_length=1)]
+    ranks: Annotated[list[RankRun], msgspec.Meta(min_length=1)]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Run:
+        """Read and validate. RunError."""
+        try:
+            data = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            raise RunError(f"cannot read the run {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+        try:
+            found = msgspec.json.decode(data, type=Run)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RunError(f"{os.fspath(path)} is no measured run (model.profile(...).save(path) writes one): {error}") from error
+        if found.format != FORMAT or found.version != VERSION:
+            raise RunError(f"{os.fspath(path)} is a run of version {found.version!r}; this autopar reads version {VERSION}. Measure again")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One figure. unit: 's' or 'bytes'; predicted, measured: None where it is not known."""
+
+    what: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.measured is not None and self.predicted else None
+
+    def _text(self, amount: float | None) -> str:
+        return "-" if amount is None else seconds_text(amount) if self.unit == "s" else bytes_text(amount)
+
+    @property
+    def predicted_text(self) -> str:
+        return self._text(self.predicted)
+
+    @property
+    def measured_text(self) -> str:
+        return self._text(self.measured)
+
+    @property
+    def ratio_text(self) -> str:
+        return "-" if self.ratio is None else f"{self.ratio:.2f}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """verdict: where the plan was wrong, in a sentence."""
+
+    verdict: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def compared(plan: Plan, run: Run) -> Compared:
+    """RunError if the run is not one of the plan."""
+    if run.program_hash != plan.program_hash:
+        raise RunError(f"the run is of another model or batch than the plan ({plan.model}): measure the module that was compiled with it")
+    if dict(run.mesh) != plan.mesh or run.micro_batches != plan.micro_batches or run.schedule != plan.schedule:
+        ran = " ".join(f"{axis}={n}" for axis, n in run.mesh.items())
+        raise RunError(f"the run had {ran}, {run.micro_batches} micro-batches, {run.schedule}, and the plan has others: it is another plan")
+    step = Row(
+        what="step without the optimizer", unit="s", predicted=plan.step_time_s - plan.optimizer_s, measured=statistics.median(run.steps_s)
+    )
+    rows = (step, *_stages(plan, run), *_collectives(plan, run), *_memory(plan, run))
+    notes = [f"measured on {run.device}; the plan's figures are {plan.provenance}"]
+    profiled = max(rank.step_s for rank in run.ranks)
+    notes.append(
+        f"stages and collectives are of one step with torch.profiler, which took {seconds_text(profiled)}; a collective's seconds on a "
+        f"rank hold what it waited for the others"
+    )
+    return Compared(verdict=_verdict(step, rows), rows=rows, notes=tuple(notes))
+
+
+def _of_stage(plan: Plan, run: Run, rank: int) -> list[RankRun]:
+    each = plan.gpus // plan.mesh[LAYERS]
+    return [r for r in run.ranks if r.rank // each == rank]
+
+
+def _stages(plan: Plan, run: Run) -> Iterator[Row]:
+    """Of each pipeline rank: the seconds of one micro-batch's passes, on the slowest of its ranks."""
+    for rank in range(plan.mesh[LAYERS]):
+        own = [s for s, r in zip(plan.stages, plan.rank_of, strict=True) if r == rank]
+        where = f" of pipeline rank {rank}" if plan.mesh[LAYERS] > 1 else ""
+        for name, predicted in (("forward", sum(s.forward_s for s in own)), ("backward", sum(s.backward_s for s in own))):
+            measured = [r.passes[name].seconds / plan.micro_batches for r in _of_stage(plan, run, rank) if name in r.passes]
+            yield Row(what=f"{name}{where}, one micro-batch", unit="s", predicted=predicted, measured=max(measured, default=None))
+
+
+def _collectives(plan: Plan, run: Run) -> Iterator[Row]:
+    """All of a step on the rank that spends the most on them; the plan's are those that nothing hides."""
+    totals = [sum(calls.seconds for calls in rank.collectives.values()) for rank in run.ranks]
+    exposed = plan.account.seconds if plan.account else {}
+    predicted = sum(s for kind, s in exposed.items() if kind.startswith("communication over "))
+    if any(totals) or predicted:
+        yield Row(what="collectives in a step (predicted: what nothing hides)", unit="s", predicted=predicted, measured=max(totals))
+    kinds = sorted({kind for rank in run.ranks for kind in rank.collectives})
+    for kind in kinds:
+        most = max((rank.collectives[kind] for rank in run.ranks if kind in rank.collectives), key=lambda calls: calls.seconds)
+        yield Row(what=f"  {kind}, {most.count} in a step", unit="s", predicted=None, measured=most.seconds)
+
+
+def _memory(plan: Plan, run: Run) -> Iterator[Row]:
+    for rank in range(plan.mesh[LAYERS]):
+        where = f" of pipeline rank {rank}" if plan.mesh[LAYERS] > 1 else ""
+        measured = [r.memory_bytes for r in _of_stage(plan, run, rank) if r.memory_bytes is not None]
+        yield Row(
+            what=f"memory{where}", unit="bytes", predicted=float(plan.memory_bytes[plan.rank_of.index(rank)]),
+            measured=float(max(measured)) if measured else None,
+        )  # fmt: skip
+
+
+def _verdict(step: Row, rows: tuple[Row, ...]) -> str:
+    def off(ratio: float) -> str:
+        return f"{ratio:.2f} times" if ratio >= 1 else f"{1 / ratio:.2f} times less than"
+
+    ratio = step.ratio or 1.0
+    if 1 / NEAR <= ratio <= NEAR:
+        said = f"the step took {seconds_text(step.measured or 0.0)}, {ratio:.2f} times what was predicted"
+    else:
+        predicted = seconds_text(step.predicted or 0.0)
+        said = f"the step took {seconds_text(step.measured or 0.0)}, {off(ratio)} the {predicted} that were predicted"
+    known = [row for row in rows[1:] if row.ratio and row.unit == "s" and row.predicted and row.measured]
+    worst = max(known, key=lambda row: abs((row.measured or 0.0) - (row.predicted or 0.0)), default=None)
+    if worst is not None and worst.ratio is not None and not 1 / NEAR <= worst.ratio <= NEAR:
+        said += f"; furthest off is {worst.what.strip()}: {worst.measured_text} and not {worst.predicted_text}"
+    memory = [row for row in rows if row.unit == "bytes" and row.ratio]
+    fullest = max(memory, key=lambda row: row.measured or 0.0, default=None)
+    if fullest is not None:
+        said += f"; {fullest.what} is {fullest.measured_text}, predicted {fullest.predicted_text}"
+    return said
+
+
+def compared_text(found: Compared) -> str:
+    rows = [(row.what, row.predicted_text, row.measured_text, row.ratio_text) for row in found.rows]
+    parts = [found.verdict, table(("", "predicted", "measured", "measured / predicted"), rows)]
+    return "\n\n".join([*parts, "\n".join(found.notes)])
+
+
+def compared_json(found: Compared) -> dict[str, Any]:
+    rows = [
+        {"what": r.what.strip(), "unit": r.unit, "predicted": r.predicted, "measured": r.measured, "ratio": r.ratio} for r in found.rows
+    ]
+    return {"verdict": found.verdict, "rows": rows, "notes": list(found.notes)}

@@ -1,0 +1,72 @@
+"""The memory of each pipeline rank over a step, from the liveness that its peak is from: `MemoryPlan` is the highest point of the curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from autopar.ir import Span
+from autopar.planner.candidate import Candidate, held_bytes, late_of
+from autopar.planner.liveness import Arriving, Liveness, Moment
+from autopar.planner.memory_curve import RankCurve, StageCurve
+from cost_models.pools import rows
+
+__all__ = ["POINTS", "curves_of"]
+
+POINTS = 12  # of a pass, each the most of a stretch of its operators
+
+
+def curves_of(c: Candidate) -> list[RankCurve]:
+    """Of each pipeline rank."""
+    e = c.estimator
+    bounds = (0, *c.part.cuts, len(e.segments))
+    again = [e.again(k, mode) for k, mode in enumerate(c.part.modes)]
+    spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
+    late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
+    return [_of_rank(c, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late) for r in range(e.flow.ranks)]
+
+
+def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> RankCurve:
+    e = c.estimator
+    reads = {s: e.read(span) for s, (span, _) in spans.items()}
+    params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
+    activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]
+    liveness, on_rank = e.rank.ledger.liveness, e.flow.on_rank(rank)
+    several = len(spans) > 1
+    units = liveness.units(*activities, follows=on_rank.follows) if several else liveness.units(*activities)
+    passes, update = (sum(n for _, n in rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
+    waiting, adds = 0, several or not e.recipe.accumulates
+    stages = []
+    for activity, (f, b) in zip(activities, on_rank.waiting, strict=True):
+        received, sent = (sum(liveness.crossing(x).values()) for x in (activity.receives, activity.sends))
+        waiting += f * received + b * sent if several else 0
+        arrived = sum(e.rank.program.types[v].nbytes for v in activity.sends) if several else 0
+        backward = [
+            _points(
+                liveness.backward(activity, units, Arriving.of(activity.sends, e.rank.program), accumulated=some, final=final),
+                e.recipe.accumulates, arrived,
+            )
+            for some, final in ((False, e.flow.micro_batches == 1), (adds, False), (adds, True))
+        ]  # fmt: skip
+        stages.append(
+            StageCurve(
+                kept_bytes=liveness.held_bytes(activity), gradient_bytes=Liveness.gradient_bytes(activity),
+                left_bytes=Liveness.left_behind(activity),
+                forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[0], later=backward[1],
+                last=backward[2],
+            )
+        )  # fmt: skip
+    return RankCurve(
+        rest_bytes=passes, update_bytes=update, waiting_bytes=waiting,
+        ends_bytes=max(_points(liveness.ends(*activities), e.recipe.accumulates), default=0),
+        context_bytes=int(e.cluster.gpu.context_bytes),
+        held_bytes=float(sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items())),
+        slack_share=float(e.recipe.allocator_slack), stages=stages,
+    )  # fmt: skip
+
+
+def _points(moments: Iterable[Moment], accumulates: bool, beside: int = 0) -> list[int]:
+    """The most bytes of each of a few stretches."""
+    every = [m.total - (m.gradients if accumulates else 0) + beside for m in moments]
+    n = min(POINTS, len(every))
+    return [max(every[k * len(every) // n : (k + 1) * len(every) // n]) for k in range(n)]

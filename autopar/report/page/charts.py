@@ -1,0 +1,333 @@
+"""Charts as Vega-Lite specifications: data, marks, colours; one function each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.axes import LAYERS
+from autopar.measured import Compared
+from autopar.planner.plan import Plan
+from autopar.report.explanation import Explanation
+from autopar.report.timeline import (
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    MOST_DRAWN,
+    REDUCTION,
+    STEADY,
+    UPDATE,
+    WEIGHTS,
+    RankTimeline,
+    StepTimeline,
+    ranks_text,
+)  # fmt: skip
+from autopar.report.units import bytes_text, seconds_text
+from autopar.report.words import MEMORY_TERMS
+
+__all__ = [
+    "COLOURS", "Spec", "families_chart", "matrix_chart", "measured_chart", "memory_chart", "parts_chart", "pool_chart", "sweep_chart",
+    "timeline_chart",
+]  # fmt: skip
+
+Spec = dict[str, Any]
+GIB, MS = 2.0**30, 1e3
+MOST_BARS = 6000  # of a timeline that is drawn; a trace for Perfetto has all
+MOST_RANKS = MOST_DRAWN  # rows of a timeline, and lines of a matrix
+CURVES = 8  # of different memory that are drawn
+
+# of Okabe and Ito, told apart by colour-blind people, on white and on black
+COLOURS = {
+    FORWARD: "#56b4e9", BACKWARD: "#e69f00", WEIGHTS: "#f0e442", REDUCTION: "#cc79a7", UPDATE: "#009e73", BEFORE: "#999999",
+    STEADY: "#7a9bb0",
+}  # fmt: skip
+_PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
+
+
+def _spec(values: Sequence[dict[str, Any]], **further: Any) -> Spec:
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json", "data": {"values": list(values)}, "width": "container",
+        "autosize": {"type": "fit-x", "contains": "padding"}, **further,
+    }  # fmt: skip
+
+
+def _said(field: str, title: str) -> Spec:
+    return {"field": field, "title": title, "type": "nominal"}
+
+
+def timeline_chart(made: StepTimeline) -> Spec:
+    """What each pipeline rank does when; ranks that do the same are one row."""
+    rows = _some(made.ranks)
+    each = max(8, MOST_BARS // max(1, len(rows)))
+    values = [
+        {
+            "row": _row(rank), "kind": bar.kind, "start": bar.start_s * MS, "end": bar.end_s * MS,
+            "takes": seconds_text(bar.end_s - bar.start_s), "from": seconds_text(bar.start_s),
+            "stage": "" if bar.stage < 0 else str(bar.stage),
+            "micro": f"{bar.passes} passes" if bar.passes > 1 else "" if bar.micro_batch < 0 else str(bar.micro_batch),
+        }
+        for rank in rows
+        for bar in rank.few_bars(each)
+    ]  # fmt: skip
+    kinds = [kind for kind in COLOURS if any(v["kind"] == kind for v in values)]
+    return _spec(
+        values, height={"step": 22 if len(rows) <= 16 else 12},
+        mark={"type": "bar", "stroke": "#00000055", "strokeWidth": 0.4, "cornerRadius": 1},
+        encoding={
+            "y": {"field": "row", "type": "nominal", "sort": None, "title": "pipeline rank"},
+            "x": {"field": "start", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}},
+            "x2": {"field": "end"},
+            "color": {
+                "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top"},
+                "scale": {"domain": kinds, "range": [COLOURS[kind] for kind in kinds]},
+            },
+            "tooltip": [
+                _said("row", "rank"), _said("kind", "what"), _said("stage", "stage"), _said("micro", "micro-batch"), _said("from", "from"),
+                _said("takes", "takes"),
+            ],
+        },
+    )  # fmt: skip
+
+
+def _row(rank: RankTimeline) -> str:
+    return f"{rank.rank} ({ranks_text(rank.ranks)})"
+
+
+def _some(ranks: Sequence[RankTimeline]) -> Sequence[RankTimeline]:
+    """All of them, or the first, the last and some between."""
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    return [ranks[round(k * (len(ranks) - 1) / (MOST_RANKS - 1))] for k in range(MOST_RANKS)]
+
+
+def memory_chart(made: StepTimeline, plan: Plan) -> Spec | None:
+    """What a GPU of each pipeline rank holds over the step, against what it may; None where the plan does not say."""
+    groups: dict[tuple[Any, ...], list[RankTimeline]] = {}
+    for rank in made.ranks:
+        groups.setdefault(tuple((level.nbytes, round(level.at_s, 9)) for level in rank.memory), []).append(rank)
+    curves = [group for key, group in groups.items() if key]
+    if not curves:
+        return None
+    fullest = max(range(len(curves)), key=lambda k: max(level.nbytes for level in curves[k][0].memory))
+    if len(curves) > CURVES:
+        kept = sorted({fullest, *(round(k * (len(curves) - 1) / (CURVES - 2)) for k in range(CURVES - 1))})
+        curves = [curves[k] for k in kept]
+    values = []
+    for group in curves:
+        name = f"rank {group[0].rank}" if len(group) == 1 else f"ranks {group[0].rank}-{group[-1].rank}"
+        levels = group[0].few_levels(600)
+        values += [
+            {"rank": name, "at": x.at_s * MS, "gib": x.nbytes / GIB, "holds": bytes_text(x.nbytes), "when": seconds_text(x.at_s)}
+            for x in levels
+        ]  # fmt: skip
+    order = list(dict.fromkeys(v["rank"] for v in values))
+    line = {
+        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
+        "encoding": {
+            "x": {"field": "at", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}},
+            "y": {"field": "gib", "type": "quantitative", "title": "GiB of a GPU"},
+            "color": {
+                "field": "rank", "type": "nominal", "title": "pipeline rank", "sort": order, "legend": {"orient": "top"},
+                "scale": {"range": _PALETTE},
+            },
+            "tooltip": [_said("rank", "pipeline rank"), _said("when", "at"), _said("holds", "holds")],
+        },
+    }  # fmt: skip
+    layers: list[Spec] = [line]
+    if plan.memory_limit_bytes:
+        limit = {"gib": plan.memory_limit_bytes / GIB, "says": f"may use {bytes_text(plan.memory_limit_bytes)}"}
+        layers.append(
+            {
+                "data": {"values": [limit]}, "mark": {"type": "rule", "strokeDash": [6, 4], "color": "#d55e00", "strokeWidth": 2},
+                "encoding": {"y": {"field": "gib", "type": "quantitative"}, "tooltip": [_said("says", "a plan")]},
+            }
+        )  # fmt: skip
+    return _spec(values, height=240, layer=layers)
+
+
+def parts_chart(found: Explanation) -> Spec:
+    """What the step is spent on, of the busiest pipeline rank."""
+    values = [
+        {"kind": part.kind, "ms": part.seconds * MS, "takes": f"{seconds_text(part.seconds)} ({part.share:.1%})"} for part in found.time
+    ]
+    return _bars(values, "kind", "ms", "ms of the step", [_said("kind", "what"), _said("takes", "takes")])
+
+
+def _bars(values: Sequence[Spec], name: str, amount: str, title: str, tooltip: list[Spec], marked: str | None = None) -> Spec:
+    colour: Spec = {"value": _PALETTE[0]}
+    if marked is not None:
+        colour = {"condition": {"test": f"datum.{marked}", "value": COLOURS[BACKWARD]}, "value": _PALETTE[0]}
+    return _spec(
+        values, height={"step": 24}, mark={"type": "bar", "cornerRadius": 1},
+        encoding={
+            "y": {"field": name, "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}},
+            "x": {"field": amount, "type": "quantitative", "title": title}, "color": colour, "tooltip": tooltip,
+        },
+    )  # fmt: skip
+
+
+def families_chart(found: Explanation) -> Spec | None:
+    """Step times of the families of plans that were tried; those that do not fit are in the table beside it."""
+    values = [
+        {"name": x.name, "ms": x.step_time_s * MS, "takes": seconds_text(x.step_time_s), "plan": x.plan, "chosen": x.chosen}
+        for x in found.families
+        if x.step_time_s is not None
+    ]
+    if not values:
+        return None
+    tooltip = [_said("name", "family"), _said("takes", "a step takes"), _said("plan", "plan")]
+    return _bars(values, "name", "ms", "ms of a step (what was chosen in orange)", tooltip, marked="chosen")
+
+
+def pool_chart(found: Explanation) -> Spec:
+    """Memory by kind of each pipeline rank at its fullest moment, against what it may use."""
+    stages = found.stages if len(found.stages) <= MOST_RANKS else found.stages[:: -(-len(found.stages) // MOST_RANKS)]
+    terms = list(MEMORY_TERMS.values())
+    values = [
+        {"rank": str(stage.rank), "term": term, "gib": n / GIB, "holds": bytes_text(n), "order": terms.index(term)}
+        for stage in stages
+        for term, n in stage.memory.items()
+        if n
+    ]
+    bars = {
+        "mark": {"type": "bar"},
+        "encoding": {
+            "y": {"field": "rank", "type": "nominal", "sort": None, "title": "pipeline rank"},
+            "x": {"field": "gib", "type": "quantitative", "title": "GiB of a GPU", "stack": "zero"},
+            "color": {
+                "field": "term", "type": "nominal", "sort": terms, "title": None, "legend": {"orient": "top", "columns": 4},
+                "scale": {"domain": terms, "range": _PALETTE},
+            },
+            "order": {"field": "order", "type": "quantitative"},
+            "tooltip": [_said("rank", "pipeline rank"), _said("term", "what"), _said("holds", "holds")],
+        },
+    }  # fmt: skip
+    layers: list[Spec] = [bars]
+    limit = found.summary.memory_limit_bytes
+    if limit:
+        dashed = {"type": "rule", "strokeDash": [6, 4], "color": "#d55e00", "strokeWidth": 2}
+        rule: Spec = {"mark": dashed, "data": {"values": [{"gib": limit / GIB}]}}
+        layers.append({**rule, "encoding": {"x": {"field": "gib", "type": "quantitative"}}})
+    return _spec(values, height={"step": 24 if len(stages) <= 16 else 12}, layer=layers)
+
+
+def matrix_chart(plan: Plan) -> tuple[Spec, str]:
+    """Which ranks exchange what: neighbours on one mesh axis. Many ranks are taken together, as many as share a node or more. And in words
+    what a line stands for."""
+    mesh, n = plan.mesh, plan.gpus
+    node = plan.account.gpus_per_node if plan.account else n
+    group = 1 if n <= MOST_RANKS else max(node, -(-n // MOST_RANKS))
+    group = next(g for g in range(group, n + 1) if n % g == 0)
+    strides = {axis: _stride(mesh, axis) for axis in mesh}
+    pairs: dict[tuple[int, int], dict[str, int]] = {}
+    for rank in range(n):
+        for axis, size in mesh.items():
+            if size == 1:
+                continue
+            at = rank // strides[axis] % size
+            others = [k for k in (at - 1, at + 1) if 0 <= k < size] if axis == LAYERS else [k for k in range(size) if k != at]
+            for k in others if size <= MOST_RANKS or axis == LAYERS else (0, size - 1, at ^ 1):
+                other = rank + (k - at) * strides[axis]
+                if 0 <= other < n and other != rank:
+                    counts = pairs.setdefault((rank // group, other // group), {})
+                    counts[axis] = counts.get(axis, 0) + 1
+    order = list(reversed(mesh))
+    seconds = plan.account.seconds if plan.account else {}
+    values = []
+    for (a, b), counts in pairs.items():
+        axis = max(counts, key=lambda x: (counts[x], -order.index(x)))
+        same = (a * group) // node == (b * group) // node if group <= node else a == b
+        spent = seconds.get(f"communication over {axis}")
+        values.append(
+            {
+                "a": a, "b": b, "axis": axis, "from": _named(a, group), "to": _named(b, group),
+
+                "axes": ", ".join(x for x in mesh if x in counts), "link": "in a node" if same else "between nodes",
+                "spent": seconds_text(spent) if spent else "hidden, or little",
+            }
+        )  # fmt: skip
+    axes = [axis for axis in mesh if any(v["axis"] == axis for v in values)]
+    spec = _spec(
+        values, height=340, mark={"type": "rect"},
+        encoding={
+            "x": {
+                "field": "a", "type": "ordinal", "title": "rank" if group == 1 else f"{group} ranks",
+                "axis": {"labelOverlap": True, "labelAngle": 0},
+            },
+            "y": {"field": "b", "type": "ordinal", "title": None, "axis": {"labelOverlap": True}},
+            "color": {
+                "field": "axis", "type": "nominal", "title": "mesh axis", "legend": {"orient": "top"},
+                "scale": {"domain": axes, "range": _PALETTE[: len(axes)]},
+            },
+            "opacity": {
+                "field": "link", "type": "nominal", "title": None, "legend": {"orient": "top"},
+                "scale": {"domain": ["in a node", "between nodes"], "range": [1.0, 0.5]},
+            },
+            "tooltip": [
+                _said("from", "from"), _said("to", "to"), _said("axes", "mesh axes"), _said("link", "link"),
+                _said("spent", "exposed in a step on that axis"),
+            ],
+        },
+    )  # fmt: skip
+    return spec, "" if group == 1 else f"Each line stands for {group} ranks that follow one another."
+
+
+def _stride(mesh: dict[str, int], axis: str) -> int:
+    stride = 1
+    for name in reversed(mesh):
+        if name == axis:
+            return stride
+        stride *= mesh[name]
+    return stride
+
+
+def _named(k: int, group: int) -> str:
+    return ranks_text((k * group, (k + 1) * group - 1))
+
+
+def measured_chart(found: Compared) -> Spec:
+    """What was measured over what was predicted; 1 is as predicted."""
+    values = [
+        {"what": row.what.strip(), "ratio": row.ratio, "predicted": row.predicted_text, "measured": row.measured_text}
+        for row in found.rows
+        if row.ratio is not None
+    ]
+    tooltip = [_said("what", "what"), _said("predicted", "predicted"), _said("measured", "measured")]
+    spec = _bars(values, "what", "ratio", "measured over predicted", tooltip)
+    one = {"data": {"values": [{"ratio": 1.0}]}, "mark": {"type": "rule", "color": "#d55e00", "strokeWidth": 2}}
+    bars = {"mark": spec.pop("mark"), "encoding": spec.pop("encoding")}
+    return {**spec, "layer": [bars, {**one, "encoding": {"x": {"field": "ratio", "type": "quantitative"}}}]}
+
+
+def sweep_chart(points: Sequence[dict[str, Any]]) -> Spec | None:
+    """Step time over GPUs, of each memory, cluster and batch."""
+    values = [
+        {
+            "gpus": p["gpus"], "ms": p["step_time_s"] * MS, "series": _series(p), "takes": seconds_text(p["step_time_s"]),
+            "plan": p["plan"],
+        }
+        for p in points
+        if p["step_time_s"] is not None
+    ]  # fmt: skip
+    if not values:
+        return None
+    colour = itertools.cycle(_PALETTE)
+    names = list(dict.fromkeys(v["series"] for v in values))
+    return _spec(
+        values, height=240, mark={"type": "line", "point": True},
+        encoding={
+            "x": {"field": "gpus", "type": "quantitative", "title": "GPUs", "scale": {"type": "log", "base": 2}},
+            "y": {"field": "ms", "type": "quantitative", "title": "ms of a step", "scale": {"type": "log"}},
+            "color": {
+                "field": "series", "type": "nominal", "title": None, "legend": {"orient": "top"},
+                "scale": {"domain": names, "range": [next(colour) for _ in names]},
+            },
+            "tooltip": [_said("series", "of"), _said("takes", "a step takes"), _said("plan", "plan")],
+        },
+    )  # fmt: skip
+
+
+def _series(point: dict[str, Any]) -> str:
+    batch = f", batch {point['batch']}" if point.get("batch") else ""
+    return f"{point['cluster']}, {bytes_text(point['memory_limit_bytes'])}{batch}"

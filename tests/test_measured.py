@@ -1,0 +1,127 @@
+"""A run that was measured beside its plan: recorded on every rank, written, read, compared; what is no run of the plan is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import autopar
+from autopar.measured import Calls, RankRun, Run, RunError, compared, compared_json, compared_text
+from autopar.planner import Pins, Plan, make_plan
+from autopar.run import WorkerPool
+from cost_models import load_cluster
+from tests.checkpoint_model import batch, plain
+from tests.planner_programs import program_of
+
+
+def planned(**pins: Any) -> Plan:
+    pins = pins or {"pp": 2, "dp": 2, "tp": 1, "micro_batches": 4}
+    return make_plan(program_of("stack"), 4, load_cluster("dgx-a100"), memory_limit_bytes=2**34, pins=Pins(**pins))
+
+
+def run_of(plan: Plan, scale: float, **changes: Any) -> Run:
+    """As predicted, but for `scale`."""
+    ranks = []
+    for r in range(plan.gpus):
+        own = [s for s, of in zip(plan.stages, plan.rank_of, strict=True) if of == r // (plan.gpus // plan.mesh["pp"])]
+        forward, backward = sum(s.forward_s for s in own), sum(s.backward_s for s in own)
+        passes = {"forward": Calls(count=4, seconds=4 * scale * forward), "backward": Calls(count=4, seconds=4 * scale * backward)}
+        ranks.append(RankRun(rank=r, step_s=1.0, passes=passes, collectives={}, memory_bytes=own[0].memory.total_bytes))
+    step = scale * (plan.step_time_s - plan.optimizer_s)
+    made = Run(
+        program_hash=plan.program_hash, mesh=plan.mesh, micro_batches=plan.micro_batches, schedule=plan.schedule, device="cpu",
+        steps_s=[step], ranks=ranks,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.mark.pure
+def test_figures_stand_beside_those_of_the_plan() -> None:
+    plan = planned()
+    found = compared(plan, run_of(plan, 2.0))
+    rows = {row.what: row for row in found.rows}
+    assert rows["step without the optimizer"].ratio == pytest.approx(2.0)
+    assert {row.ratio_text for row in found.rows if "forward" in row.what or "backward" in row.what} == {"2.00"}
+    assert {row.ratio_text for row in found.rows if row.unit == "bytes"} == {"1.00"}
+    assert "2.00 times the" in found.verdict
+    assert "furthest off is" in found.verdict
+    near = compared(plan, run_of(plan, 1.05))
+    assert "1.05 times what was predicted" in near.verdict
+    assert "furthest" not in near.verdict
+    fast = compared(plan, run_of(plan, 0.25))
+    assert "4.00 times less than" in fast.verdict
+    text = compared_text(found)
+    assert found.verdict in text
+    assert "measured / predicted" in text
+    assert json.loads(json.dumps(compared_json(found)))["rows"][0]["ratio"] == pytest.approx(2.0)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"program_hash": "0" * 64}, "another model"),
+        ({"micro_batches": 2}, "2 micro-batches"),
+        ({"mesh": {"pp": 1, "dp": 4, "tp": 1}}, "dp=4"),
+    ],
+)
+def test_a_run_of_another_plan_is_refused(changes: dict[str, Any], says: str) -> None:
+    plan = planned()
+    with pytest.raises(RunError, match=says):
+        compared(plan, run_of(plan, 1.0, **changes))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": "x"}', '{"steps_s": [1e999]}', '{"program_hash": "a", "ranks": []}', "[" * 100_000]
+)
+def test_what_is_no_run_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(RunError, match="no measured run"):
+        Run.load(path)
+    with pytest.raises(RunError, match="cannot read"):
+        Run.load(tmp_path / "none.json")
+
+
+@pytest.mark.pure
+def test_a_run_is_written_and_read_back(tmp_path: Path) -> None:
+    made = run_of(planned(), 1.5)
+    path = tmp_path / "run.json"
+    path.write_bytes(made.to_json())
+    assert Run.load(path) == made
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(made, version=9)))
+    with pytest.raises(RunError, match="version 9"):
+        Run.load(path)
+
+
+def _profiled(pins: dict[str, Any], folder: str) -> tuple[str, Plan]:
+    model: Any = autopar.compile(plain(dropout=0.1), 2, example_inputs=batch(0), cluster="cpu", pins=pins)
+    model(*batch(1)).backward()
+    found = model.profile(*batch(4), steps=2)
+    found.save(f"{folder}/run.json")
+    return str(found), model.plan
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"pp": 2}])
+def test_every_rank_is_recorded(pins: dict[str, Any], tmp_path: Path) -> None:
+    with WorkerPool(2, backend="gloo") as pool:
+        (_, plan), _ = pool.run(_profiled, pins, str(tmp_path), timeout_s=300)
+    run = Run.load(tmp_path / "run.json")
+    assert [r.rank for r in run.ranks] == [0, 1]
+    assert len(run.steps_s) == 2
+    for rank in run.ranks:
+        assert rank.passes["forward"].seconds > 0
+        assert rank.passes["backward"].seconds > 0
+        if "pp" in pins:
+            assert min(rank.passes["forward"].count, rank.passes["backward"].count) >= run.micro_batches
+        assert rank.passes["forward"].seconds + rank.passes["backward"].seconds <= rank.step_s * 1.001
+    if "pp" not in pins:
+        assert all(sum(calls.count for calls in rank.collectives.values()) > 0 for rank in run.ranks)
+    found = compared(plan, run)
+    assert all(row.measured is not None for row in found.rows if "micro-batch" in row.what)
