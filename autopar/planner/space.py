@@ -22,7 +22,7 @@ __all__ = ["CHUNKS_TRIED", "SCHEDULES_TRIED", "Choice", "Form", "Mesh", "Space",
 SCHEDULES_TRIED = ("1f1b", "interleaved")  # of those that are known; 1F1B is as fast as GPipe, with fewer micro-batches in flight
 CHUNKS_TRIED = (2,)  # stages on each rank, where a schedule has several and how many is not pinned
 MAX_INTERLEAVED = 4  # micro-batches for each pipeline rank, up to which several stages on each are tried
-MAX_RANKS_INTERLEAVED = 16  # pipeline ranks up to which they are: of more, the cuts take longest of all to price
+MAX_RANKS_INTERLEAVED = 4  # pipeline ranks up to which they are: of more, the cuts take longest of all to price
 MAX_MICRO_BATCHES = 64  # for each stage, beyond which what is left of the bubble is less than a sixty-fourth
 
 

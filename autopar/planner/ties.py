@@ -28,7 +28,7 @@ __all__ = ["ORDER", "REACH", "Tie", "Waiting", "difference_spread_s", "simplest"
 ORDER = "fewest axes, lowest ZeRO stage, no recompute, fewest micro-batches"
 REACH = 0.03  # of the fastest step: what is slower by more is never called as good
 DRAFTS = 24  # choices whose stages are cut to see whether they tie
-EXACT = 4  # choices that are priced as they will run
+EXACT = 2  # choices that are priced as they will run
 
 Simplicity = tuple[int, int, int, int]
 
