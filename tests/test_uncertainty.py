@@ -111,9 +111,9 @@ def test_intervals_are_explained_and_survive_the_file(tmp_path: Path) -> None:
     again = Plan.load(tmp_path / "plan.json")
     assert again.step_time_interval_s == plan.step_time_interval_s and again.seconds_by_kind == plan.seconds_by_kind
     text = plan_text(again)
-    assert "80%" in text and "they depend on" in text and next(iter(plan.seconds_by_kind)) in text
+    assert "80% interval" in text and "the step depends on" in text and next(iter(plan.seconds_by_kind)) in text
     without = msgspec.structs.replace(plan, seconds_by_kind={})
-    assert "they depend on" not in plan_text(without)
+    assert "the step depends on" not in plan_text(without)
 
 
 def test_a_spread_in_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_spread_in_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="step_spread"):
         Plan.load(tmp_path / "plan.json")
-    assert "they depend on" not in plan_text(msgspec.structs.replace(planned("tied", 1), step_time_s=0.0))
+    assert "the step depends on" not in plan_text(msgspec.structs.replace(planned("tied", 1), step_time_s=0.0))
 
 
 def test_an_interval_of_memory_ends_above_nothing() -> None:

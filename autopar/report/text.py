@@ -136,7 +136,7 @@ def _memory(e: Explanation) -> str:
     ]  # fmt: skip
     low, high = e.summary.memory_interval_bytes
     which = f" (the {STAGES} fullest of {len(e.stages)} pipeline ranks)" if len(e.stages) > STAGES else ""
-    heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; the fullest with 80%: "
+    heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; 80% interval of the fullest: "
     heading += f"{bytes_text(low)} to {bytes_text(high)}"
     return heading + "\n" + last_wrapped((*(("rank",) if several else ()), "", "", "", "most of it"), rows)
 
@@ -150,7 +150,7 @@ def _time(e: Explanation) -> str:
     rows = [(part.kind, bar(part.share), seconds_text(part.seconds), share_text(part.share)) for part in e.time if part.share >= 5e-4]
     low, high = e.summary.step_interval_s
     heading = f"time of a step, {seconds_text(e.summary.step_time_s)}"
-    heading += f"; with 80%: {seconds_text(low)} to {seconds_text(high)}" if low < high else ""
+    heading += f"; 80% interval: {seconds_text(low)} to {seconds_text(high)}" if low < high else ""
     return heading + "\n" + table(("spent on", "", "", ""), rows)
 
 
