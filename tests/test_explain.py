@@ -258,8 +258,12 @@ class _pressed:  # noqa: N801  (it stands for a function)
         pass
 
 
-def test_the_first_ctrl_c_is_noted_and_the_second_one_ends(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_ctrl_c_is_noted_and_the_second_one_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with stopped_by_user() as stop:
         assert not stop()
         signal.raise_signal(signal.SIGINT)

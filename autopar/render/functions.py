@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -115,7 +116,7 @@ class Function:
                 comment = "; ".join(dict.fromkeys(filter(None, (self.facts.comment(v) for v in item.gives if v is not None))))
                 written = statement(self._targets(item, last), code, comment, depth)
                 if self.facts.marked and item.op is not None:
-                    written[0] += f"{MARK}{item.op.name}"
+                    written[0] += f"{MARK}{json.dumps(item.op.name)}"  # a name may hold an end of a line
                 lines += written
             big = {self.local[v] for v in dead if self._nbytes(v) * BIG >= biggest > 0}
             stale = [name for name in dict.fromkeys(self.local[v] for v in dead) if name in big and self.names.is_free(name)]

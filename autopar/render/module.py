@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -45,7 +46,7 @@ def render_linked(lowered: Lowered, manifest: Manifest) -> tuple[str, dict[int, 
     pairs = [line.partition(MARK) for line in _text(_Writer(lowered, manifest)).split("\n")]
     source = "\n".join(line for line, _, _ in pairs)
     check_source(source, stages=len(lowered.stages))
-    return source, {k: name for k, (_, _, name) in enumerate(pairs, start=1) if name}
+    return source, {k: json.loads(name) for k, (_, _, name) in enumerate(pairs, start=1) if name}
 
 
 def _text(writer: _Writer) -> str:
