@@ -21,8 +21,8 @@ from autopar.report.explanation import Family, explanation_of
 from autopar.report.page import page_of, svg_of
 from autopar.report.page.charts import matrix_chart, memory_chart, timeline_chart
 from autopar.report.page.graph import Node, tree_of
-from autopar.report.page.library import LibraryMissing
 from autopar.report.page.page import Emitted
+from autopar.report.page.vega import LibraryMissing
 from autopar.report.timeline import timeline_of
 from cost_models import load_cluster
 from tests.chromium import visit

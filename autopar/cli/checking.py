@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.answers import answer, answers_only
-from autopar.cli.application import UsageError, app
+from autopar.cli.application import app
 from autopar.cli.options import (
     Cluster,
     Gpus,
@@ -21,7 +21,6 @@ from autopar.cli.options import (
     loss_of,
     memory_of,
     pins_of,
-    readable,
     writable,
 )
 
@@ -41,19 +40,15 @@ def verify(
 ) -> None:
     """Run the plan on local workers in float64 and compare with the single-process model: loss, gradients, parameters, buffers,
     evaluation, other batch sizes, all copies; with --loop what the user's own training loop returns."""
-    from autopar.planner import Plan
+    from autopar.cli.studies import given_plan
     from autopar.report.verification import loop_json, loop_text, verification_json, verification_text
     from autopar.targets import load_target
     from autopar.verify import verify as run_verify
     from autopar.verify_loop import verify_loop
 
-    if plan_file is not None and pin:
-        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
     check_gpus(gpus)
     pins, memory_bytes, loss_fn = pins_of(pin), memory_of(memory), loss_of(loss)
-    given = None if plan_file is None else Plan.load(readable(plan_file))
-    if given is not None and given.gpus != gpus:
-        raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}")
+    given = given_plan(plan_file, gpus, pin)
     if loop is not None:
         with answers_only(as_json):
             looped = verify_loop(target, loop, gpus, plan=given, pins=pins, loss=loss, cluster=cluster, memory=memory_bytes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autopar.ir import Program
     from autopar.planner import Pins, Plan
 
-__all__ = ["captured_of", "study_of"]
+__all__ = ["captured_of", "given_plan", "study_of"]
 
 
 def captured_of(target: str, precision: str, loss: str | None) -> tuple[Captured, Callable[[int], Program]]:
@@ -67,7 +67,7 @@ def study_of(
     from autopar.planner.resources import choose_cluster
     from autopar.planner.store import Store
 
-    given = None if plan_file is None else _given(plan_file, gpus, pins)
+    given = given_plan(plan_file, gpus, pins)
     count = given.gpus if given is not None else gpus
     if count is None:
         raise UsageError("--gpus N is missing: for how many GPUs is the plan to be?")
@@ -94,14 +94,17 @@ def study_of(
     return Study(program=program, asked=asked, given=made, recapture=of_batch, stores={(described, optimizer, program.batch_size): store})
 
 
-def _given(plan_file: Path, gpus: int | None, pins: Pins | None) -> Plan:
+def given_plan(plan_file: Path | None, gpus: int | None, pins: object) -> Plan | None:
+    """The plan that --plan names, None if it names none; an error where other options contradict it."""
     from autopar.planner import Plan
 
+    if plan_file is None:
+        return None
+    if pins:
+        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
     given = Plan.load(readable(plan_file))
     if gpus not in (None, given.gpus):
         raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}")
-    if pins is not None:
-        raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
     return given
 
 

@@ -28,7 +28,7 @@ from autopar.report.page.charts import (
     timeline_chart,
 )
 from autopar.report.page.graph import tree_of
-from autopar.report.page.library import library_script, vega_of
+from autopar.report.page.vega import library_script, vega_of
 from autopar.report.timeline import MOST_DRAWN, timeline_of
 from autopar.report.units import bytes_text, count_text, seconds_text
 

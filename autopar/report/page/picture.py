@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.planner.plan import Plan
 from autopar.report.page.charts import memory_chart, timeline_chart
-from autopar.report.page.library import picture
+from autopar.report.page.vega import picture
 from autopar.report.timeline import timeline_of
 
 __all__ = ["svg_of"]
