@@ -20,6 +20,7 @@ from cost_models.uncertainty import SPREADS, spread_of_kind
 
 __all__ = [
     "KINDS",
+    "MOST_GPUS",
     "Cluster",
     "Gpu",
     "HardwareFileError",
@@ -47,6 +48,8 @@ _DTYPES = {
     "complex64": "float32", "complex128": "float64",
     "bool": "float32", "uint8": "float32", "int8": "float32", "int16": "float32", "int32": "float32", "int64": "float32",
 }  # fmt: skip
+MOST = 1e18  # of any figure in its unit; what is larger is a slip of the hand
+MOST_GPUS = 10**6  # that anything is planned for
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
@@ -75,6 +78,7 @@ class Gpu:
     reaches when it is large. launch_s: what the host needs to launch one operator of a model that is trained in
     eager mode (Python, autograd's bookkeeping, dispatch). context_bytes: device memory that the
     framework takes before the first tensor (context, library handles, code). host: a CPU, so that kernels run where they are issued.
+    shared_by: how many processes take turns on it; rates and launch_s are those of one that has it for itself.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Gpu:
     rates: tuple[tuple[str, float], ...]
     fractions: tuple[tuple[str, float], ...]
     host: bool = False
+    shared_by: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
     spreads: tuple[tuple[str, float], ...] = ()
 
@@ -124,7 +129,8 @@ class Link:
     needs no synchronisation but reaches only low_latency_fraction of the rate. start_*: once per collective; hop_*: per step.
     peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
     rate at which it does; 0 where it cannot. switched: any pair gets the
-    full rate; otherwise the wires are point to point.
+    full rate; otherwise the wires are point to point. host_share: the share of a collective's seconds in which it keeps the host's cores
+    busy, which counts where these compute too (`Gpu.host`).
     """
 
     name: str
@@ -138,6 +144,7 @@ class Link:
     peer_s: float
     in_switch_fraction: float
     switched: bool
+    host_share: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
     spreads: tuple[tuple[str, float], ...] = ()
 
@@ -231,7 +238,7 @@ class _Table:
             raise self.fail(key, f"must be a {kind.__name__}, found {value!r}")
         return value
 
-    def number(self, key: str, *, least: float = 0.0, most: float = math.inf) -> float:
+    def number(self, key: str, *, least: float = 0.0, most: float = MOST) -> float:
         """The value of `key = { value = number, source = "kind: text" }`, which may also state its spread."""
         entry = self.plain(key, dict)
         value, source, spread = entry.get("value"), entry.get("source"), entry.get("spread", 0.0)
@@ -278,6 +285,7 @@ def _gpu(table: _Table, name: str) -> Gpu:
         rates=tuple((dtype, rates.number(dtype, least=1)) for dtype in _RATES if dtype in rates.data),
         fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in OP_CLASSES),
         host=table.plain("host", bool, False, required=False),
+        shared_by=table.number("shared_by", least=1) if "shared_by" in table.data else 1.0,
         sources=(("title", title), *table.sources, *rates.sources, *fractions.sources),
         spreads=(*table.spreads, *rates.spreads, *fractions.spreads),
     )
@@ -297,6 +305,7 @@ def _link(table: _Table, name: str) -> Link:
         **{f: table.number(f, least=1e-3, most=1) for f in ("achievable_fraction", "low_latency_fraction")},
         **{f: table.number(f) for f in ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s", "peer_s")},
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
+        "host_share": table.number("host_share", most=1) if "host_share" in table.data else 0.0,
     }
     table.done()
     return Link(name=name, switched=switched, sources=(("title", title), *table.sources), spreads=tuple(table.spreads), **numbers)

@@ -47,6 +47,11 @@ class Rest:
             raise ValueError(f"{self.name}: the optimizer steps on parts of what is in parts, so its states must be in parts too")
 
     @property
+    def short(self) -> str:
+        """In a word: 'ZeRO-1', 'ZeRO-3 within groups', 'no ZeRO'."""
+        return f"ZeRO-{self.zero}{' within groups' if self.over == 'node' else ''}" if self.states else "no ZeRO"
+
+    @property
     def gathered(self) -> Literal["never", "step", "use"]:
         """How often a parameter is made whole: once a step, or where it is used and then dropped."""
         return "never" if not self.states else "use" if self.parameters else "step"
@@ -76,7 +81,7 @@ RESTS: dict[str, Rest] = {
         Rest(name="zero1", zero=1, title="ZeRO-1: optimizer states in parts", states=True),
         Rest(name="zero2", zero=2, title="ZeRO-2: gradients and optimizer states in parts", states=True, gradients=True),
         Rest(
-            name="zero3", zero=3, title="ZeRO-3: parameters, gradients and optimizer states in parts, gathered where they are used",
+            name="zero3", zero=3, title="ZeRO-3: parameters, gradients and optimizer states in parts, gathered where used",
             states=True, gradients=True, parameters=True,
         ),
         Rest(name="hybrid1", zero=1, title="ZeRO-1 within groups", states=True, over="node"),

@@ -88,6 +88,7 @@ def test_unlike_anything_lists_what_there_is(tmp_path: Path) -> None:
         ('gpu = "a100-40gb"', "gpu = ", "not valid TOML"),
         ("gpus_per_node = { value = 8,", "gpus_per_node = { value = 0,", "at least 1"),
         ("gpus_per_node = { value = 8,", 'gpus_per_node = { value = "8",', "needs a number"),
+        ("gpus_per_node = { value = 8,", "gpus_per_node = { value = 1e308,", "must lie between"),
         ("gpus_per_node = {", "gpu_per_node = {", "gpus_per_node is missing"),
         ("switch", "switch", ""),
         ('source = "datasheet: AWS EC2 instance type p4d.24xlarge" }', 'source = "somewhere" }', "needs a `source`"),

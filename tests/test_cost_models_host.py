@@ -10,6 +10,8 @@ import pytest
 
 from autopar.ir import refs
 from autopar.measure import Pricer
+from autopar.planner import Pins, make_plan
+from autopar.planner.exchange import Once
 from autopar.planner.price import Ledger
 from cost_models.cluster import Cluster, HardwareFileError, list_links, load_cluster, load_link
 from cost_models.recipe import AUTOPAR, Recipe
@@ -90,8 +92,12 @@ def test_what_a_software_adds_between_nodes() -> None:
         plain = alone.collective_s("all_reduce", nbytes, "dp")
         assert slowed.collective_s("all_reduce", nbytes, "dp") == pytest.approx(plain + 3e-4)
         assert slowed.collective_s("all_reduce", nbytes, "tp") == alone.collective_s("all_reduce", nbytes, "tp")
-    with pytest.raises(ValueError, match="faster than it is"):
-        Recipe(between_nodes_s=-1e-4)
+        joint = alone.joint_s("all_reduce", nbytes, ("dp", "tp"))
+        assert slowed.joint_s("all_reduce", nbytes, ("dp", "tp")) == pytest.approx(joint + 3e-4)
+        assert slowed.joint_s("all_reduce", nbytes, ("tp",)) == alone.joint_s("all_reduce", nbytes, ("tp",))
+    for name in ("between_nodes_s", "once_s"):
+        with pytest.raises(ValueError, match="faster than it is"):
+            Recipe(**{name: -1e-4})
 
 
 def test_links_are_fitted_to_timings_of_links() -> None:
@@ -99,7 +105,7 @@ def test_links_are_fitted_to_timings_of_links() -> None:
     for name in list_links():
         link = load_link(name)
         assert not [key for key, source in link.sources if "training runs" in source], name
-    assert AUTOPAR.between_nodes_s == AUTOPAR.contended_step_s == AUTOPAR.contended_hop_s == 0.0
+    assert AUTOPAR.between_nodes_s == AUTOPAR.contended_step_s == AUTOPAR.contended_hop_s == AUTOPAR.once_s == 0.0
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
@@ -115,3 +121,62 @@ def test_the_host_is_written_and_read(tmp_path: Path) -> None:
     (tmp_path / "b.toml").write_text(text.replace("host = true", 'host = "yes"'), encoding="utf-8")
     with pytest.raises(HardwareFileError, match="host must be a bool"):
         load_cluster(tmp_path / "b.toml")
+
+
+# ------------------------------------------------------------------------------------------------- processes that share a core
+def test_processes_that_take_turns_on_a_core_compute_so_much_longer(tmp_path: Path) -> None:
+    """The description of a machine says by how many; its links were measured with all of them, and stay as they are."""
+    alone = load_cluster("cpu")
+    sources = (*alone.gpu.sources, ("shared_by", "measured: 4 workers on 2 cores"))
+    shared = dataclasses.replace(alone, gpu=dataclasses.replace(alone.gpu, shared_by=2.0, sources=sources))
+    (tmp_path / "cpu.toml").write_text(cluster_toml(shared), encoding="utf-8")
+    read = load_cluster(tmp_path / "cpu.toml")
+    assert (read.gpu.shared_by, load_cluster("cpu").gpu.shared_by) == (2.0, 1.0)
+    program, mesh = program_of("stack"), {"pp": 1, "dp": 4, "tp": 1}
+    costs = {c.gpu.shared_by: Ledger(program, Pricer(c, mesh)).costs for c in (alone, read)}
+    for one, two in zip(costs[1.0], costs[2.0], strict=True):
+        assert two.forward_s == pytest.approx(2 * one.forward_s) and two.backward_s == pytest.approx(2 * one.backward_s)
+    assert Pricer(read, mesh).collective_s("all_reduce", 2**20, "dp") == Pricer(alone, mesh).collective_s("all_reduce", 2**20, "dp")
+    few = cluster_toml(read).replace('value = 2.0, source = "measured: 4 w', 'value = 0.5, source = "measured: 4 w')
+    (tmp_path / "cpu.toml").write_text(few, encoding="utf-8")
+    with pytest.raises(HardwareFileError, match="shared_by"):
+        load_cluster(tmp_path / "cpu.toml")
+
+
+# ----------------------------------------------------------------------------------------------- collectives that need the host's cores
+def test_what_goes_on_beside_kernels_of_the_same_cores_hides_the_less() -> None:
+    """By hand: two all-reduces of 3 s beside a backward pass of 10 s are ready after 5 s and 10 s, so that 3 s are left where devices
+    compute; 6 s where the cores of the kernels are busy with all of it; in between in proportion."""
+    once = Once(reduced=((2, 3.0),), gathers=((1, 2.0),), last_s=0.5, taken=0.0, overlaps_reduction=True, overlaps_gathers=True)
+    free_s, gather_s = 3.0, 2.0  # the one gather is needed before anything is computed
+    assert once.exposed_s(8.0, 10.0) == pytest.approx(free_s + gather_s + 0.5)
+    assert dataclasses.replace(once, taken=1.0).exposed_s(8.0, 10.0) == pytest.approx(6.0 + 2.0 + 0.5)
+    assert dataclasses.replace(once, taken=0.4).exposed_s(8.0, 10.0) == pytest.approx(0.4 * 6.0 + 0.6 * free_s + gather_s + 0.5)
+
+
+def test_only_a_host_that_computes_loses_cores_to_its_links(tmp_path: Path) -> None:
+    known, mesh = load_cluster("cpu"), {"pp": 1, "dp": 2, "tp": 1}
+    assert Pricer(known, mesh).taken("dp") == known.intra.host_share > 0.0
+    (tmp_path / "cpu.toml").write_text(cluster_toml(known), encoding="utf-8")
+    assert load_cluster(tmp_path / "cpu.toml").intra.host_share == known.intra.host_share
+    sources = (*known.inter.sources, ("host_share", "assumed: a test"))
+    two = dataclasses.replace(known, gpus_per_node=1, inter=dataclasses.replace(known.inter, host_share=0.25, sources=sources))
+    assert Pricer(two, mesh).taken("dp") == 0.25
+    devices = load_cluster("dgx-h100")
+    intra = dataclasses.replace(devices.intra, host_share=0.9)
+    assert Pricer(dataclasses.replace(devices, intra=intra), mesh).taken("dp") == 0.0
+    text = cluster_toml(known).replace("host_share = { value = 0.5", "host_share = { value = 1.5")
+    (tmp_path / "cpu.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(HardwareFileError, match="host_share"):
+        load_cluster(tmp_path / "cpu.toml")
+
+
+def test_sharding_at_rest_on_a_shared_core_is_priced_with_what_it_takes() -> None:
+    """The same plan, ZeRO-3 on two workers: what gathering takes from the kernels is in the step."""
+    known = load_cluster("cpu")
+    program, pins = program_of("stack"), Pins(pp=1, dp=2, tp=1, zero=3, micro_batches=1, recompute="none")
+    steps = list[float]()
+    for share in (0.0, 0.5, 1.0):
+        c = dataclasses.replace(known, intra=dataclasses.replace(known.intra, host_share=share))
+        steps.append(make_plan(program, gpus=2, cluster=c, pins=pins).step_time_s)
+    assert steps[0] < steps[1] < steps[2]
