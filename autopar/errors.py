@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "AutoparError", "CaptureError", "CheckpointError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError",
     "SettingError", "UnsupportedOp", "VerificationError",
@@ -34,9 +36,14 @@ class UnsupportedOp(AutoparError):
 
 
 class Infeasible(AutoparError):
-    """No plan satisfies the constraints (memory, pins, divisibility); the message names the binding one."""
+    """No plan satisfies the constraints (memory, pins, divisibility); the message names the binding one, and what was tried and would do.
+    more: what else was refused, a line each."""
 
     exit_code = 3
+
+    def __init__(self, message: str = "", more: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.more = tuple(more)
 
 
 class PlanError(AutoparError):

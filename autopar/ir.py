@@ -7,7 +7,7 @@
     Op       = target args kwargs outputs         one call; its operands are Refs to values
     Arg      = Ref | None | bool | int | float | complex | str | torch.dtype | torch.memory_format | (Arg, ...)
     Block    = spans prefixes                     a repeated subgraph: one [start, stop) of ops for each instance
-    Layout   = S(dim, groups) | R | I | P         how one value lies over ONE mesh axis
+    Layout   = S(dim, groups) | R | I | P | L     how one value lies over ONE mesh axis
     Strategy = inputs* outputs* local             one way to run one operator over ONE mesh axis
 
 Every pass returns a new value; nothing here is changed after it is made. A *value* is a name (str) in `Program.types`.
@@ -29,19 +29,20 @@ from dataclasses import dataclass, field
 import torch
 
 __all__ = [
-    "Arg", "Block", "BlockCall", "Buffer", "I", "Input", "Kind", "Layout", "Lowered", "Op", "P", "Param", "Program",
+    "Arg", "Block", "BlockCall", "Buffer", "I", "Input", "Kind", "L", "Layout", "Lowered", "Op", "P", "Param", "Program",
     "R", "Ref", "S", "Span", "StageProgram", "Strategy", "TensorType", "call_text", "map_refs", "nameless", "refs",
 ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts
 class Kind(enum.Enum):
-    """The four layouts of a value on one mesh axis, and the layout of its gradient."""
+    """The layouts of a value on one mesh axis, and the layout of its gradient."""
 
     SHARD = "S"  # different slices; gradient S
     REPLICATE = "R"  # the same value, used for different work; gradient P
     INVARIANT = "I"  # the same value, used for the same work; gradient I
     PARTIAL = "P"  # terms of a sum; gradient the same on every rank
+    LOCAL = "L"  # rows that each rank has sorted by itself; gradient L
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ class Layout:
 
     `S(dim, groups)`: dimension `dim`, seen as `groups` equal consecutive segments, is cut so that every rank holds its
     slice of each segment. groups=1 is the ordinary shard; groups=3 is how a fused q|k|v dimension is cut by heads.
+
+    `L`: the rows (dim 0) that come from a rank's own rows, in the order into which the rank has sorted them, and positions among them. It
+    is no slice of the whole value, and there is no transition from or to it: operators take and give it that work on rows
+    one by one, between the sort and what undoes it (`Op.by_rows`).
     """
 
     kind: Kind
@@ -59,8 +64,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((ord(self.kind.value), self.dim, self.groups)))
-        if (self.kind is Kind.SHARD) != (self.dim >= 0):
-            raise ValueError(f"only S has a dim, and it is never negative: {self.kind} dim={self.dim}")
+        if (self.kind in (Kind.SHARD, Kind.LOCAL)) != (self.dim >= 0) or (self.kind is Kind.LOCAL and self.dim > 0):
+            raise ValueError(f"only S has a dim, which is never negative, and L the first: {self.kind} dim={self.dim}")
         if self.groups < 1 or (self.groups != 1 and self.kind is not Kind.SHARD):
             raise ValueError(f"groups must be positive, and 1 unless sharded: {self.groups}")
 
@@ -69,6 +74,7 @@ class Layout:
 
     @property
     def is_shard(self) -> bool:
+        """Whether a rank has a part of the value: S and L."""
         return self.dim >= 0
 
     def __str__(self) -> str:
@@ -80,7 +86,9 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """The inverse of str(): 'R', 'I', 'P', 'S(1)', 'S(1/3)'. ValueError if it is none of these."""
+        """The inverse of str(): 'R', 'I', 'P', 'L', 'S(1)', 'S(1/3)'. ValueError if it is none of these."""
+        if text == "L":
+            return L
         if text in ("R", "I", "P"):
             return Layout(Kind(text))
         if text.startswith("S(") and text.endswith(")"):
@@ -106,6 +114,7 @@ class Layout:
 R = Layout(Kind.REPLICATE)
 I = Layout(Kind.INVARIANT)  # noqa: E741  (the name that DESIGN and the literature use)
 P = Layout(Kind.PARTIAL)
+L = Layout(Kind.LOCAL, 0)
 
 
 @functools.cache
@@ -185,6 +194,7 @@ class Op:
     outputs: the names of its results, used or not; None for an optional result that it does not have. multi: it returns a
     tuple or list (of which `outputs` are the elements), even if of one element. no_grad: it runs with gradients off.
     module: the user's module path it comes from ('transformer.h.0.attn'). source: 'file.py:12: the line of code'.
+    by_rows: a strategy of this call beside those of its rule, from what capture has found around it (capture/routing.py).
     """
 
     target: str
@@ -195,6 +205,7 @@ class Op:
     no_grad: bool = False
     module: str = ""
     source: str = ""
+    by_rows: Strategy | None = None
     _refs: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _nameless: Op | None = field(init=False, repr=False, compare=False, default=None)
     _call_text: str = field(init=False, repr=False, compare=False, default="")
@@ -341,7 +352,7 @@ def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
 
     made = Op(
         target=op.target, args=tuple(map(sub, op.args)), kwargs=tuple((k, sub(v)) for k, v in op.kwargs), outputs=op.outputs,
-        multi=op.multi, no_grad=op.no_grad, module=op.module, source=op.source,
+        multi=op.multi, no_grad=op.no_grad, module=op.module, source=op.source, by_rows=op.by_rows,
     )  # fmt: skip
     if op._nameless is not None and len(made._refs) == len(op._refs):  # other names alone
         object.__setattr__(made, "_nameless", op._nameless)
@@ -362,7 +373,8 @@ def call_text(op: Op) -> str:
     """The nameless operator's target and arguments as a text: those of 1, 1.0 and True differ, though these are equal."""
     if not op._call_text:
         plain = nameless(op)
-        object.__setattr__(op, "_call_text", sys.intern(repr((plain.target, plain.args, plain.kwargs))))
+        what = (plain.target, plain.args, plain.kwargs) + (() if op.by_rows is None else (str(op.by_rows),))
+        object.__setattr__(op, "_call_text", sys.intern(repr(what)))
     return op._call_text
 
 

@@ -11,14 +11,21 @@ from typing import Annotated, Any
 
 import msgspec
 
-from autopar.axes import LAYERS
+from autopar.axes import AXES, LAYERS, levels_of
 from autopar.errors import AutoparError
+from autopar.planner.account import BUBBLE
 from autopar.planner.plan import Plan
+from autopar.report.columns import wrapped
 from autopar.report.units import bytes_text, seconds_text, table
 
-__all__ = ["Calls", "Compared", "RankRun", "Row", "Run", "RunError", "compared", "compared_json", "compared_text"]
+__all__ = [
+    "MOST_SPANS", "Calls", "Compared", "RankRun", "Row", "Run", "RunError", "Span", "axis_of", "compared", "compared_json",
+    "compared_text",
+]  # fmt: skip
 
 FORMAT, VERSION = "autopar-run", 1
+OVER = "communication over "  # how the account of a plan names it, before the axis
+MOST_SPANS = 4000  # of a rank, that are kept
 NEAR = 1.1  # a figure within a tenth of what was predicted is not said to be wrong
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -36,15 +43,29 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seconds: Seconds
 
 
+class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank did from start to end, in seconds of the step: a pass ('forward', 'backward'), or the wait for a collective over an
+    axis, by its kind."""
+
+    what: str
+    start_s: Seconds
+    end_s: Seconds
+    axis: str = ""
+
+
 class RankRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank. passes: 'forward', 'backward' -> of all micro-batches of a step, with what is prepared for them; collectives: kind -> on
-    this rank, in a step, as torch.profiler saw them; memory_bytes: the most, None where the system does not tell."""
+    this rank, in a step, as torch.profiler saw them; axes: group of ranks (an axis, or a level of
+    one) -> the same as the run itself noted when it waited; memory_bytes: the
+    most, None where the system does not tell; spans: of the step, in order (the first MOST_SPANS)."""
 
     rank: Count
     step_s: Seconds
     passes: dict[str, Calls]
     collectives: dict[str, Calls]
     memory_bytes: Count | None = None
+    axes: dict[str, Calls] = {}
+    spans: list[Span] = []
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,11 +133,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """verdict: where the plan was wrong, in a sentence."""
+    """verdict: where the plan was wrong, in a sentence; ranks: of each pipeline rank the one that took longest, for its spans."""
 
     verdict: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    ranks: tuple[RankRun, ...] = ()
 
 
 def compared(plan: Plan, run: Run) -> Compared:
@@ -136,7 +158,8 @@ def compared(plan: Plan, run: Run) -> Compared:
         f"stages and collectives are of one step with torch.profiler, which took {seconds_text(profiled)}; a collective's seconds on a "
         f"rank hold what it waited for the others"
     )
-    return Compared(verdict=_verdict(step, rows), rows=rows, notes=tuple(notes))
+    slowest = [max(_of_stage(plan, run, k), key=lambda r: r.step_s, default=None) for k in range(plan.mesh[LAYERS])]
+    return Compared(verdict=_verdict(step, rows), rows=rows, notes=tuple(notes), ranks=tuple(r for r in slowest if r is not None))
 
 
 def _of_stage(plan: Plan, run: Run, rank: int) -> list[RankRun]:
@@ -155,16 +178,51 @@ def _stages(plan: Plan, run: Run) -> Iterator[Row]:
 
 
 def _collectives(plan: Plan, run: Run) -> Iterator[Row]:
-    """All of a step on the rank that spends the most on them; the plan's are those that nothing hides."""
+    """All of a step on the rank that spends the most on them, by axis and by kind; the plan's are those that nothing hides."""
     totals = [sum(calls.seconds for calls in rank.collectives.values()) for rank in run.ranks]
-    exposed = plan.account.seconds if plan.account else {}
-    predicted = sum(s for kind, s in exposed.items() if kind.startswith("communication over "))
-    if any(totals) or predicted:
-        yield Row(what="collectives in a step (predicted: what nothing hides)", unit="s", predicted=predicted, measured=max(totals))
+    exposed = {kind.removeprefix(OVER): s for kind, s in (plan.account.seconds if plan.account else {}).items() if kind.startswith(OVER)}
+    if any(totals) or exposed:
+        yield Row(
+            what="collectives in a step (predicted: what nothing hides)", unit="s", predicted=sum(exposed.values()), measured=max(totals)
+        )
+    by_rank = {rank.rank: _by_axis(rank) for rank in run.ranks}
+    bubble = plan.account.seconds.get(BUBBLE) if plan.account else None
+    if bubble is not None:  # which is of the rank that works longest, and waits least
+        busiest = max(run.ranks, key=lambda rank: sum(calls.seconds for calls in rank.passes.values())).rank
+        own = by_rank[busiest].get(LAYERS)
+        yield Row(
+            what=f"  over {LAYERS}, with the bubble, on the busiest rank", unit="s", predicted=bubble,
+            measured=own.seconds if own else None,
+        )  # fmt: skip
+    for axis in dict.fromkeys([*exposed, *(axis for found in by_rank.values() for axis in found)]):
+        if axis == LAYERS and bubble is not None:
+            continue
+        waited = [found[axis] for found in by_rank.values() if axis in found]
+        most = max(waited, key=lambda calls: calls.seconds, default=None)
+        count = f", {most.count} in a step" if most else ""
+        yield Row(
+            what=f"  over {axis}{count}", unit="s", predicted=exposed.get(axis), measured=most.seconds if most else None,
+        )  # fmt: skip
     kinds = sorted({kind for rank in run.ranks for kind in rank.collectives})
     for kind in kinds:
-        most = max((rank.collectives[kind] for rank in run.ranks if kind in rank.collectives), key=lambda calls: calls.seconds)
-        yield Row(what=f"  {kind}, {most.count} in a step", unit="s", predicted=None, measured=most.seconds)
+        of_kind = max((rank.collectives[kind] for rank in run.ranks if kind in rank.collectives), key=lambda calls: calls.seconds)
+        yield Row(what=f"  of kind {kind}, {of_kind.count} in a step", unit="s", predicted=None, measured=of_kind.seconds)
+
+
+def _by_axis(rank: RankRun) -> dict[str, Calls]:
+    """What a rank waited for, under the names that plans have for axes."""
+    found: dict[str, Calls] = {}
+    for group, calls in rank.axes.items():
+        before = found.get(name := axis_of(group), Calls(count=0, seconds=0.0))
+        found[name] = Calls(count=before.count + calls.count, seconds=before.seconds + calls.seconds)
+    return found
+
+
+def axis_of(group: str) -> str:
+    """The axis that a group of ranks belongs to: 'shard', over which the parts of parameters lie, to 'dp'; 'dp_tp' to 'dp and tp'."""
+    axes = {level: axis for axis in AXES for level in levels_of(axis)}
+    found = list(dict.fromkeys(axes.get(part, part) for part in group.split("_"))) if group else []
+    return "all ranks" if set(found) >= set(AXES) or not found else " and ".join(found)
 
 
 def _memory(plan: Plan, run: Run) -> Iterator[Row]:
@@ -190,7 +248,7 @@ def _verdict(step: Row, rows: tuple[Row, ...]) -> str:
     known = [row for row in rows[1:] if row.ratio and row.unit == "s" and row.predicted and row.measured]
     worst = max(known, key=lambda row: abs((row.measured or 0.0) - (row.predicted or 0.0)), default=None)
     if worst is not None and worst.ratio is not None and not 1 / NEAR <= worst.ratio <= NEAR:
-        said += f"; furthest off is {worst.what.strip()}: {worst.measured_text} and not {worst.predicted_text}"
+        said += f"; furthest off is {_named(worst)}: {worst.measured_text} and not {worst.predicted_text}"
     memory = [row for row in rows if row.unit == "bytes" and row.ratio]
     fullest = max(memory, key=lambda row: row.measured or 0.0, default=None)
     if fullest is not None:
@@ -198,14 +256,20 @@ def _verdict(step: Row, rows: tuple[Row, ...]) -> str:
     return said
 
 
+def _named(row: Row) -> str:
+    what = row.what.strip()
+    return f"communication {what}" if what.startswith("over ") else what
+
+
 def compared_text(found: Compared) -> str:
     rows = [(row.what, row.predicted_text, row.measured_text, row.ratio_text) for row in found.rows]
-    parts = [found.verdict, table(("", "predicted", "measured", "measured / predicted"), rows)]
-    return "\n\n".join([*parts, "\n".join(found.notes)])
+    parts = [wrapped(found.verdict), table(("", "predicted", "measured", "measured / predicted"), rows)]
+    return "\n\n".join([*parts, "\n".join(map(wrapped, found.notes))])
 
 
 def compared_json(found: Compared) -> dict[str, Any]:
     rows = [
         {"what": r.what.strip(), "unit": r.unit, "predicted": r.predicted, "measured": r.measured, "ratio": r.ratio} for r in found.rows
     ]
-    return {"verdict": found.verdict, "rows": rows, "notes": list(found.notes)}
+    spans = [{"rank": r.rank, "step_s": r.step_s, "spans": msgspec.to_builtins(r.spans)} for r in found.ranks]
+    return {"verdict": found.verdict, "rows": rows, "notes": list(found.notes), "timeline": spans}

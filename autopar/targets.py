@@ -125,9 +125,12 @@ def _importable_from(folder: Path) -> None:
 
 
 def _names(scope: object) -> list[str]:
-    """Public names of a module or class; and strings in its lists, which is how a module `__getattr__` knows its own."""
+    """Public names of a module (of what it defines itself, if that is anything) or class; and strings in its lists, which is how a module
+    `__getattr__` knows its own."""
     listed = [v for v in vars(scope).values() if isinstance(v, list | tuple)] if isinstance(scope, ModuleType) else []
-    return [n for n in dir(scope) if not n.startswith("_")] + [s for v in listed for s in v if isinstance(s, str)]
+    names = [n for n in dir(scope) if not n.startswith("_")]
+    own = [n for n in names if isinstance(scope, ModuleType) and getattr(vars(scope).get(n), "__module__", None) == scope.__name__]
+    return (own or names) + [s for v in listed for s in v if isinstance(s, str)]
 
 
 def _foreign(what: str, run: Callable[[], Any]) -> Any:

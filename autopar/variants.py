@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.axes import BATCH
 from autopar.capture import Captured, capture, program_hash
 from autopar.errors import PlanError
 from autopar.ir import Program
@@ -65,14 +66,16 @@ class Variants:
         except PlanError as e:
             count = program.batch_size or 0
             size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
-            planned = f"batch {plan.global_batch}, dp={plan.mesh['dp']}, {plan.micro_batches} micro-batches"
+            parts = plan.mesh[BATCH] * plan.micro_batches
+            planned = f"batch {plan.global_batch}, {BATCH}={plan.mesh[BATCH]}, {plan.micro_batches} micro-batches"
+            reason = f"{count} samples do not divide into {parts} equal parts" if count % parts else str(e)
             remedy = (
                 "Give batches that divide alike (drop the last short one, or fill it with autopar.Padding), or compile the model for this "
                 "size and mode"
             )
             if count == plan.global_batch:
                 remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
-            raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e
+            raise ValueError(f"{size} cannot run as it was planned ({planned}): {reason}. {remedy}") from e
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards, captured.returned

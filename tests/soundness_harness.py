@@ -9,11 +9,12 @@ No process group is needed: ranks that communicate are threads (`Lockstep`). Onl
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -44,6 +45,18 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+class Truth:
+    """What the unsplit operator gives. written: the operands afterwards; flowing: the results that have a gradient; gradients: a random one
+    of each; of_operands: those of the operands (None: it can have none)."""
+
+    results: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+    flowing: tuple[int, ...]
+    gradients: tuple[torch.Tensor, ...]
+    of_operands: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
 class Case:
     """One call: the operator, its tensor operands in the order of refs(op), its results; fixed: operands without gradient."""
 
@@ -56,6 +69,20 @@ class Case:
         ins = tuple(TensorType(tuple(v.shape), v.dtype, differentiable(v) and k not in self.fixed) for k, v in enumerate(self.values))
         outs = tuple(TensorType(tuple(v.shape), v.dtype, v.requires_grad) for v in self.results)
         return OpView(self.op, ins, outs, n, frozenset(groups))
+
+    @functools.cached_property
+    def truth(self) -> Truth:
+        operands = leaves(self.values, self.fixed)
+        torch.manual_seed(0)  # replicas draw the same
+        results, written = run_ops((self.op,), operands)
+        flowing = tuple(k for k, t in enumerate(results) if t.requires_grad)
+        gradients = tuple(torch.randn_like(results[k]) for k in flowing)
+        found: list[torch.Tensor | None] = []
+        try:
+            found = grads([results[k] for k in flowing], operands, gradients) if flowing else []
+        except REFUSALS:
+            flowing, gradients = (), ()  # torch has no derivative for it
+        return Truth(tuple(t.detach() for t in results), tuple(t.detach() for t in written), flowing, gradients, tuple(found))
 
     def __str__(self) -> str:
         shapes = ", ".join("x".join(map(str, v.shape)) or "scalar" for v in self.values)
@@ -276,17 +303,10 @@ def unsound(case: Case, view: OpView, strategy: Strategy) -> str | None:
         return f"it cannot be localized: {type(error).__name__}: {error}"
     if any(op.target.startswith("autopar.") and draws(case.op) for op in ops):
         return SKIPPED
-    whole = leaves(case.values, case.fixed)
-    torch.manual_seed(0)  # replicas draw the same
-    truth, written = run_ops((case.op,), whole)
-    flowing = [k for k, t in enumerate(truth) if t.requires_grad]
-    gradients = [torch.randn_like(truth[k]) for k in flowing]
-    try:
-        true_grads = grads([truth[k] for k in flowing], whole, gradients) if flowing else []
-    except REFUSALS:
-        flowing, gradients, true_grads = [], [], []  # torch has no derivative for it
+    true = case.truth
+    flowing = true.flowing
     values = [laid_out(v, layout, n) for v, layout in zip(case.values, strategy.inputs)]
-    cotangents = [gradient_laid_out(g, strategy.outputs[k], n) for g, k in zip(gradients, flowing)]
+    cotangents = [gradient_laid_out(g, strategy.outputs[k], n) for g, k in zip(true.gradients, flowing)]
     ranks = Lockstep(n)
 
     def run(rank: int) -> tuple[Any, ...]:
@@ -301,22 +321,22 @@ def unsound(case: Case, view: OpView, strategy: Strategy) -> str | None:
         results, after, found = zip(*(ranks.run(run) if together else map(run, range(n))))
     except REFUSALS as error:
         return f"a rank refuses it: {type(error).__name__}: {error}"
-    tolerance = tolerance_of((*truth, *whole))
-    for k, (t, layout) in enumerate(zip(truth, strategy.outputs)):
-        if wrong := differs([results[r][k] for r in range(n)], t.detach(), layout, tolerance, gradient=False):
+    tolerance = tolerance_of((*true.results, *case.values))
+    for k, (t, layout) in enumerate(zip(true.results, strategy.outputs)):
+        if wrong := differs([results[r][k] for r in range(n)], t, layout, tolerance, gradient=False):
             return f"result {k} is wrong: {wrong}"
-    for i, (before, t, layout) in enumerate(zip(case.values, written, strategy.inputs)):
+    for i, (before, t, layout) in enumerate(zip(case.values, true.written, strategy.inputs)):
         if torch.equal(before, t):
             continue
-        if wrong := differs([after[r][i] for r in range(n)], t.detach(), layout, tolerance, gradient=False):
+        if wrong := differs([after[r][i] for r in range(n)], t, layout, tolerance, gradient=False):
             return f"operand {i} is written and then wrong: {wrong}"
-    for i, (g, layout) in enumerate(zip(true_grads, strategy.inputs)):
+    for i, (g, layout) in enumerate(zip(true.of_operands, strategy.inputs)):
         if g is not None and (wrong := differs([found[r][i] for r in range(n)], g, layout, tolerance, gradient=True)):
             return f"gradient of operand {i} is wrong: {wrong}"
     return None
 
 
-def grads(outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def grads(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of the inputs (zeros where none flows; None for those that cannot have one)."""
     asked = [x for x in inputs if x.requires_grad]
     pairs = [(o, g) for o, g in zip(outputs, gradients) if o.requires_grad]

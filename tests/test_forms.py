@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import json
+import statistics
 from pathlib import Path
 
+import msgspec
 import numpy
 import pytest
 
 from benchmarks import published
-from benchmarks._cross import CLASSES, Constants, Priced, chip_of, closest, fitted, memory_terms, out_of_sample, steps_s
-from benchmarks._fitted import Fitted, constants_of
+from benchmarks._cross import (
+    CLASSES,
+    COMPILED,
+    EAGER,
+    HELD,
+    KERNELS,
+    Constants,
+    Priced,
+    chip_of,
+    closest,
+    fitted,
+    memory_terms,
+    out_of_sample,
+    steps_s,
+    usual,
+)
+from benchmarks._fitted import ONCE, Fitted, constants_of
 from benchmarks._forms import SOFTWARE_S, Form, Forms, figures_of, keep, kept, key_of
 from benchmarks._predict import Prediction, predictions, repriced
-from benchmarks._runs import rebuilt
+from benchmarks._runs import COMPILED_LAUNCH_S, DATA, MXNET, rebuilt
 from benchmarks.fit_gpus import changed
+from cost_models.cluster import load_gpu
 from tests.test_published import row, table
 
 pytestmark = pytest.mark.pure
@@ -42,7 +61,7 @@ def priced() -> tuple[tuple[Prediction, Form], ...]:
 def evaluated(point: dict[str, float]) -> list[float]:
     found = priced()
     fitted_ = Fitted([f for _, f in found], [p.run.cluster.gpu for p, _ in found])
-    software = [{n: getattr(p.run.recipe, n) for n in SOFTWARE_S} for p, _ in found]
+    software = [{n: getattr(p.run.recipe, n) for n in (ONCE, *SOFTWARE_S)} for p, _ in found]
     return fitted_.steps_s([{**constants_of(p.run.cluster.gpu, s), **point} for (p, _), s in zip(found, software, strict=True)])
 
 
@@ -63,7 +82,7 @@ def test_other_constants_of_a_gpu_give_what_the_planner_would_say(name: str, val
     assert found != pytest.approx([p.step_time_s for p, _ in priced()], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", SOFTWARE_S)
+@pytest.mark.parametrize("name", (ONCE, *SOFTWARE_S))
 def test_other_constants_of_a_software_give_what_the_planner_would_say(name: str) -> None:
     times = repriced([p for p, _ in priced()], lambda c: c, lambda recipe: (
         dataclasses.replace(recipe, **{name: 7e-4}) if recipe.between_nodes_s else recipe
@@ -99,11 +118,15 @@ def test_the_closest_constants_are_found_from_afar_and_outliers_do_not_move_them
     assert below[0] == 0.1
 
 
+SOFTWARES = (("somebody", "h100"), ("somebody", "a100"), ("vtrain", "a100"))
+
+
 def runs_of(made_with: dict[str, float], which: tuple[str, ...]) -> list[Priced]:
     """Runs that took what they take with these constants of every chip."""
     found = [Priced(run=p.run, form=form) for p, form in priced()]
     chips = {chip: {**CLASSES, **made_with} for chip in {p.chip for p in found}}
-    times = steps_s(found, Constants(chips=chips, software={}, slack=0.0, held={}))
+    software = {p.software: {"launch_s": made_with["launch_s"], ONCE: 1e-2} for p in found}
+    times = steps_s(found, Constants(chips=chips, software=software, slack=0.0, held={}))
     made = [Priced(run=dataclasses.replace(p.run, step_time_s=t), form=p.form) for p, t in zip(found, times, strict=True)]
     return [p for p in made if p.source in which]
 
@@ -112,14 +135,74 @@ def test_constants_without_a_source_are_those_of_the_others() -> None:
     found = [p for _ in range(4) for p in runs_of({"matmul": 0.35, "launch_s": 6e-5}, ("somebody", "vtrain"))]
     whole = fitted(found)
     assert set(whole.chips) == {"h100", "a100"} == {chip_of("h100-sxm"), chip_of("a100-80gb")}
-    assert whole.chips["h100"]["launch_s"] == pytest.approx(6e-5, rel=0.2)
+    assert whole.software["somebody on h100"]["launch_s"] == pytest.approx(6e-5, rel=0.2)
     mine = [p for p in found if p.source == "vtrain"]
     slower = [Priced(run=dataclasses.replace(p.run, step_time_s=100 * (p.run.step_time_s or 0.0)), form=p.form) for p in mine]
     for those in (mine, slower):
         everything = [p for p in found if p.source != "vtrain"] + those
         constants = out_of_sample(everything, those, fitted(everything))
         assert constants.chips["a100"] == out_of_sample(found, mine, whole).chips["a100"], "what is left out decides nothing"
-    assert "ultrascale" not in out_of_sample(found, mine, whole).software
+    in_a_node = {f"{s} on {c}": {"launch_s", ONCE} for s, c in SOFTWARES}
+    assert {name: set(point) for name, point in whole.software.items()} == in_a_node
+
+
+def test_a_software_that_was_left_out_takes_what_others_take() -> None:
+    """Collectives between nodes are slower than links by what the other softwares' are; the prediction is the less certain for it."""
+    between = [row(**LARGE, n_gpus=32, dp=8, tp=4, micro_batch=m, sharding="ZeRO-1", source=s) for m in (1, 2) for s in ("one", "two")]
+    plans = [p for _, p in predictions([rebuilt(r, i) for i, r in enumerate(between)]) if isinstance(p, Prediction)]
+    forms = Forms()
+    plain = [Priced(run=p.run, form=forms.of(p)) for p in plans]
+    assert all(p.across for p in plain) and {p.software for p in plain} == {"one on h100", "two on h100"}
+    taken = {"launch_s": 5e-5, ONCE: 1e-2, **dict.fromkeys(SOFTWARE_S, 3e-3)}
+    truth = Constants(chips={"h100": CLASSES}, software={p.software: taken for p in plain}, slack=0.0, held={})
+    times = steps_s(plain, truth)
+    found = [Priced(run=dataclasses.replace(p.run, step_time_s=t), form=p.form) for p, t in zip(plain, times, strict=True)]
+    mine = [p for p in found if p.source == "one"]
+    whole = fitted(found)
+    out = out_of_sample(found, mine, whole)
+    assert set(out.software) == {"two on h100"}
+    assert all(spread >= whole.known["h100"][name] for name, spread in out.known["h100"].items()) and out.known != whole.known
+    slow_s, fast_s = steps_s(mine, out), steps_s(mine, out, hardware_alone=True)
+    for p, slow, fast in zip(mine, slow_s, fast_s, strict=True):
+        assert fast < slow and abs(slow / (p.run.step_time_s or 0.0) - 1) < abs(fast / (p.run.step_time_s or 0.0) - 1)
+        assert out.spread(p, slow - fast, slow) > whole.spread(p, slow - fast, slow)
+
+
+def test_what_softwares_usually_take() -> None:
+    """Of launches the mean of those that issue operators in that way, by how much their runs say; of what is added to links the median."""
+    taken = {"a": (4e-5, 1.0), "b": (6e-5, 2.0), "c": (9e-5, 9.0)}
+    points = {name: {"launch_s": launch_s, **dict.fromkeys(SOFTWARE_S, x)} for name, (launch_s, x) in taken.items()}
+    said = {"a": (EAGER, 1e6), "b": (EAGER, 1e6), "c": (MXNET, 1e6)}
+    nothing, wide = usual({}, {}, EAGER)
+    assert nothing == {"launch_s": pytest.approx(2e-5)} and wide > 1, "what is assumed"
+    assert usual({}, {}, COMPILED)[0]["launch_s"] == pytest.approx(COMPILED_LAUNCH_S)
+    assert usual(points, said, EAGER)[1] < wide
+    two, one, others = (usual(points, said, kind)[0] for kind in (EAGER, MXNET, COMPILED))
+    assert 4.5e-5 < two["launch_s"] < 5e-5 and 7e-5 < one["launch_s"] < 9e-5
+    assert others["launch_s"] == pytest.approx(COMPILED_LAUNCH_S), "others say nothing of it"
+    assert [x[SOFTWARE_S[0]] for x in (two, one, others)] == [1.5, 9.0, 2.0]
+    silent = usual(points, {**said, "b": (EAGER, 0.0)}, EAGER)[0]
+    assert silent["launch_s"] < 4e-5, "what says nothing does not count"
+
+
+@pytest.mark.parametrize("op,stated", [("conv", CLASSES["conv"]), ("matmul", KERNELS["v100"]["matmul"])])
+def test_what_kernels_are_assumed_to_reach_is_the_median_of_timings(op: str, stated: float) -> None:
+    with (DATA.parent / "kernels.csv").open(newline="") as file:
+        rows = [r for r in csv.DictReader(file) if (r["op"], r["dtype"]) == (op, "float16") and float(r["flops"]) >= 1e10]
+    peak = dict(load_gpu("v100-32gb").rates)["float16"]
+    assert statistics.median(float(r["flops"]) / float(r["time_s"]) / peak for r in rows) == pytest.approx(stated, abs=0.006)
+
+
+def test_what_is_done_once_a_step_is_assumed_by_what_is_read_back() -> None:
+    """Trainers of decoders clip gradients by their norm, which the host reads; compiled programs, and those of other networks, do not."""
+    form = priced()[0][1]
+    cnn = row(family="cnn", model="resnet50", extra="image 224", micro_batch=2, precision="fp16 AMP")
+    eager, compiled, image = (Priced(run=rebuilt(r, 0), form=form) for r in (row(), row(source="alpa"), cnn))
+    assert (eager.kind, compiled.kind, image.kind) == (EAGER, COMPILED, EAGER)
+    assert eager.once_s > compiled.once_s == image.once_s > 0
+    unseen = Constants(chips={"h100": CLASSES}, software={}, slack=0.0, held={})
+    assert [unseen.of(p)[ONCE] for p in (eager, compiled)] == [eager.once_s, compiled.once_s]
+    assert unseen.of(eager, hardware_alone=True)[ONCE] == 0.0
 
 
 def test_memory_by_other_constants() -> None:
@@ -130,6 +213,16 @@ def test_memory_by_other_constants() -> None:
     assert same == pytest.approx(form.memory)
     none = memory_terms(one, Constants(chips={}, software={}, slack=0.0, held={}))
     assert none["allocator_slack_bytes"] == 0 < form.memory["allocator_slack_bytes"]
+    more = {**form.memory, "allocator_slack_bytes": form.memory["allocator_slack_bytes"] + 9 * 2**20}
+    held = Priced(run=p.run, form=msgspec.structs.replace(form, memory=more))
+    unseen = memory_terms(held, Constants(chips={}, software={}, slack=0.0, held={}))["allocator_slack_bytes"]
+    assert unseen == pytest.approx(HELD * 9 * 2**20 / recipe.held_gathers, rel=0.01), "of a software that is not known"
+
+
+def test_what_the_planner_chose_of_a_run_is_no_evidence() -> None:
+    form = priced()[0][1]
+    stated, free = (Priced(run=rebuilt(row(micro_batch=m), 0), form=form) for m in (2, ""))
+    assert stated.counts and not free.counts
 
 
 def test_a_table_is_cross_validated_and_priced_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,7 +265,8 @@ def span_signature(
     for i, op in enumerate(ops):
         operands = [show(a) for a in op.args] + [f"{k}={show(v)}" for k, v in op.kwargs]
         results = [type_of(o) if o is not None and o in types else "-" for o in op.outputs]
-        digest.update(repr((op.target, operands, results, op.multi, op.no_grad)).encode())
+        what = (op.target, operands, results, op.multi, op.no_grad) + (() if op.by_rows is None else (str(op.by_rows),))
+        digest.update(repr(what).encode())
         number.update((o, f"i{i}.{k}") for k, o in enumerate(op.outputs) if o is not None)
     return digest.hexdigest(), tuple(external)
 

@@ -41,6 +41,7 @@ from autopar.capture.normalise import (
 )  # fmt: skip
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
+from autopar.capture.routing import with_rows
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
@@ -186,6 +187,7 @@ def _with_stand_ins(
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = tuple(t.op for t in trace.ops)
     types = {name: meta.type for name, meta in trace.metas.items()}
+    ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
     used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from autopar.catalog.pointwise import pointwise
 from autopar.catalog.rule import OpView, localizes, register, set_args
-from autopar.ir import I, Op, P, R, S, Strategy
+from autopar.ir import I, L, Op, P, R, S, Strategy
 
 __all__: list[str] = []
 
@@ -42,6 +42,12 @@ def uniform(view: OpView) -> Iterable[Strategy]:
 @localizes("aten.zeros aten.ones aten.full aten.empty aten.new_zeros aten.new_ones aten.new_full aten.new_empty")
 def _size(op: Op, view: OpView, strategy: Strategy) -> Op:
     return set_args(op, size=strategy.outputs[0].local_shape(view.outs[0].shape, view.n))
+
+
+@localizes("aten.arange")
+def _positions(op: Op, view: OpView, strategy: Strategy) -> Op:
+    """As positions of rows that a rank has sorted it counts the rank's own."""
+    return set_args(op, end=view.outs[0].shape[0] // view.n) if strategy.outputs[0] == L else op
 
 
 register("aten.zeros aten.ones aten.full aten.empty", uniform)

@@ -93,7 +93,8 @@ def local_code(name: str) -> Callable[[LocalCode], LocalCode]:
 def localized(view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
     """The operators that a rank runs for this operator under this strategy."""
     if strategy.local is not None:
-        return LOCAL_CODE[strategy.local](view.op, view, strategy, axis)
+        other = dataclasses.replace(view.op, by_rows=None)  # what was found holds for the operator itself
+        return LOCAL_CODE[strategy.local](other, view, strategy, axis)
     localizer = localizer_of(view.op.target)
     return (localizer(view.op, view, strategy) if localizer is not None else view.op,)
 
@@ -127,7 +128,7 @@ def _strategies_of(view: OpView) -> tuple[Strategy, ...]:
         view.strategy([layout] * len(view.ins), [layout] * len(view.outs), local=SAME_DRAW if random and layout == R else None)
         for layout in replicated
     ]
-    stated = rule(view) if rule is not None else found.strategies
+    stated = [*(rule(view) if rule is not None else found.strategies), *([view.op.by_rows] if view.op.by_rows is not None else [])]
     seen: dict[Strategy, None] = {}
     for s in (*trivial, *stated):
         assert len(s.inputs) == len(view.ins) and len(s.outputs) == len(view.outs), (view.op, s)

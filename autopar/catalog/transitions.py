@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from autopar.catalog.rule import OpView, register
-from autopar.ir import Arg, Kind, Layout, Op, P, Ref, S, Strategy, TensorType
+from autopar.errors import PlanError
+from autopar.ir import Arg, Kind, L, Layout, Op, P, Ref, S, Strategy, TensorType
 
 __all__ = ["TRANSITIONS", "Transition", "needs_transition", "transition", "transition_op"]
 
@@ -55,6 +56,9 @@ def needs_transition(have: Layout, want: Layout, t: TensorType) -> bool:
 
 
 def transition(have: Layout, want: Layout) -> Transition:
+    """Raises PlanError if there is none: rows in the order of a rank (L) stay so."""
+    if L in (have, want):
+        raise PlanError(f"no change of layout leads from {have} to {want}")
     if have.is_shard and want.is_shard:
         return REGROUP if have.dim == want.dim else ALL_TO_ALL
     return TRANSITIONS[have.kind, want.kind]

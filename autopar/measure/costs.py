@@ -111,7 +111,7 @@ class Pricer:
         key = (kind, int(nbytes), "+".join(axes), ranks, shard)
         if key not in self._collective:
             per_node = math.prod(self.per_node(axis, n, every) for axis, n, every in groups)
-            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self.cluster, ranks_per_node=per_node)
+            seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
             self._collective[key] = seconds * self._copying(ranks, per_node)
         return self._collective[key]
 
@@ -196,11 +196,18 @@ class Pricer:
     @property
     def shared(self) -> float:
         """How many times slower computation is than on a device of its own."""
-        return self.live.shared if self.live is not None else 1.0
+        return self.live.shared if self.live is not None else self.cluster.gpu.shared_by
+
+    def taken(self, axis: str) -> float:
+        """The share of the seconds of a collective over an axis that it takes from kernels which run meanwhile."""
+        link = self.cluster.intra if self.mesh.get(axis, 1) <= self.per_node(axis) else self.cluster.inter
+        return link.host_share if self.cluster.gpu.host else 0.0
 
     def _copying(self, ranks: int, per_node: int) -> float:
-        """How many times slower a collective is because the processes that copy for it share cores: inside a machine without GPUs."""
-        return self.shared if self.cluster.gpu.host and ranks <= per_node else 1.0
+        """How many times slower a collective is because the processes that copy for it share cores: inside a machine without GPUs, unless
+        its links were measured so."""
+        told = self.cluster.gpu.shared_by > 1
+        return self.shared if self.cluster.gpu.host and ranks <= per_node and not told else 1.0
 
     def _roofline(self, op_class: str, dtype: str) -> str:
         """'roofline (assumed, datasheet)': the kinds of the hardware's figures that make up an estimate."""

@@ -107,22 +107,28 @@ def profile(
             notes += [f"not measured, assumed instead: {reason}"] if reason else []
         collectives: list[CollectiveTime] = []
         best = 0.0  # bytes/s out of one rank
+        cpu_s = wall_s = 0.0  # of the largest buffers
         for k, (kind, ranks) in enumerate(links, 2 + len(kernels)):
             say(f"{kind} of {ranks}", k, total)
             by_rank = pool.run(collective_times, kind, sizes.nbytes, ranks)[:ranks]
             for j, nbytes in enumerate(sizes.nbytes):
-                repeats = [max(each) for each in zip(*(times[j] for times in by_rank), strict=True)]
+                repeats = [max(each) for each in zip(*(times[j].seconds for times in by_rank), strict=True)]
                 collectives.append(CollectiveTime(kind=kind, nbytes=nbytes, ranks=ranks, measured_s=statistics.median(repeats)))
                 best = max(best, port_bytes(kind, nbytes, ranks) / min(repeats))
+                if nbytes == max(sizes.nbytes) and kind in ("all_reduce", "all_gather", "reduce_scatter"):
+                    cpu_s += sum(times[j].cpu_s for times in by_rank)
+                    wall_s += sum(times[j].wall_s for times in by_rank)
     say("fitting", total, total)
     here = f"torch {found.torch}, {found.name}"
-    if found.device == "cpu" and (share := statistics.median(t.cpu_share for t in operators)) < LEAST_CPU_SHARE:
+    share = max(1.0, workers / cores()) * statistics.median(t.cpu_share for t in operators)
+    if found.device == "cpu" and share < LEAST_CPU_SHARE:
         here += " beside other work"
         notes.append(f"other processes took {1 - share:.0%} of a worker's core, which slows collectives: measure again when it is idle")
     gpu, gpu_error = _gpu(base.gpu, found, workers, launch_s, operators, here)
     per_node: Values = {"gpus_per_node": (gpus, f"measured: devices that torch {found.torch} finds")} if gpus else {}
     cluster = _stated(dataclasses.replace(base, gpu=gpu, inter=_stated(base.inter, {})), per_node)
-    intra, link_error = _link(cluster, collectives, best, here, found.backend)
+    host_share = min(1.0, cluster.gpu.shared_by * cpu_s / wall_s) if wall_s and cluster.gpu.host else 0.0
+    intra, link_error = _link(cluster, collectives, best, here, found.backend, host_share)
     title = f"Profile of {found.name}: {workers} workers, {found.backend}, torch {found.torch}"
     cluster = _titled(dataclasses.replace(cluster, intra=intra), title)
     return Profile(
@@ -139,6 +145,8 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
         "memory_bytes": (found.memory_bytes // (1 if found.device == "cuda" else workers), f"measured: {shared}{here}"),
         "launch_s": (launch_s, f"measured: an operator on 4 numbers, forward or backward, among others, {here}"),
     }
+    if found.device == "cpu" and workers > cores():
+        values["shared_by"] = (workers / cores(), f"measured: {workers} workers on {cores()} cores, {here}")
     if found.context_bytes:
         what = "used beside the allocator's, by whomever" if found.device == "cuda" else "resident set of a worker that has imported torch"
         values["context_bytes"] = (found.context_bytes, f"measured: {what}, {here}")
@@ -161,8 +169,11 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
     return dataclasses.replace(_titled(_stated(base, values), found.name), host=found.device == "cpu"), error
 
 
-def _link(cluster: Cluster, times: Sequence[CollectiveTime], best: float, here: str, backend: str) -> tuple[Link, float | None]:
-    """The link inside the node, fitted to collectives, and the error that is left. best: bytes/s out of one rank that were seen."""
+def _link(
+    cluster: Cluster, times: Sequence[CollectiveTime], best: float, here: str, backend: str, host_share: float = 0.0
+) -> tuple[Link, float | None]:
+    """The link inside the node, fitted to collectives, and the error that is left. best: bytes/s out of one rank that were seen.
+    host_share: 0 where devices compute."""
     base = cluster.intra
     if not times:
         return _stated(base, {}), None
@@ -173,6 +184,9 @@ def _link(cluster: Cluster, times: Sequence[CollectiveTime], best: float, here: 
     start = _stated(base, values)
     loss = link_loss([(dataclasses.replace(cluster, intra=start), times)], base.name)
     start = min((rescaled(start, factor) for factor in SCALES), key=loss)
+    if host_share:
+        source = f"measured: CPU seconds of all workers in collectives on the largest buffers, {backend}, {here}"
+        values["host_share"] = (host_share, source)
     link, error = fit_link(start, loss, LINK_FITTED)
     ranks = " and ".join(map(str, sorted({t.ranks for t in times})))
     source = f"fitted: to {len(times)} times of collectives among {ranks} workers, {backend}, {here}"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["forget_peak", "give_back", "now_bytes", "peak_bytes"]
+__all__ = ["forget_peak", "give_back", "give_back_at_once", "now_bytes", "peak_bytes"]
 
+_MMAP_THRESHOLD, _AT_ONCE_BYTES = -3, 2**16  # glibc: what is larger is asked of the system, and given back to it, by itself (mallopt(3))
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -37,6 +38,13 @@ def give_back() -> None:
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
         trim(0)
+
+
+def give_back_at_once() -> None:
+    """From now on this process's allocator keeps nothing large that is not in use. What is allocated anew is the slower for it: not for
+    what is timed."""
+    if not torch.cuda.is_available() and (option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # glibc's
+        option(_MMAP_THRESHOLD, _AT_ONCE_BYTES)
 
 
 def _resident(key: str) -> int | None:

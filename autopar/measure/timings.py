@@ -1,8 +1,8 @@
 """What `autopar profile` runs on a worker: operators on its device, and collectives among the workers.
 
-Each function here runs on every worker of a pool. Operators are run by rank 0 while the others wait. They are timed as a training
-loop issues them, one after another, with one synchronisation at the end; on a CPU, where a worker has one thread, by the time that
-the thread has a core, so that other processes do not count.
+Each function here runs on every worker of a pool. Operators are run by all of them at once on CPUs, by rank 0 alone on GPUs. They are
+timed as a training loop issues them, one after another, with one synchronisation at the end; on a CPU, where a worker has one thread, by
+the time that the thread has a core, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.run.mesh import Axis
 from cost_models.collectives import Kind
 from cost_models.fit import OperatorTime
 
-__all__ = ["DTYPES", "Machine", "Timed", "collective_times", "launch_time", "machine", "operator_times"]
+__all__ = ["DTYPES", "Collectives", "Machine", "Timed", "collective_times", "launch_time", "machine", "operator_times"]
 
 REPEATS, FIRSTS = 11, 3
 SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
@@ -122,11 +122,11 @@ class _Case:
 
 def operator_times(op_class: str, dtype: str, largest: float) -> tuple[list[Timed], str]:
     """The operators of one class in one dtype, ascending in size, and why there are not more: '' unless the device refused one, for
-    want of a kernel or of memory. largest: side of the largest matrix; other operators shrink with it below 1024. On other ranks
-    than 0: nothing."""
-    if dist.get_rank() != 0:
-        return [], ""
+    want of a kernel or of memory. largest: side of the largest matrix; other operators shrink with it below 1024. On GPUs, which do not
+    disturb each other, nothing on other ranks than 0; the CPUs of a machine share its memory, so that all ranks run at once."""
     device = default_device()
+    if dist.get_rank() != 0 and device.type == "cuda":
+        return [], ""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     found: list[Timed] = []
@@ -317,13 +317,22 @@ def _wait(device: torch.device) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- collectives
-def collective_times(kind: Kind, nbytes: Sequence[int], ranks: int) -> list[list[float]]:
-    """Seconds of a collective among the first `ranks` workers as this one sees it, by size and repeat; nbytes: the full buffers,
-    as collective_time_s counts them. Every worker must call it; those that take no part return nothing."""
+def collective_times(kind: Kind, nbytes: Sequence[int], ranks: int) -> list[Collectives]:
+    """A collective among the first `ranks` workers as this one sees it, by size; nbytes: the full buffers, as collective_time_s counts
+    them. Every worker must call it; those that take no part return nothing."""
     axis = _axis(ranks)
     if dist.get_rank() >= ranks:
         return []
     return [_collective_samples(_collective(kind, size, axis), axis) for size in nbytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """seconds: of each repeat. cpu_s, wall_s: of this worker's process and by the clock, over all of them."""
+
+    seconds: tuple[float, ...]
+    cpu_s: float
+    wall_s: float
 
 
 @functools.cache
@@ -351,19 +360,23 @@ def _collective(kind: Kind, nbytes: int, axis: Axis) -> Run:
     return lambda: dist.send(whole, 1, group=axis.group) if axis.rank == 0 else dist.recv(whole, 0, group=axis.group)
 
 
-def _collective_samples(run: Run, axis: Axis) -> list[float]:
+def _collective_samples(run: Run, axis: Axis) -> Collectives:
     """All ranks take the same number of samples, which they settle by the slowest of them in each of the first runs."""
     device = default_device()
     token = torch.zeros(1, device=device)
+    cpu_s = wall_s = 0.0
 
     def sample(loops: int) -> float:
+        nonlocal cpu_s, wall_s
         comm.all_reduce_(token, axis)  # all ranks begin together
         _wait(device)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(loops):
             run()
         _wait(device)
-        return (time.perf_counter() - start) / loops
+        took_s = time.perf_counter() - start
+        wall_s, cpu_s = wall_s + took_s, cpu_s + time.process_time() - cpu
+        return took_s / loops
 
     def slowest(seconds: float) -> float:
         of_all = torch.tensor([seconds], dtype=torch.float64, device=device)
@@ -371,4 +384,5 @@ def _collective_samples(run: Run, axis: Axis) -> list[float]:
         return of_all.item()
 
     firsts = _firsts(sample, slowest)
-    return _repeated(sample, firsts, min(map(slowest, firsts)), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
+    seconds = _repeated(sample, firsts, min(map(slowest, firsts)), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
+    return Collectives(seconds=tuple(seconds), cpu_s=cpu_s, wall_s=wall_s)
