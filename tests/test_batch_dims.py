@@ -94,6 +94,37 @@ def test_no_value_is_cut_and_gathered_because_it_is_as_large_as_the_batch() -> N
     assert collectives(*mixing(32, 12, 20), dp=2) == collectives(*mixing(32, 32, 32), dp=2) == Counter(all_reduce=1)
 
 
+class Sequences(nn.Module):
+    """Torch's own attention, which puts the sequence before the batch, merges both for its last product, and heads behind the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+        self.patches, self.layers = nn.Conv2d(3, 128, 8, stride=8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.patches(x).flatten(2).transpose(1, 2)).square().mean()
+
+
+def sequences() -> tuple[nn.Module, tuple[Tensor]]:
+    torch.manual_seed(0)
+    return Sequences(), (torch.randn(16, 3, 64, 64),)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_batch_is_followed_behind_a_sequence(micro_batches: int) -> None:
+    """Many divisors of its other dims may be segments too, and none of them is the sequence's length."""
+    assert collectives(*sequences(), dp=2, micro_batches=micro_batches) == Counter(all_reduce=1)
+
+
+@pytest.mark.gloo
+def test_a_batch_behind_a_sequence_is_exact(workers: WorkerPool) -> None:
+    for pins in ({"dp": 4}, {"dp": 2, "tp": 2, "micro_batches": 2}):
+        report = verify(*sequences(), 4, pins=pins, steps=2, pool=workers)
+        assert report.ok and max(report.loss, report.gradient, report.parameter) < TOLERANCE, report
+
+
 @pytest.mark.pure
 def test_more_masks_than_batches_do_not_outvote_it() -> None:
     class Masked(nn.Module):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.compiler import emit, plan_of
 from autopar.errors import Infeasible, PlanError
 from autopar.planner import Pins, Plan, make_plan
@@ -20,11 +21,12 @@ from autopar.planner.interleave import partition_of_ranks, rank_bytes
 from autopar.planner.modes import Mode
 from autopar.planner.partition import Partition
 from autopar.planner.stage_account import Piece, stage_bytes
+from autopar.planner.stages import legal_cuts
 from autopar.planner.wishes import WishError, for_loss_outside
 from autopar.render import load
 from autopar.report.text import plan_text
 from autopar.run import WorkerPool
-from autopar.verify import TOLERANCE, reference, verify_plan
+from autopar.verify import TOLERANCE, reference, verify, verify_plan
 from cost_models.cluster import load_cluster
 from cost_models.pipeline import Flow, flow, schedule
 from tests.planner_programs import captured_of, program_of
@@ -211,7 +213,7 @@ def test_pinned_stages_of_each_rank() -> None:
 
 @pytest.mark.pure
 def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(Infeasible, match="schedule=interleaved virtual_stages=2"):
+    with pytest.raises(Infeasible, match="2 stages on each pipeline rank"):
         make_plan(program_of("stack"), 2, load_cluster("dgx-a100"), memory_limit_bytes=800 * 2**10, pins=Pins(virtual_stages=2, pp=2))
 
 
@@ -276,3 +278,28 @@ def test_a_layer_that_stages_of_one_rank_share(pins: dict[str, Any], workers: Wo
     found = (report.loss, report.gradient, report.parameter, report.buffer, report.evaluation, report.batches)
     assert all(x is not None and x < TOLERANCE for x in found), (found, report.notes)
     assert report.unequal == () and report.ok
+
+
+class Rounded(nn.Module):
+    """The loss is not differentiated through the encoder, whose results are bytes: its parameters have no gradient, not one of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.Tanh()))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = (self.encoder(x) + 1).mul(100).byte()
+        return (self.decoder(codes.to(x.dtype) / 100) - x).square().mean()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("wished", ["1f1b", "interleaved"])
+def test_no_stage_ends_where_the_loss_has_no_gradient(wished: str, workers: WorkerPool) -> None:
+    """AdamW lets parameters decay whose gradient is zero, and leaves alone those that have none."""
+    torch.manual_seed(0)
+    pins = {"pp": 2, "dp": 2, "schedule": wished, "micro_batches": 4}
+    report = verify(Rounded(), (torch.randn(8, 16),), 4, pins=pins, steps=2, pool=workers)
+    assert report.ok and max(report.loss, report.gradient, report.parameter) < TOLERANCE, report
+    program = capture(Rounded(), (torch.randn(8, 16),)).program
+    first = next(k for k, op in enumerate(program.ops) if op.module.startswith("decoder"))
+    assert min(legal_cuts(program).crossing) > first

@@ -29,7 +29,7 @@ def step_s(problem: Problem, store: Restricted, limit_bytes: float, **pins: Any)
     return float("inf") if found.step_s is None else found.step_s
 
 
-@pytest.mark.parametrize("seed", [1, 4, 7])
+@pytest.mark.parametrize("seed", [1, 4, 7, 11, 14, 18])
 def test_relaxing_never_makes_a_plan_slower(seed: int) -> None:
     problem = draw(seed)
     store = problem.store()
@@ -38,7 +38,7 @@ def test_relaxing_never_makes_a_plan_slower(seed: int) -> None:
     limits = [share * most for share in (0.4, 0.6, 0.75, 0.9, 1.0)]
     free = [step_s(problem, store, limit) for limit in limits]
     assert free == sorted(free, reverse=True), "more memory"
-    assert free[-1] <= plan.objective_s * EQUAL, "what it takes is enough"
+    assert free[-1] <= plan.step_time_s * EQUAL, "what it takes is enough (what it ties with may take more)"
 
     tight = limits[3]
     pins: dict[str, Any] = {**plan.mesh, "micro_batches": plan.micro_batches, "zero": RESTS[plan.rest].zero, "recompute": "none"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.ir import Input, Op, Param, Program, R, Ref, Span, TensorType
-from autopar.planner.liveness import Activity, Liveness, Moment
+from autopar.planner.activity import Activity
+from autopar.planner.liveness import Liveness, Moment
 from autopar.planner.price import param_bytes, zero_dims
 from autopar.planner.stages import recomputable
 from cost_models.recipe import Recipe
@@ -112,6 +114,29 @@ def test_buckets() -> None:
     assert (in_parts.gradients, in_parts.communication) == (2 * MATRIX + 2 * MATRIX // 4, 2 * MATRIX)
 
 
+def test_buckets_in_another_dtype() -> None:
+    """The copy is half as large, and takes the place of the gradients; at the end all are float32 again, beside the last copy."""
+    sent = dict.fromkeys(("up", "down"), MATRIX // 2)
+    together = peak(NARROW, reduced=("up", "down"), bucket_bytes=2**20, sent=sent)
+    assert (together.gradients, together.communication) == (2 * MATRIX, MATRIX)
+    alone = peak(NARROW, reduced=("up", "down"), bucket_bytes=MATRIX, sent=sent)  # the first is sent: half of it is left
+    assert (alone.gradients, alone.communication) == (2 * MATRIX, MATRIX // 2)
+    quarters = dict.fromkeys(("up", "down"), (MATRIX, MATRIX // 4))
+    parts = peak(NARROW, reduced=("up", "down"), scattered=("up", "down"), bucket_bytes=2**20, gradients=quarters, sent=sent)
+    assert (parts.gradients, parts.communication) == (2 * MATRIX + 2 * MATRIX // 8, MATRIX)
+
+
+def test_a_bucket_of_groups_goes_when_the_next_one_comes() -> None:
+    """Of the first bucket its part is left, where that is summed over the groups; else the bucket too, until the end."""
+    wide = chain(1, 256, 1024)
+    large = 4 * MATRIX
+    quarters = dict.fromkeys(("up", "down"), (large, large // 4))
+    asked: dict[str, Any] = {"reduced": ("up", "down"), "scattered": ("up", "down"), "bucket_bytes": large, "gradients": quarters}
+    kept, gone = peak(wide, **asked), peak(wide, **asked, summed=("up", "down"))
+    assert kept.gradients == large + large // 4 + large + large // 4 and kept.communication == large
+    assert gone.gradients == large // 4 + large + large // 4 and gone.communication == large
+
+
 @pytest.mark.parametrize(("in_flight", "micro_batches"), [(1, 1), (2, 2), (3, 3), (2, 8), (3, 8)])
 def test_micro_batches(in_flight: int, micro_batches: int) -> None:
     """The others in flight keep what one keeps, the result of relu and its loss. In the backward of the first one the gradient of `down` is
@@ -204,6 +229,9 @@ def test_what_cannot_be_cut_rests_whole() -> None:
     program = Program(name="m", inputs=(), params=params, buffers=(), ops=(), loss="w", types=types)
     dims = zero_dims(program, 4)
     assert dims == {"w": 1}
+    alone = program.replace(params=tuple(dataclasses.replace(p, layouts=()) for p in params))
+    assert zero_dims(alone, 4) == dims, "a program that stands for one of the ranks"
+    assert zero_dims(alone.replace(layouts={"dp": {}}), 4) == {}, "all ranks use it for the same work"
     found = param_bytes(program, dims, 4)
     assert (found["w"].resting_bytes, found["w"].local_bytes, found["w"].resting_numel) == (48, 192, 12)
     assert (found["b"].resting_bytes, found["b"].local_bytes, found["b"].resting_numel) == (12, 12, 3)

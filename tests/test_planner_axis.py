@@ -20,6 +20,7 @@ from autopar.planner import axis
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
+from autopar.planner.problems import axis_problem
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.space import Form, Mesh
 from autopar.planner.store import Store, _fits
@@ -52,6 +53,26 @@ def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(axis, "group_cost", group_cost)
     monkeypatch.setattr(axis, "change_cost", change_cost)
+
+
+def test_gradients_are_priced_as_they_are_sent() -> None:
+    """In bfloat16 half as many bytes of a float32 parameter's gradient travel, over the axis itself and over the data axis."""
+    program = program_of("stack")
+    pricer = Pricer(load_cluster("dgx-a100"), {"pp": 1, "dp": 2, "tp": 2})
+    full, none, half = (axis_problem(program, "tp", 2, pricer, "adamw", {}, reduced_itemsize=item) for item in (4, None, 2))
+    for key, group in full.choices.groups.items():
+        if group.op is not None or key not in full.params:
+            continue
+        t = group.outs[0]
+        for s in group.strategies:
+            costs = [axis.group_cost(problem, problem.choices.groups[key], s) for problem in (full, none, half)]
+            assert costs[0] == costs[1], "nothing else is said than that they are sent as they rest"
+            here = t.nbytes * group.times // (2 if s.outputs[0].is_shard else 1)
+            saved = pricer.bucketed_s("all_reduce", 1.0, "dp") * here / 2
+            if s.outputs[0] == R:
+                whole = t.nbytes * group.times
+                saved += pricer.bucketed_s("all_reduce", whole, "tp") - pricer.bucketed_s("all_reduce", whole / 2, "tp")
+            assert costs[1] - costs[2] == pytest.approx(saved, rel=1e-6, abs=1e-15)
 
 
 def _problem(name: str, cluster: str, n: int, *, data: bool = False, **prices: float | bool) -> AxisProblem:

@@ -23,13 +23,15 @@ pytestmark = pytest.mark.pure
 
 def around(case: Case) -> Program | None:
     """A model that scales the operator's first floating operand by a parameter, and sums its first result; None where nothing of it is
-    differentiated, or where the operator has an effect beside its results."""
+    differentiated, where the operator has an effect beside its results, and for what capture does not leave (it states the dims of
+    squeeze)."""
     view, op = case.view(2), case.op
     names = refs(op)
     own = {v: _single(t) for v, t in zip((*names, *(o for o in op.outputs if o)), (*view.ins, *view.outs), strict=True)}
     first = next((v for v in names if own[v].dtype.is_floating_point and own[v].grad), None)
     result = next((o for o in op.outputs if o and own[o].dtype.is_floating_point and own[o].grad), None)
-    if first is None or result is None or "float64" in repr(op) or op.target.split(".")[1].endswith("_"):
+    unusual = op.target.split(".")[1].endswith("_") or op.target == "aten.squeeze.default"
+    if first is None or result is None or "float64" in repr(op) or unusual:
         return None
     types = {v: dataclasses.replace(t, grad=False) if v in names else t for v, t in own.items()}
     types |= {"scale": TensorType((), torch.float32, True), "scaled": own[first], "total": TensorType((), own[result].dtype, True)}
@@ -79,7 +81,7 @@ def compared(program: Program, gpu: str) -> tuple[int, list[str]]:
 
 @pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
 def test_no_plan_around_an_operator_of_op_db_is_faster_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sixteenth operator of the database, the GPUs of the catalogue in turn."""
+    """Every sixteenth operator of the database (all of them hold), the GPUs of the catalogue in turn."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # or pytest has every traced node described
     _hold(op_db(divisible=True)[::16])
 

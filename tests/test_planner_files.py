@@ -120,6 +120,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"gpus": 0}, "damaged"),
         ({"memo": 1}, "damaged"),
         ({"step_time_s": -1.0}, "damaged"),
+        ({"step_time_s": 1e-320}, "longer than the step"),
         ({"stages": []}, "stages"),
         ({"recompute": [(7, 0, 0)], "modes": [WHOLE]}, "recomputes blocks that this program does not have"),
         ({"recompute": [(7, 0, 1)], "modes": [WHOLE]}, "not among the block's modes"),

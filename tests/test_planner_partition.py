@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import Infeasible
+from autopar.planner import partition as planner_partition
 from autopar.planner.modes import Mode
 from autopar.planner.partition import Partition, least_bytes, partition
+from autopar.planner.solver import OutOfBudget
 from autopar.planner.stage_account import Account, EveryStage, Piece, Run, allowed, stage_bytes, stage_modes
 from cost_models.pipeline import in_flight, step_time_s
 
@@ -229,12 +232,33 @@ def test_a_stage_that_is_cut_short_states_by_how_much_it_may_be_slower(seed: int
     ]  # fmt: skip
     account = Account(runs=tuple(Run(piece=p, count=3, modes=allowed(p.modes, "auto")) for p in kinds), in_flight=1, micro_batches=1)
     for limit in (60.5, 100.5, 140.5, 170.5):
-        whole, cut = stage_modes(account, limit, nodes=10**6), stage_modes(account, limit, nodes=1)
+        whole = stage_modes(account, limit, nodes=10**6)
         if whole is None:
             continue
+        cut = stage_modes(account, limit, nodes=1)
         assert cut is not None and whole.slack_s == 0
         assert account.bytes(cut.counts) <= limit
         assert cut.again_s - cut.slack_s <= whole.again_s * (1 + 1e-9) <= cut.again_s * (1 + 1e-9)
+
+
+def test_a_search_that_was_cut_short_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the convex hull there is a mode that fits, and what keeps least does not: who has not looked there may not say that none does."""
+    off_the_hull = held(5, name="selective", again_s=1.5)
+    piece = Piece(forward_s=1, backward_s=2, modes=(held(10), off_the_hull, held(1, spike=100, name="full", again_s=2.0)))
+    account = Account(runs=(Run(piece=piece, count=2, modes=allowed(piece.modes, "auto")),), in_flight=1, micro_batches=1)
+    found = stage_modes(account, 12)
+    assert found is not None and found.again_s == 3.0
+    with pytest.raises(OutOfBudget):
+        stage_modes(account, 12, nodes=1)
+    assert stage_modes(account, 9) is None
+    options = dict(stages=1, micro_batches=1, in_flight=(1,), recompute="auto")
+    assert partition((piece, piece), limit_bytes=12, **options) is not None  # type: ignore[arg-type]
+    monkeypatch.setattr(planner_partition, "stage_modes", functools.partial(stage_modes, nodes=1))
+    with pytest.raises(OutOfBudget) as why:
+        partition((piece, piece), limit_bytes=12, **options)  # type: ignore[arg-type]
+    assert why.value.bound == 6.0  # of the work alone
+    with pytest.raises(Infeasible):  # which no mode can do
+        partition((piece, piece), limit_bytes=1, **options)  # type: ignore[arg-type]
 
 
 def test_the_objective_is_the_schedules_closed_form() -> None:

@@ -17,6 +17,7 @@ from autopar.ir import refs
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.candidate import Candidate
 from autopar.planner.search import Search
+from autopar.planner.space import divisors
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.recipe import AUTOPAR
 from tests.planner_programs import program_of
@@ -38,8 +39,9 @@ def _plan(name: str, gpus: int, cluster: str = "dgx-a100", limit: int | None = N
 
 
 def _meshes(gpus: int) -> list[tuple[int, int, int]]:
-    divisors = [k for k in range(1, gpus + 1) if gpus % k == 0]
-    return [(pp, dp, tp) for pp, dp, tp in itertools.product(divisors, repeat=3) if pp * dp * tp == gpus]
+    parts = [k for k in range(1, gpus + 1) if gpus % k == 0]
+    assert list(divisors(gpus)) == parts
+    return [(pp, dp, tp) for pp, dp, tp in itertools.product(parts, repeat=3) if pp * dp * tp == gpus]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_memory_that_is_short_is_named_with_its_amount() -> None:
     text = str(raised.value)
     short = re.search(r"the leanest candidate is (\d+\.\d+) GiB short of 0\.00781 GiB a GPU", text)
     assert short is not None and float(short[1]) > 0, text
-    assert "its stage 0 of 1 needs" in text and "of optimizer states" in text
+    assert "Its fullest GPU needs" in text and "of optimizer states" in text
     assert re.search(r"Tried, and each would do: .*\d+ [GM]iB a GPU", text), text
 
 
@@ -145,8 +147,14 @@ def test_pins_are_kept(pins: dict[str, object]) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(name: str, gpus: int, pins: dict[str, object], reason: str) -> None:
-    with pytest.raises(Infeasible, match=re.escape(reason)):
+    with pytest.raises(Infeasible, match=re.escape(reason)) as refused:
         _plan(name, gpus, **pins)
+    changes = re.search(r"Tried, and each (?:would do|gives a mesh): (.*)\.$", str(refused.value))
+    assert changes is not None, "a refusal has a remedy that was tried"
+    for change in changes[1].split("; "):
+        left_out, other = set(re.findall(r"(\w+) not pinned", change)), {k: int(n) for k, n in re.findall(r"(\w+)=(\d+)", change)}
+        assert left_out | set(other) <= set(pins) and left_out | set(other)
+        _plan(name, gpus, **{pin: value for pin, value in pins.items() if pin not in left_out} | other)
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 6, 7])

@@ -11,7 +11,7 @@ import pytest
 from autopar.errors import Infeasible
 from autopar.planner import Pins, make_plan
 from autopar.planner.search import Search
-from autopar.planner.shortfall import leanest
+from autopar.planner.shortfall import BETWEEN, _between, leanest
 from cost_models.cluster import Cluster, load_cluster
 from tests.planner_programs import program_of
 
@@ -29,7 +29,9 @@ def refusal(gpus: int, limit_bytes: int, **pins: Any) -> str:
     with pytest.raises(Infeasible) as raised:
         make_plan(program_of("deep"), gpus, bare(), memory_limit_bytes=limit_bytes, pins=Pins(**pins))
     assert raised.value.exit_code == 3
-    return str(raised.value)
+    head = str(raised.value).splitlines()
+    assert len(head) <= 5 and all(line.startswith("  - ") for line in raised.value.more), "the verdict and what would do come first"
+    return "\n".join([*head, *raised.value.more])
 
 
 def tried(text: str) -> list[str]:
@@ -61,12 +63,16 @@ CASES: list[tuple[int, int, dict[str, Any], str]] = [
     (2, 4, {}, "GPUs"),
     (4, 9, {"dp": 4, "zero": 1}, "dp not pinned"),
     (1, 8, {}, "MiB a GPU"),
+    (4, 9, {"dp": 4, "zero": 0, "recompute": "none", "micro_batches": 1}, "micro_batch=1 with dp not pinned"),
+    (2, 10, {"pp": 2, "schedule": "gpipe", "micro_batches": 12, "recompute": "full"}, "schedule not pinned"),
 ]
 
 
 @pytest.mark.parametrize("gpus,mib,pins,expected", CASES, ids=[case[3] for case in CASES])
 def test_each_change_that_is_named_does(gpus: int, mib: int, pins: dict[str, Any], expected: str) -> None:
     text = refusal(gpus, mib * MIB, **pins)
+    choices = re.findall(r"- memory: (.*?) needs", text)
+    assert len(set(choices)) == len(choices) > 0, "each choice once"
     changes = tried(text)
     assert any(expected in change for change in changes), text
     for change in changes:
@@ -74,6 +80,8 @@ def test_each_change_that_is_named_does(gpus: int, mib: int, pins: dict[str, Any
         assert (count, limit, changed) != (gpus, mib * MIB, pins)
         plan = make_plan(program_of("deep"), count, bare(), memory_limit_bytes=limit, pins=Pins(**changed))
         assert max(plan.memory_bytes) <= limit, change
+        for part in change.split(" with ") if " with " in change else ():
+            assert "short of" in refusal(*applied(part, gpus, mib * MIB, pins)[:2], **applied(part, gpus, mib * MIB, pins)[2]), part
 
 
 def searched(limit_bytes: int, gpus: int = 2, **pins: Any) -> Search:
@@ -113,7 +121,8 @@ def test_a_choice_needs_the_same_whatever_there_is_and_lacks_the_rest() -> None:
     for mib in (8, 10):
         search = searched(mib * MIB, dp=2, micro_batches=1)
         assert list(search.candidates()) == []
-        found = (re.search(r"memory: (.*?) needs ([\d.]+) GiB .* of ([\d.]+) GiB, ([\d.]+) GiB short", line) for line in search.refused)
+        form = re.compile(r"memory: (.*?) needs ([\d.]+) GiB .* of ([\d.]+) GiB, ([\d.]+) GiB short")
+        found = (form.search(line) for line in search.refused)
         said.append({m[1]: tuple(map(float, m.groups()[1:])) for m in found if m})
     assert said[0].keys() == said[1].keys() and len(said[0]) > 1
     for less, more in ((said[0][name], said[1][name]) for name in said[0]):
@@ -125,6 +134,29 @@ def test_the_leanest_is_named_first() -> None:
     lines = [line for line in refusal(2, 2 * MIB).splitlines() if line.startswith("  - memory:")]
     shorts = [float(re.search(r"([\d.]+) GiB short", line)[1]) for line in lines]  # type: ignore[index]
     assert len(shorts) > 2 and shorts == sorted(shorts)
+    choices = [line.partition(" needs ")[0] for line in lines]
+    assert len(set(choices)) == len(choices), "a line says which choice it is of"
+
+
+def test_each_form_of_the_tensor_axis_is_named_and_none_needs_less_than_the_leanest() -> None:
+    """Where what rests fits, and activations do not."""
+    text = refusal(2, 10 * MIB, tp=2, micro_batches=1, recompute="none")
+    lines = dict(re.findall(r"- memory: (.*?) needs ([\d.]+) GiB", text))
+    assert len(lines) > 1 and sum("sequence parallelism" in name or "tensor axis" in name for name in lines) == len(lines) - 1, text
+    found = leanest(searched(10 * MIB, tp=2, micro_batches=1, recompute="none"))
+    assert found is not None and found.needs_bytes / 2**30 <= min(map(float, lines.values())) * 1.1, "its pieces, and what they share"
+
+
+def test_the_binding_constraint_is_named_where_pieces_need_more_together() -> None:
+    """What every piece of this one keeps at least does not fit into what each needs alone."""
+    text = refusal(2, 2 * MIB, tp=2, micro_batches=1)
+    assert "The binding constraint is memory" in text and "Tried" in text, text
+
+
+@pytest.mark.parametrize("few,many,expected", [(1, 2, []), (2, 4, [3]), (16, 32, [*range(17, 32)]), (64, 128, [*range(72, 128, 8)])])
+def test_gpus_between_two_numbers(few: int, many: int, expected: list[int]) -> None:
+    assert list(_between(few, many, 8)) == expected
+    assert len(_between(512, 1024, 8)) <= BETWEEN
 
 
 def test_pins_that_leave_no_choice_are_no_lack_of_memory() -> None:

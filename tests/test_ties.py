@@ -12,6 +12,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.plan import Plan
 from autopar.planner.search import Search
 from autopar.planner.ties import ORDER, REACH, Tie, Waiting, difference_spread_s, simplest
+from autopar.planner.words import choice_words
 from autopar.report.explanation import verdict_of
 from autopar.report.text import plan_text
 from cost_models import Cluster, load_cluster
@@ -117,8 +118,9 @@ def test_a_tie_is_taken_in_the_plan_and_named(monkeypatch: pytest.MonkeyPatch) -
         "autopar.planner.search.simplest", lambda first, *_: Tie(fastest=first, chosen=other, spread_s=other.step_time_s)
     )
     plan = searched("pair", 4).best()
+    words = choice_words(fastest.mesh.sizes(), fastest.rest, fastest.shard, fastest.rank.micro_batches, fastest.flow.chunks)
     assert plan.mesh == other.mesh.sizes() and plan.step_time_s == other.step_time_s
-    assert plan.objective_s == fastest.step_time_s and f"simpler than {fastest.mesh}" in plan.tie
+    assert plan.objective_s == fastest.step_time_s and f"simpler than the fastest ({words}" in plan.tie
     assert plan.tie in " ".join(plan_text(plan).split())
 
 

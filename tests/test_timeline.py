@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from autopar.report.timeline import REDUCTION, STEADY, UPDATE, timeline_of
 from cost_models import load_cluster
 from cost_models.recipe import AUTOPAR, HELD_GATHERS, Recipe
 from tests.planner_programs import program_of
+from tests.trace_processor import opened
 
 pytestmark = pytest.mark.pure
 
@@ -112,16 +113,23 @@ def test_the_trace_has_what_the_format_asks_for() -> None:
     assert peak * 2**30 == pytest.approx(max(plan.memory_bytes))
 
 
-def test_perfettos_own_parser_reads_it() -> None:
-    processor = pytest.importorskip("perfetto.trace_processor", reason="the package perfetto is not installed")
+def test_perfettos_trace_processor_reads_it(tmp_path: Path) -> None:
     plan = planned("stack", 4, pp=2, dp=2, tp=1, micro_batches=2, zero=3, schedule="1f1b")
-    try:
-        opened = processor.TraceProcessor(trace=iter([perfetto_trace(plan)]))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # it downloads its binary
-        pytest.skip(f"perfetto's trace processor cannot be had here: {error}")
-    with opened:
-        slices = list(opened.query("select count(*) as n from slice"))
-        assert slices[0].n == sum(len(rank.bars) for rank in timeline_of(plan).ranks)
+    made = timeline_of(plan)
+    with opened(perfetto_trace(plan), tmp_path) as trace:
+        (errors,) = trace.query("select coalesce(sum(value), 0) as n from stats where severity in ('error', 'data_loss')")
+        assert errors.n == 0
+        slices = trace.query("select slice.name as name, slice.dur as dur, slice.category as category from slice")
+        assert len(slices) == sum(len(rank.bars) for rank in made.ranks)
+        for kind, seconds in (("forward", plan.stages[0].forward_s + plan.stages[1].forward_s),):
+            found = sum(x.dur for x in slices if x.category == kind)
+            assert found == pytest.approx(2 * seconds * 1e9, rel=1e-3)  # two micro-batches; the processor counts whole nanoseconds
+        names = [x.name for x in trace.query("select name from process where name is not null order by upid")]
+        assert names == ["pipeline rank 0 (ranks 0-1; stage 0)", "pipeline rank 1 (ranks 2-3; stage 1)"]
+        (most,) = trace.query("select max(value) as gib from counter")
+        assert most.gib * 2**30 == pytest.approx(max(plan.memory_bytes))
+        (flows,) = trace.query("select count(*) as n from flow")
+        assert flows.n == len(made.transfers) == 4
 
 
 def test_a_plan_without_curves_is_drawn_without_memory() -> None:

@@ -19,8 +19,9 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.choices import is_heavy
 from autopar.planner.curve import curves_of
 from autopar.planner.lower import on_inner_axes
-from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount
+from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount, parse_strategy
 from autopar.planner.shard import Assignment, view_of
+from autopar.report.strategies import is_unnamed, kind_of, shape_of
 from cost_models.cluster import Gpu
 
 __all__ = ["account_of"]
@@ -55,7 +56,20 @@ def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> 
         transfer_s=float(times.transfer_s),
         before_s=float(times.before_s),
         curves=curves_of(c),
+        shapes=_shapes(program, axes),
     )
+
+
+def _shapes(program: Program, axes: Mapping[str, AxisPlan]) -> dict[str, list[int]]:
+    """Operator -> whole shape of what an axis splits of it, where the dim has no name of its own."""
+    ops, types, found = {op.name: op for op in program.ops}, program.types, dict[str, list[int]]()
+    for axis, made in axes.items():
+        for name in made.ops if made.n > 1 else ():
+            strategy, op = parse_strategy(made.ops[name]), ops.get(name)
+            if op is not None and is_unnamed(axis, kind_of(name), strategy):
+                ins, outs = [types[r] for r in refs(op)], [types[o] for o in op.outputs if o is not None]
+                found[name] = list(shape_of(strategy, ins, outs))
+    return found
 
 
 def names_of_leaves(program: Program) -> dict[str, str]:

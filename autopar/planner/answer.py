@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from autopar.axes import AXES
 from autopar.capture import program_hash
+from autopar.errors import Infeasible
 from autopar.ir import Program, Span, TensorType, refs
 from autopar.measure import count as count_op
 from autopar.planner.account import account_of
@@ -16,15 +18,19 @@ from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
-from autopar.planner.shortfall import shortfall_text
+from autopar.planner.shortfall import gpus_that_do, pins_that_do, shortfall_text
 from autopar.planner.space import Mesh
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
+from autopar.planner.words import choice_words
+from autopar.report.units import seconds_text
 from cost_models.uncertainty import CENTRAL
 
-__all__ = ["LISTED", "plan_of", "why_not"]
+__all__ = ["BY_USER", "LISTED", "ended_by_user", "plan_of", "refusal"]
 
-LISTED = 12  # choices, where none fits
+BY_USER, _STOPPED = "an interrupt from the keyboard", "the search was stopped after "
+
+LISTED, FIRST = 12, 3  # choices that are told of, where none fits; and before what would do
 
 
 def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
@@ -92,11 +98,12 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
 
 def _tied(tie: Tie) -> str:
     other = tie.fastest
-    again = f", {len(other.part.recomputed)} pieces recomputed" if other.part.recomputed else ""
+    again = f", {len(other.part.recomputed)} blocks recomputed" if other.part.recomputed else ""
+    words = choice_words(other.mesh.sizes(), other.rest, other.shard, other.rank.micro_batches, other.flow.chunks)
     return (
-        f"simpler than {other.mesh} zero={other.rest.zero} micro-batches={other.rank.micro_batches}{again}, the fastest by "
-        f"{tie.difference_s * 1e3:.3g} ms ({tie.difference_s / other.step_time_s:.2%}), which may be off by "
-        f"{CENTRAL * tie.spread_s * 1e3:.3g} ms; of plans that tie so the simplest is taken: {ORDER}"
+        f"simpler than the fastest ({words}{again}), which is {seconds_text(tie.difference_s)} faster "
+        f"({tie.difference_s / other.step_time_s:.2%}), a difference that may be off by {seconds_text(CENTRAL * tie.spread_s)}; of plans "
+        f"that tie so the simplest is taken: {ORDER}"
     )
 
 
@@ -116,19 +123,40 @@ def _modes(c: Candidate) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
     return sorted(found), list(modes.values())
 
 
-def why_not(question: Question) -> str:
-    """Why no candidate was found: which constraint binds, by how much, what would help."""
+def ended_by_user(plan: Plan) -> bool:
+    """Whether its search was ended by Ctrl-C."""
+    return any(note.startswith(_STOPPED + BY_USER) for note in plan.notes)
+
+
+def refusal(question: Question) -> Infeasible:
+    """Why no candidate was found: which constraint binds, by how much, what was tried and would help; and the first reasons, of many."""
     if not any(True for _ in question.space.meshes()):
         pinned = ", ".join(f"{axis}={n}" for axis in AXES if (n := question.pins.of_axis(axis)) is not None)
         product = " x ".join(AXES)
-        return f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs ({product} = {question.gpus})"
+        text = f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs ({product} = {question.gpus})"
+        do = _sizes_that_do(question)
+        return Infeasible(f"{text}\nTried, and each gives a mesh: {'; '.join(do)}." if do else text)
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
     short = question.said.short
-    lines = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
-    text = "no plan fits the constraints:\n" + "\n".join(f"  - {line}" for line in lines[:LISTED] or ["no candidate satisfies the pins"])
-    if short:
-        text += f"\n{shortfall_text(question)}"
-    return text
+    found = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
+    lines = [f"  - {line}" for line in found[:LISTED] or ["no candidate satisfies the pins"]]
+    if short and (said := shortfall_text(question)):
+        return Infeasible(f"no plan fits the constraints. {said}", more=lines)
+    text = "\n".join(["no plan fits the constraints:", *lines[:FIRST]])
+    changes = pins_that_do(question) or gpus_that_do(question)
+    said = f"\nTried, and each would do: {'; '.join(changes)}." if changes else ""
+    return Infeasible(text + said, more=lines[FIRST:])
+
+
+def _sizes_that_do(question: Question) -> list[str]:
+    """Of each pinned axis the nearest other sizes, and none, with which there is a mesh."""
+    found = []
+    for axis in [axis for axis in AXES if question.pins.of_axis(axis) is not None]:
+        space, pinned = question.space, question.pins.of_axis(axis) or 0
+        free = dataclasses.replace(space, pins=question.pins.without_axis(axis))
+        sizes = {mesh.sizes()[axis] for mesh in free.meshes()}
+        found += [f"{axis}={n}" for n in sorted(sizes, key=lambda n: (abs(n - pinned), n))[:2]]
+    return found
 
 
 def _replicated(body: Program, assignment: Assignment, types: Mapping[str, TensorType]) -> list[str]:
@@ -179,16 +207,14 @@ def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
 
 
 def _one_line(d: Draft) -> str:
-    return (
-        f"{d.choice.mesh} {d.choice.resting} micro-batches={d.choice.micro_batches}{d.choice.scheduled}: "
-        f"{d.times.step_s * 1e3:.2f} ms{f', {len(d.part.recomputed)} pieces recomputed' if d.part.recomputed else ''}"
-    )
+    again = f", {len(d.part.recomputed)} blocks recomputed" if d.part.recomputed else ""
+    return f"{d.choice.words}{again}: {seconds_text(d.times.step_s)}"
 
 
 def _stopped(said: Searched) -> list[str]:
     if not said.stopped:
         return []
-    return [f"the search was stopped after {said.stopped}: {said.unexplored} of {said.choices} choices that could be faster are unexplored"]
+    return [f"{_STOPPED}{said.stopped}: {said.unexplored} of {said.choices} choices that could be faster are unexplored"]
 
 
 def _asdict(pins: Pins) -> dict[str, object]:

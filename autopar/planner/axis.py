@@ -17,19 +17,19 @@ operator and every change of layout, outlasts the device: where kernels are shor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autopar.catalog import needs_transition, transition
-from autopar.ir import Kind, Layout, Strategy, TensorType
+from autopar.ir import Kind, L, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, solve
 
-__all__ = ["AxisProblem", "AxisSolution", "objective_of", "solve_axis"]
+__all__ = ["AxisProblem", "AxisSolution", "changes_of", "exchange_s", "local_bytes", "objective_of", "solve_axis", "stated"]
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
 Var: TypeAlias = int | float  # a column, or the constant 1.0 where there is no choice
@@ -41,8 +41,9 @@ WORK_FIRST = 1000.0  # how many times its time without latencies an operator cos
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisProblem:
     """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward;
-    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states; wider: how many times more bytes
-    those have than the parameter as it is used, where that is cast. fixed: values that
+    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states; sync_price_s_per_byte: of it, what
+    bringing the gradient together costs; wider: how many times more bytes those have than the parameter as it is used, where that is cast;
+    sent: the same of the gradient as it is sent, where that is another dtype than it rests in. fixed: values that
     may not change their layout after they are made (mutated buffers). sync_params: price the reduction of gradients
     of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as
     can be split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so
@@ -55,12 +56,14 @@ class AxisProblem:
     pricer: Pricer
     params: frozenset[str]
     wider: Mapping[str, float] = field(default_factory=dict)
+    sent: Mapping[str, float] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
     sync_params: bool = True
     work_first: bool = False
     sequence_parallel: bool | None = None
     memory_price_s_per_byte: float = 0.0
     state_price_s_per_byte: float = 0.0
+    sync_price_s_per_byte: float = 0.0
 
     @property
     def launched(self) -> bool:
@@ -111,8 +114,8 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
         return _leaf_cost(problem, group, s)
     counts = group.counts or count(group.op, group.ins, group.outs)
     n = problem.n
-    local_in = [_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
-    local_out = [_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
+    local_in = [local_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
+    local_out = [local_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
     parts = n if s.splits_work else 1
     moved = float(sum(local_in) + sum(local_out)) if counts.op_class != "gather" else float(2 * sum(local_out))
     forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, nbytes=moved)
@@ -123,12 +126,19 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
         forward = 0.0 if counts.op_class == "view" else forward
     if not any(t.grad for t in group.outs):
         backward = 0.0
-    if s.collective:
-        exchange = problem.pricer.exchanges_s(f"autopar.L.{s.local}", group.ins, problem.axis)
-        forward, backward = forward + exchange[0], backward + (exchange[1] if any(t.grad for t in group.outs) else 0.0)
+    exchange = exchange_s(problem, group, s)
+    forward, backward = forward + exchange[0], backward + exchange[1]
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
     saved += counts.saved_other_bytes // parts
     return group.times * (forward + backward + problem.memory_price_s_per_byte * saved)
+
+
+def exchange_s(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:
+    """Seconds of the collectives inside of one member's local code, forward and backward."""
+    if not s.collective:
+        return 0.0, 0.0
+    forward, backward = problem.pricer.exchanges_s(f"autopar.L.{s.local}", group.ins, problem.axis)
+    return forward, backward if any(t.grad for t in group.outs) else 0.0
 
 
 def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
@@ -136,10 +146,13 @@ def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
         return 0.0
     layout, t = s.outputs[0], group.outs[0]
     wider = problem.wider.get(group.key, 1.0)
-    resting = _bytes(t, layout, problem.n) * wider * group.times
+    resting = local_bytes(t, layout, problem.n) * wider * group.times
+    sent = problem.sent.get(group.key, wider)
     cost = problem.state_price_s_per_byte * resting * (WORK_FIRST if problem.work_first else 1.0)
+    if sent != wider:
+        cost += problem.sync_price_s_per_byte * resting * (sent / wider - 1)
     if layout.kind is Kind.REPLICATE and t.grad and problem.sync_params:
-        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * wider * group.times, problem.axis)
+        cost += problem.pricer.bucketed_s("all_reduce", t.nbytes * sent * group.times, problem.axis)
     return cost
 
 
@@ -147,6 +160,8 @@ def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
     """Seconds of a change of layout, forward and backward; None if it cannot be made."""
     if not needs_transition(have, want, t):
         return 0.0
+    if L in (have, want):
+        return None
     if not (want.divides(t.shape, problem.n) and have.divides(t.shape, problem.n)):
         return None
     change = transition(have, want)
@@ -320,6 +335,35 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
     total = sum(costs.values())
     device = sum(cost for k, cost in costs.items() if groups[k].op is not None)
     host = sum(group_host(problem, g) for g in groups.values())
+    for source, have, want, t, times in changes_of(problem, chosen):
+        cost = change_cost(problem, have, want, t, times)
+        if cost and source.group in problem.params:
+            cost *= IN_PLACE_PREFERRED
+        if _forbidden(problem, source, have, want, t):
+            return float("inf")
+        if cost is None or (source.group in problem.fixed and needs_transition(have, want, t)):
+            return float("inf")
+        total, device = total + cost, device + cost
+        host += change_host(problem, have, want, t, times)
+    return (total + LATE * max(0.0, host - device)) * 1e6
+
+
+def stated(problem: AxisProblem, assignment: Assignment) -> Callable[[str], Strategy]:
+    """What an assignment has chosen for a group, by its key."""
+
+    def chosen(key: str) -> Strategy:
+        member = problem.choices.groups[key].members[0]
+        if member in assignment.ops:
+            return assignment.ops[member]
+        return Strategy(inputs=(), outputs=(assignment.leaves[member],))
+
+    return chosen
+
+
+def changes_of(
+    problem: AxisProblem, chosen: Callable[[str], Strategy]
+) -> Iterator[tuple[Source, Layout, Layout, TensorType, int]]:  # fmt: skip
+    """Of each value and each layout in which it is read: what it is made as, what it is read as, its type, and how many there are."""
     wanted: dict[Source, dict[Layout, None]] = defaultdict(dict)
     times: dict[Source, int] = defaultdict(lambda: 1)
     for e in problem.choices.edges:
@@ -328,18 +372,9 @@ def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> flo
     wanted[problem.choices.loss][Layout(Kind.INVARIANT)] = None
     for source, layouts in wanted.items():
         have = chosen(source.group).outputs[source.output]
-        t = groups[source.group].outs[source.output]
+        t = problem.choices.groups[source.group].outs[source.output]
         for want in layouts:
-            cost = change_cost(problem, have, want, t, times[source])
-            if cost and source.group in problem.params:
-                cost *= IN_PLACE_PREFERRED
-            if _forbidden(problem, source, have, want, t):
-                return float("inf")
-            if cost is None or (source.group in problem.fixed and needs_transition(have, want, t)):
-                return float("inf")
-            total, device = total + cost, device + cost
-            host += change_host(problem, have, want, t, times[source])
-    return (total + LATE * max(0.0, host - device)) * 1e6
+            yield source, have, want, t, times[source]
 
 
 def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout, t: TensorType) -> bool:
@@ -366,5 +401,6 @@ def _forbidden(problem: AxisProblem, source: Source, have: Layout, want: Layout,
 _SUMMED = {(Kind.PARTIAL, Kind.INVARIANT), (Kind.PARTIAL, Kind.REPLICATE)}
 
 
-def _bytes(t: TensorType, layout: Layout, n: int) -> int:
+def local_bytes(t: TensorType, layout: Layout, n: int) -> int:
+    """Of a value on one of n ranks."""
     return t.nbytes // n if layout.is_shard else t.nbytes

@@ -133,17 +133,19 @@ class Least:
     def bytes(self, choice: Choice, alike: frozenset[str] = frozenset()) -> float:
         """Of the fullest rank of a choice. alike: parameters that all data-parallel ranks use for the same work: these rest whole."""
         sizes = tuple(n for _, n in choice.mesh.inner)
-        key = choice.rest, choice.shard, sizes, alike
+        gone = choice.micro_batches == 1 and (choice.shard < choice.mesh.over("batch") or self.recipe.reduced_itemsize is not None)
+        key = choice.rest, choice.shard, sizes, alike, gone
         if key not in self._resting:
-            self._resting[key] = self._at_rest(choice.rest, choice.shard, sizes, alike)
+            self._resting[key] = self._at_rest(choice.rest, choice.shard, sizes, alike, gone)
         return self._resting[key] / choice.mesh.over("layers")
 
     def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
         """What of a GPU's memory there is for that at most."""
         return room_bytes(limit_bytes, self.gpu.context_bytes, self.recipe.allocator_slack) - batch_bytes
 
-    def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...], alike: frozenset[str]) -> float:
-        """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis."""
+    def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...], alike: frozenset[str], gone: bool) -> float:
+        """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis. gone:
+        a gradient that is reduce-scattered may not be there whole until backward ends."""
         how = How(rest=rest, recipe=self.recipe, optimizer=self.optimizer)
         always = passes = update = 0.0
         for value, t, trained, times in self._read:
@@ -154,7 +156,7 @@ class Least:
             always += times * of_parameters((p,), how, "always")
             update += times * of_parameters((p,), how, "update")
             if trained and not self.recipe.accumulates:  # when backward ends
-                passes += times * gradient_bytes(p.resting_numel if rest.reduced == "pass" else used, p, self.recipe)
+                passes += times * gradient_bytes(p.resting_numel if rest.reduced == "pass" or gone else used, p, self.recipe)
         return always + max(passes, update)
 
 

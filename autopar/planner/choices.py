@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import I, Layout, Op, P, Program, R, S, Strategy, TensorType, refs
 from autopar.measure.count import Counts, count, op_class
-from autopar.planner.derived import Edge, Source, derived_only, not_over, rows_of
+from autopar.planner.derived import Edge, Source, Stated, derived_only, not_over, rows_of
 from autopar.planner.shard import view_of
 
 __all__ = ["Choices", "Edge", "Group", "Source", "choices", "is_heavy", "members_of", "stands_for", "with_matrices_cut", "with_work_split"]
@@ -207,21 +207,39 @@ def _strategies(
     batched: frozenset[str],
 ) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every group. Group counts beyond 1 spread from the views that make them along edges, forward and
-    backward, until nothing changes; shards with groups that no neighbour shares are then dropped."""
-    groups: dict[str, frozenset[int]] = {name: frozenset({1}) for name in ops}
+    backward, until nothing changes; on the data axis from the batch alone. Shards with groups that no neighbour shares are then dropped."""
     outgoing: dict[str, list[Edge]] = defaultdict(list)
     incoming: dict[str, list[Edge]] = defaultdict(list)
     for e in edges:
         outgoing[e.source.group].append(e)
         incoming[e.consumer].append(e)
+
+    def stated(name: str, groups: Set[int]) -> tuple[Strategy, ...]:
+        view = view_of(program, ops[name], n, frozenset({1, *sorted(groups - {1})[: MAX_GROUPS - 1]}))
+        return _without_twins(view, strategies_of(view))
+
+    if data:
+        found = derived_only(ops, edges, stated, leaf_layouts, rows_of(program, ops, edges, stated, leaf_layouts))[0]
+    else:
+        found = _from_everywhere(ops, incoming, outgoing, stated)
+        if batched:
+            batch = derived_only(ops, edges, lambda name, _: found[name], {v: (S(0),) for v in batched})[1]
+            found = {name: not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
+    types = {Source(name, k): program.types[o] for name, op in ops.items() for k, o in enumerate(x for x in op.outputs if x is not None)}
+    return _supported(found, outgoing, incoming, ops, types)
+
+
+def _from_everywhere(
+    ops: Mapping[str, Op], incoming: Mapping[str, list[Edge]], outgoing: Mapping[str, list[Edge]], stated: Stated
+) -> dict[str, tuple[Strategy, ...]]:
+    groups: dict[str, frozenset[int]] = {name: frozenset({1}) for name in ops}
     found: dict[str, tuple[Strategy, ...]] = {}
     pending = dict.fromkeys(ops)
     for sweep in range(10):
         changed: dict[str, None] = {}
         for name in list(ops) if sweep % 2 == 0 else list(reversed(list(ops))):
             if name in pending:
-                view = view_of(program, ops[name], n, groups[name])
-                found[name] = _without_twins(view, strategies_of(view))
+                found[name] = stated(name, groups[name])
                 for e in outgoing[name]:
                     _spread(groups, e.consumer, (s.outputs[e.source.output] for s in found[name]), changed, ops)
                 for e in incoming[name]:
@@ -229,13 +247,7 @@ def _strategies(
         pending = changed
         if not pending:
             break
-    if data:
-        found = derived_only(ops, edges, found, leaf_layouts, rows_of(program, ops, edges, found, leaf_layouts))[0]
-    elif batched:
-        batch = derived_only(ops, edges, found, {v: (S(0),) for v in batched})[1]
-        found = {name: not_over(batch, name, ss, incoming[name]) for name, ss in found.items()}
-    types = {Source(name, k): program.types[o] for name, op in ops.items() for k, o in enumerate(x for x in op.outputs if x is not None)}
-    return _supported(found, outgoing, incoming, ops, types)
+    return found
 
 
 def _spread(groups: dict[str, frozenset[int]], name: str, layouts: object, changed: dict[str, None], ops: Mapping[str, Op]) -> None:

@@ -31,6 +31,7 @@ from autopar.planner.shard import Assignment, shard, view_of
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Mesh
 from autopar.planner.stages import cut_stages, legal_cuts, recomputable, used_on
+from autopar.run.dtypes import itemsize_named
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from cost_models.cluster import Cluster
 
@@ -142,7 +143,8 @@ class _Completion:
         leaves: dict[str, tuple[Layout, ...]] = {b.value: allowed for b in program.buffers} if allowed is not None else {}
         leaves |= {v: (x,) for v, x in (given_on(program, axis) | dict(rest)).items()}
         mesh = Mesh(**{BATCH: n}).sizes() if axis == BATCH else self.plan.mesh
-        found = axis_problem(program, axis, n, Pricer(self.cluster, mesh), self.plan.optimizer, leaves)
+        reduced = itemsize_named(self.plan.reduce_dtype)
+        found = axis_problem(program, axis, n, Pricer(self.cluster, mesh), self.plan.optimizer, leaves, reduced_itemsize=reduced)
         return dataclasses.replace(found, sequence_parallel=self.plan.pins.get("sequence_parallel")) if AXES[axis].forms else found
 
     def assigned(self, axis: str, old: Program, new: Program, before: Assignment) -> Assignment:

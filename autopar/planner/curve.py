@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from autopar.ir import Span
 from autopar.planner.candidate import Candidate, held_bytes, late_of
-from autopar.planner.liveness import Arriving, Liveness, Moment
+from autopar.planner.liveness import Arriving, Moment
 from autopar.planner.memory_curve import RankCurve, StageCurve
 from cost_models.pools import rows
 
@@ -50,8 +50,8 @@ def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span
         ]  # fmt: skip
         stages.append(
             StageCurve(
-                kept_bytes=liveness.held_bytes(activity), gradient_bytes=Liveness.gradient_bytes(activity),
-                left_bytes=Liveness.left_behind(activity),
+                kept_bytes=liveness.held_bytes(activity), gradient_bytes=activity.gradient_bytes,
+                left_bytes=activity.left_bytes,
                 forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[0], later=backward[1],
                 last=backward[2],
             )

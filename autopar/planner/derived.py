@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.capture.batch import may_be_confused
-from autopar.ir import Layout, Op, Program, S, Strategy
+from autopar.ir import L, Layout, Op, Program, S, Strategy
 
-__all__ = ["Edge", "Source", "derived_only", "not_over", "rows_of"]
+__all__ = ["Edge", "Source", "Stated", "derived_only", "not_over", "rows_of"]
+
+Stated = Callable[[str, Set[int]], tuple[Strategy, ...]]
+"""The strategies of an operator, given the group counts of the shards that reach it."""
 
 
 class Source(NamedTuple):
@@ -33,7 +36,7 @@ class Edge:
 def derived_only(
     ops: Mapping[str, Op],
     edges: tuple[Edge, ...],
-    found: dict[str, tuple[Strategy, ...]],
+    stated: Stated,
     leaf_layouts: Mapping[str, tuple[Layout, ...]],
     rows: Mapping[Source, bool] | None = None,
 ) -> tuple[dict[str, tuple[Strategy, ...]], Mapping[Source, set[Layout]]]:
@@ -55,10 +58,10 @@ def derived_only(
         for name in ops:
             good = []
             reads = [(e.operand, reached[e.source]) for e in incoming[name]]
-            for s in found[name]:
+            for s in stated(name, {x.groups for _, known in reads for x in known}):
                 shards = [(x, known) for k, known in reads if (x := s.inputs[k]).is_shard]
                 derived = any(x in known for x, known in shards)
-                made = not shards and all(x == S(0) and Source(name, k) in rows for k, x in enumerate(s.outputs))
+                made = not shards and all(x == L or (x == S(0) and Source(name, k) in rows) for k, x in enumerate(s.outputs))
                 if derived or made or (not shards and not any(x.is_shard for x in s.outputs)):
                     good.append(s)
                     for k, x in enumerate(s.outputs):
@@ -72,7 +75,7 @@ def rows_of(
     program: Program,
     ops: Mapping[str, Op],
     edges: tuple[Edge, ...],
-    found: dict[str, tuple[Strategy, ...]],
+    stated: Stated,
     leaf_layouts: Mapping[str, tuple[Layout, ...]],
 ) -> dict[Source, bool]:
     """Results with a row for each sample -> whether they have a gradient; with one, those of two dims or more. Their first dim has the
@@ -86,7 +89,8 @@ def rows_of(
                 rows[Source(name, k)] = t.grad
     if not rows or not may_be_confused(program.types, program.batch_size or 0):
         return rows
-    reached = derived_only(ops, edges, found, leaf_layouts)[1]
+    found = {name: stated(name, set()) for name in ops}
+    reached = derived_only(ops, edges, lambda name, _: found[name], leaf_layouts)[1]
     batch = _with_the_batch(ops, edges, found, reached)
     return {source: grad for source, grad in rows.items() if source in batch}
 

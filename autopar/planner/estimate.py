@@ -12,12 +12,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.axes import LAYERS
+from autopar.axes import BATCH, LAYERS
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
-from autopar.planner.exchange import Exchange
+from autopar.planner.activity import Activity
+from autopar.planner.exchange import Exchange, Once
 from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
-from autopar.planner.liveness import Activity
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import AtRest, PieceMaker
 from autopar.planner.plan import StagePlan
@@ -56,6 +56,17 @@ class Times:
     step_s: float
     transfer_s: float = 0.0
     before_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OfStep:
+    """What the parameters of a rank cost once a step, whatever runs again: collectives, those that nothing hides at both ends of a step,
+    the update, and casts before the first micro-batch."""
+
+    once: Once
+    ends_s: float
+    optimizer_s: float
+    casts_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +143,7 @@ class Estimator:
         and_scatter: and of reduce-scattering their gradients in the same way."""
         gathered = self._gathered([(v, 0) for v in own])
         sent = (self._exchange.unit_s(n, scattered=x if and_scatter else 0.0) for n, x in gathered.values())
-        return max(0.0, sum(sent) - compute_s)
+        return self._exchange.beside(sum(sent), compute_s)
 
     def _casts_s(self, params: Collection[ParamBytes]) -> float:
         """Of casting what rests of these parameters to the dtype in which they are used, once."""
@@ -212,6 +223,11 @@ class Estimator:
         """Bytes of the gradient of so many numbers of a parameter, as backward makes it."""
         return gradient_bytes(numel, p, self.recipe)
 
+    def _sent(self, p: ParamBytes) -> int:
+        """Bytes of its gradient as it is reduced, if that is another dtype than it is summed in."""
+        item = self.recipe.reduced_itemsize
+        return self._gradient(p, p.numel) if item is None else p.numel * item
+
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces at most: without what a rank needs whatever lies on it, the allocator's slack, and
         what these two may be off by."""
@@ -252,6 +268,8 @@ class Estimator:
             accumulates=self.recipe.accumulates,
             late=late,
             cast={v for v, p in params.items() if p.is_cast},
+            sent={v: n for v, p in params.items() if p.trainable and (n := self._sent(p)) != self._gradient(p, p.numel)},
+            summed=parts if self.shard < self.pricer.mesh.get(BATCH, 1) else (),
         )
 
     # ----------------------------------------------------------------------------------------------------------- time
@@ -334,24 +352,37 @@ class Estimator:
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
             hop = max(hop, self.pricer.collective_s("p2p", sent, LAYERS) if sent else 0.0)
-        busiest, held_by = 0.0, list[list[ParamBytes]]()
+        busiest, casts = 0.0, 0.0
         for r in range(self.flow.ranks):
             held = [s for s, of in enumerate(self.flow.rank_of) if of == r]
-            own = list(dict.fromkeys(x for s in held for x in self._own(bounds[s], bounds[s + 1])))
+            of_step = self._of_step(tuple((bounds[s], bounds[s + 1]) for s in held))
             forward_s, backward_s = (sum(each[s] for s in held) for each in (forwards, backwards))
             busiest = max(busiest, forward_s + backward_s)
-            ends_s = self._ends_s(bounds[held[0]], bounds[held[0] + 1])
-            held_by.append(self._params(own))
-            sync = max(sync, self._exchange.step_s(held_by[-1], forward_s, backward_s) + ends_s)
-            optimizer = max(optimizer, self._optimizer_s(own))
+            sync = max(sync, of_step.once.exposed_s(forward_s, backward_s) + of_step.ends_s)
+            optimizer, casts = max(optimizer, of_step.optimizer_s), max(casts, of_step.casts_s)
         pipeline = self.flow.step_time_s(forwards, backwards, hop)
-        before = self._prologue_s + max(self._casts_of_a_step_s(params) for params in held_by)
+        before = self._prologue_s + casts
         compute = before + rank.micro_batches * busiest
         return Times(
             forwards_s=tuple(forwards), backwards_s=tuple(backwards), compute_s=compute, sync_s=sync, optimizer_s=optimizer,
             bubble_s=max(0.0, before + pipeline - compute) if len(forwards) > 1 else 0.0, step_s=before + pipeline + sync + optimizer,
             transfer_s=hop, before_s=before,
         )  # fmt: skip
+
+    def _of_step(self, spans: tuple[tuple[int, int], ...]) -> _OfStep:
+        """Of a rank that holds the pieces [i, j) of each of these."""
+        if spans not in self._steps:
+            own = list(dict.fromkeys(x for i, j in spans for x in self._own(i, j)))
+            params = self._params(own)
+            self._steps[spans] = _OfStep(
+                once=self._exchange.once(params), ends_s=self._ends_s(*spans[0]), optimizer_s=self._optimizer_s(own),
+                casts_s=self._casts_of_a_step_s(params),
+            )  # fmt: skip
+        return self._steps[spans]
+
+    @functools.cached_property
+    def _steps(self) -> dict[tuple[tuple[int, int], ...], _OfStep]:
+        return {}
 
     def least_s(self) -> float:
         """No cuts and no recompute of these pieces make a faster step: the pieces spread evenly, and what nothing hides."""
@@ -387,7 +418,7 @@ class Estimator:
             return 0.0
         item = min(p.itemsize for p in trained)
         gpu = dataclasses.replace(self.cluster.gpu, launch_s=0.0)
-        return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / self.flow.ranks
+        return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / self.flow.ranks + self.recipe.once_s
 
     def span(self, i: int, j: int) -> Span:
         return Span(self.segments[i].span.start, self.segments[j - 1].span.stop)
@@ -418,11 +449,11 @@ class Estimator:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
 
     def _optimizer_s(self, own: Collection[tuple[str, int]]) -> float:
-        """Seconds of the update of what rests on this rank."""
+        """Seconds of the update of what rests on this rank, with what its software does once a step."""
         trained = [self.params[v] for v, _ in own if self.params[v].trainable]
         numel = sum(p.resting_numel for p in trained)
         item = round(sum(p.resting_bytes for p in trained) / numel) if numel else 0
-        return self._update_s(numel, item, max(1, len(trained)), self.cluster.gpu)
+        return self._update_s(numel, item, max(1, len(trained)), self.cluster.gpu) + self.recipe.once_s
 
     def _update_s(self, numel: int, item: int, tensors: int, gpu: Gpu) -> float:
         return self.pricer.shared * optimizer_time_s(

@@ -25,24 +25,27 @@ __all__ = ["Exchange", "Once"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Once:
     """Collectives once a step, as (how many, seconds of each): reduced, in the order in which gradients are ready; gathers, in that in
-    which parameters are used; last_s: what nothing hides."""
+    which parameters are used; last_s: what nothing hides. taken: the share of the others' seconds that kernels beside them lose."""
 
     reduced: tuple[tuple[int, float], ...]
     gathers: tuple[tuple[int, float], ...]
     last_s: float
+    taken: float
     overlaps_reduction: bool
     overlaps_gathers: bool
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
         """Beyond a forward and a backward pass of so many seconds."""
+        reduction_s, gathers_s = (sum(n * s for n, s in each) for each in (self.reduced, self.gathers))
+        exposed_s = reduction_s
         if self.reduced and self.overlaps_reduction:
-            exposed_s = exposed_reduction_s([s for _, s in self.reduced], backward_s, [n for n, _ in self.reduced])
-        else:
-            exposed_s = sum(n * s for n, s in self.reduced)
+            free_s = exposed_reduction_s([s for _, s in self.reduced], backward_s, [n for n, _ in self.reduced])
+            exposed_s = self.taken * reduction_s + (1 - self.taken) * free_s
         if not self.overlaps_gathers:
-            exposed_s += sum(n * s for n, s in self.gathers)
+            exposed_s += gathers_s
         elif self.gathers:  # all are issued at the start of the step
-            exposed_s += exposed_gathers_s([s for _, s in self.gathers], forward_s, [n for n, _ in self.gathers])
+            free_s = exposed_gathers_s([s for _, s in self.gathers], forward_s, [n for n, _ in self.gathers])
+            exposed_s += self.taken * gathers_s + (1 - self.taken) * free_s
         return exposed_s + self.last_s
 
 
@@ -75,7 +78,15 @@ class Exchange:
     def pass_s(self, params: Collection[ParamBytes], compute_s: float) -> float:
         """Exposed, of `scatter_s`."""
         scatter_s = self.scatter_s(params)
-        return max(0.0, scatter_s - compute_s) if self.recipe.overlaps_reduction else scatter_s
+        return self.beside(scatter_s, compute_s) if self.recipe.overlaps_reduction else scatter_s
+
+    def beside(self, seconds: float, compute_s: float) -> float:
+        """Exposed, of collectives over the data axis that go on beside kernels of compute_s."""
+        return seconds - (1 - self.taken) * min(seconds, compute_s)
+
+    @property
+    def taken(self) -> float:
+        return self.pricer.taken(BATCH)
 
     def step_s(self, params: Collection[ParamBytes], forward_s: float, backward_s: float) -> float:
         """Exposed, of the last bucket of every backward pass, and of what is done once a step: gradients are brought together while the
@@ -110,8 +121,8 @@ class Exchange:
         if self.rest.gathered == "step":
             gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._buckets(float(sum(p.local_bytes for p in parts)))]
         return Once(
-            reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, overlaps_reduction=self.recipe.overlaps_reduction,
-            overlaps_gathers=self.recipe.overlaps_gathers,
+            reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, taken=self.taken,
+            overlaps_reduction=self.recipe.overlaps_reduction, overlaps_gathers=self.recipe.overlaps_gathers,
         )  # fmt: skip
 
     def _parts_s(self, kind: str, nbytes: float) -> float:

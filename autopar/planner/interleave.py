@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
 from autopar.errors import Infeasible
+from autopar.planner import stage_account
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused
 from autopar.planner.rank_account import RankAccount
 from autopar.planner.solver import Outcome, OutOfBudget
@@ -32,6 +33,8 @@ __all__ = ["least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
 
 NODES = 600  # ends of stages that are looked at for one candidate
 MOVES = 24  # of one cut, each priced
+MODES = 4_000  # nodes of the searches for the modes of the ranks of one candidate: each takes as many as it likes until these are gone
+FEWER = 20  # and then so many
 GIB = float(2**30)
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
 
@@ -109,6 +112,7 @@ def partition_of_ranks(
         ranks.price(even)
         ranks.move_cuts(even)
         done = ranks.try_all()
+    done = done and not ranks.unproven
     best_s, best, modes = ranks.best
     if best is None and ranks.passed_over and done:
         return None
@@ -129,7 +133,8 @@ def partition_of_ranks(
 @dataclass
 class _Ranks:
     """best: the fastest cuts and modes so far, without what the objective leaves out. bound_s: the fastest of all cuts that were
-    priced, if nothing more than must ran again. worth_s: cuts that are no faster are not priced; passed_over: whether there were such."""
+    priced, if nothing more than must ran again. worth_s: cuts that are no faster are not priced; passed_over: whether there were such.
+    unproven: whether a rank is taken not to fit because the search for its modes found none in its budget."""
 
     pieces: tuple[Piece, ...]
     flow: Flow
@@ -141,10 +146,12 @@ class _Ranks:
     least_ends_s: float
     worth_s: float = math.inf
     passed_over: bool = False
+    unproven: bool = False
     best: tuple[float, tuple[int, ...] | None, tuple[int, ...] | None] = (math.inf, None, None)
     bound_s: float = math.inf
     _known: dict[tuple[object, ...], StageModes | None] = field(default_factory=dict)
     _priced: set[tuple[int, ...]] = field(default_factory=set)
+    _modes: int = MODES
 
     def __post_init__(self) -> None:
         self.may = {p: allowed(p.modes, self.recompute) for p in dict.fromkeys(self.pieces)}
@@ -164,7 +171,15 @@ class _Ranks:
         key = rank, over, refused, stages
         if key not in self._known:
             account = RankAccount(stages=stages, on_rank=held)
-            self._known[key] = stage_modes(account, self.limit_bytes - over, refused=refused)
+            nodes = stage_account.NODES if self._modes > 0 else FEWER
+            try:
+                found = stage_modes(account, self.limit_bytes - over, nodes=nodes, refused=refused)
+            except OutOfBudget:
+                found, self.unproven = None, True
+                self._modes -= nodes
+            else:
+                self._modes -= found.visited if found is not None else 0
+            self._known[key] = found
         return self._known[key]
 
     @staticmethod

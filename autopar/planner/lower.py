@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.axes import BATCH, axes_over
 from autopar.catalog import needs_transition, strategies_of
 from autopar.errors import Infeasible, PlanError
-from autopar.ir import I, Layout, Lowered, Op, P, Program, Span, Strategy, refs
+from autopar.ir import I, L, Layout, Lowered, Op, P, Program, Span, Strategy, refs
 from autopar.planner.choices import members_of
 from autopar.planner.moments import Moments, NotSplittable, split_into_moments
 from autopar.planner.plan import AxisPlan, BlockMode, Plan, parse_strategy
@@ -165,8 +165,9 @@ def _check_leaves(program: Program, axis: str, ops: dict[str, Strategy], leaves:
         if leaves[value] != given:
             raise PlanError(f"the input {value} lies as {given} on {axis}, not as {leaves[value]}")
     for value, layout in leaves.items():
-        if layout == P:
-            raise PlanError(f"{value} is whole on every rank of {axis}: it cannot lie as terms of a sum (P)")
+        if layout in (P, L):
+            terms = "terms of a sum (P)" if layout == P else "rows that the rank has sorted (L)"
+            raise PlanError(f"{value} is there before the program runs on {axis}: it cannot lie as {terms}")
     changed = {b.value for b in program.buffers if b.mutated}
     for op in program.ops if changed else ():
         for r, want in zip(refs(op), ops[op.name].inputs, strict=True):

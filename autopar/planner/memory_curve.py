@@ -12,13 +12,15 @@ __all__ = ["RankCurve", "StageCurve"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=10)]
 Points = Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1000)]
+Changes = Annotated[list[int], msgspec.Meta(min_length=1, max_length=1000)]
 
 
 class StageCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stage holds beside what rests while its passes run, from their beginning to their end (planner.curve). kept_bytes: of a
     micro-batch, between its forward and its backward pass; gradient_bytes: once a backward pass has left them; left_bytes: once
     the last one has. forward; first, later, last:
-    of a backward pass that finds no gradients, that finds some, and that is the last one (its own bytes beside those gradients)."""
+    of a backward pass that finds no gradients, that finds some, and that is the last one (its own bytes beside those gradients; below zero
+    where their reduction leaves less of them than was there)."""
 
     kept_bytes: Count
     gradient_bytes: Count
@@ -26,7 +28,11 @@ class StageCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward: Points
     first: Points
     later: Points
-    last: Points
+    last: Changes
+
+    def __post_init__(self) -> None:
+        if min(self.last) < -self.gradient_bytes:
+            raise ValueError(f"a pass cannot free more than the {self.gradient_bytes} bytes of gradients that it finds")
 
 
 class RankCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

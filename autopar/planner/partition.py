@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
-from autopar.planner.solver import Outcome
+from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.stage_account import Account, Counts, EveryStage, Piece, Run, allowed, stage_modes
 
 __all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
@@ -85,7 +85,8 @@ def partition(
     limit on the slowest stage may be lowered; beyond it the answer is out of budget, with its bound. over: what certain stages need
     beyond what their pieces say; refused: modes of certain stages that are known not to fit. step_s: of cuts and modes, with the terms
     that the objective leaves out, which come to least_ends_s at least: of cuts that could be as good as the best ones those with the
-    fastest step are taken (`_Stages.nearby`). Raises Infeasible when nothing fits into limit_bytes."""
+    fastest step are taken (`_Stages.nearby`). Raises Infeasible when nothing fits into limit_bytes, OutOfBudget when nothing was found
+    that does."""
     start = time.perf_counter()
     spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {}, refused or {})
     total_s = spans.busy[-1]
@@ -99,9 +100,13 @@ def partition(
     if cuts is None and not spans.could_fit():
         text = f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB"
         raise TooLarge(text, spans.least_bytes())
+    least_s = rest * evenly_s + total_s
     if worth_s < math.inf and rest:
         best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
-        if best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s:
+        if spans.unproven and least_s >= worth_s:
+            return None
+        no_better = best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s
+        if no_better and not spans.unproven:
             return None
     limit_s = evenly_s
     while best is None and limit_s < 2 * total_s:  # the first limit under which there is an answer
@@ -109,7 +114,8 @@ def partition(
         best = spans.path(limit_s)
     best = best or spans.path(math.inf)
     if best is None:
-        raise Infeasible(f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB")
+        text = f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB"
+        raise OutOfBudget(text, least_s) if spans.unproven else Infeasible(text)
     limit_s = (objective(best) - total_s) / rest * (1 + 1e-12) if rest else math.inf
     bound, done = 0.0, False
     for _ in range(rounds):
@@ -125,6 +131,8 @@ def partition(
             done = True
             break
         limit_s = path.slowest_s * (1 - 1e-12)
+    if spans.unproven:
+        bound, done = min(bound, least_s), False
     if spans.slack_s:
         bound, done = max(0.0, bound - (rest + stages) * spans.slack_s), False
     if bound >= worth_s:
@@ -165,7 +173,7 @@ def _counts(account: Account, modes: Sequence[int]) -> Counts:
 @dataclass
 class _Stages:
     """What each stage [i, j) takes, worked out when it is first asked for. slack_s: by how much one stage's modes may be slower than the
-    best ones, where their search was cut short."""
+    best ones, where their search was cut short; unproven: whether a stage is taken not to fit because that search found nothing."""
 
     pieces: Sequence[Piece]
     stages: int
@@ -177,6 +185,7 @@ class _Stages:
     over: Over
     refused: Refused
     slack_s: float = 0.0
+    unproven: bool = False
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
     _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
@@ -244,7 +253,10 @@ class _Stages:
         counted = frozenset(_counts(account, modes) for modes in refused)
         key = (self.in_flight[s], over, counted, which)
         if key not in self._known:
-            found = stage_modes(account, self.limit_bytes - over, refused=counted)
+            try:
+                found = stage_modes(account, self.limit_bytes - over, refused=counted)
+            except OutOfBudget:
+                found, self.unproven = None, True
             self._known[key] = None if found is None else (found.again_s, found.counts)
             self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
         return self._known[key]

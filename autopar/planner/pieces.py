@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir import Span
-from autopar.planner.liveness import Activity, Arriving, Liveness, PieceBytes
+from autopar.planner.activity import Activity
+from autopar.planner.liveness import Arriving, Liveness, PieceBytes
 from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
@@ -80,7 +81,7 @@ class PieceMaker:
         a = self.activity
         made = tuple(tuple((v, x[0], x[1] * (v in a.at_once)) for v, x in own.items()) for own in owned)
         used = (frozenset(a.where_used.items()), frozenset(a.units.items())) if a.where_used else ()
-        key = (self.segments.segments, self.recompute, made, used, a.bucket_bytes, a.accumulates)
+        key = (self.segments.segments, self.recompute, made, used, a.bucket_bytes, a.accumulates, frozenset(a.sent.items()))
         if key not in self.ledger.in_modes:
             self.ledger.in_modes[key] = self._found(owned)
         held: Held = self.ledger.in_modes[key]  # type: ignore[assignment]
@@ -103,10 +104,12 @@ class PieceMaker:
 
     def _copied(self, value: str) -> int:
         """Bytes beside a gradient while a bucket at the end of a step is sent: the copy, and the part that is made of it."""
-        made, rests = self.activity.gradients[value]
-        if value in self.activity.at_once:
-            return 2 * made
-        return made + (rests if value in self.activity.scattered else 0)
+        a = self.activity
+        made, rests = a.gradients[value]
+        sent = a.sent.get(value, made)
+        if value in a.at_once:
+            return made + sent
+        return sent + (rests * sent // made if value in a.scattered else 0)
 
     def _sends(self, k: int) -> tuple[str, ...]:
         stop = self.segments.segments[k].span.stop

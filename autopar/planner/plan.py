@@ -24,7 +24,8 @@ from cost_models.rests import RESTS, rest_of
 from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
 __all__ = [
-    "SHOWN", "Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy",
+    "SHOWN", "Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan",
+    "UnruledAccount", "parse_strategy",
 ]  # fmt: skip
 
 SHOWN: dict[str, Callable[[Plan], str]] = {}
@@ -36,6 +37,7 @@ VERSION = 4
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+ABSURD = 1000.0  # times a whole, beyond which a part of it is no figure of ours
 Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
 _NAMED = {"pp", "dp", "tp"}  # the mesh axes that are pins of their own
 
@@ -52,7 +54,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     virtual_stages: how many stages each pipeline rank holds; several with the schedule 'interleaved' (stage s is on rank s mod pp).
     blocks: how many instances of repeated blocks (layers) each stage has, pp x virtual_stages of them. even_stages: each stage has as
     many of them as the others (True); None, False: stages are cut where that is fastest. axes: sizes of mesh axes beside
-    these three."""
+    these three. Raises PlanError for values that make no sense or exclude each other."""
 
     dp: Positive | None = None
     tp: Positive | None = None
@@ -222,11 +224,22 @@ class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     size: Count = 0
 
 
+class UnruledAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Operators of a kind that the catalogue has no rule for. probed: they are split over dim 0, as running them in parts has shown that
+    they can be; else they run whole wherever an axis is split."""
+
+    kind: str
+    count: Count
+    modules: list[str]
+    probed: bool
+
+
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the figures of a plan are made of (planner.account). memory_bytes, peak_flops_per_s: of one GPU, the peak for the model's mix of
     dtypes; flops: of a step of the model, forward and backward, once; per_node: how many neighbours on each axis share a node; seconds:
-    what the step is spent on, which adds up to it; transfer_s: of the slowest transfer between stages; before_s: of what runs once a step
-    before the micro-batches; curves: of each pipeline rank; leaves, modules: the user's names of what the plan names by values."""
+    what the step is spent on, which adds up to it; unruled: of operators without a rule; transfer_s: of the slowest transfer between
+    stages; before_s: of what runs once a step before the micro-batches; curves: of each pipeline rank; leaves, modules: the user's names of
+    what the plan names by values; shapes: of operators that an axis splits along a dim that has no name, the shape of what is split."""
 
     gpu: str
     gpus_per_node: Positive
@@ -242,6 +255,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfer_s: Seconds = 0.0
     before_s: Seconds = 0.0
     curves: list[RankCurve] = []
+    unruled: list[UnruledAccount] = []
+    shapes: dict[str, list[Count]] = {}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -345,7 +360,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.work_per_step / self.step_time_s if self.step_time_s else 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON, atomically. OutputError if that cannot be done."""
+        """Write as JSON to the file `path`, atomically. OutputError if that cannot be done."""
         write_file(path, self.to_json())
 
     def to_json(self) -> bytes:
@@ -354,7 +369,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read and validate. PlanError if the file is missing, no plan, of another version, or inconsistent."""
+        """Read the file `path` and validate. PlanError if it is missing, no plan, of another version, or inconsistent."""
         try:
             data = Path(path).read_bytes()
         except (OSError, ValueError) as e:  # a name that no file can have
@@ -363,7 +378,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def from_json(data: bytes, name: str = "<plan>") -> Plan:
-        """The inverse of `to_json`, validated. name: of the file, for errors. Raises PlanError, as `load`."""
+        """The inverse of `to_json`, validated. data: JSON; name: of the file, for errors. Raises PlanError, as `load`."""
         try:
             head = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -380,7 +395,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return plan
 
     def check(self, name: str = "<plan>") -> None:
-        """Consistency that types cannot say. PlanError."""
+        """Consistency that types cannot say. name: of the file, for errors. PlanError."""
         if set(self.mesh) != set(AXES) or math.prod(self.mesh.values()) != self.gpus or min(self.mesh.values()) < 1:
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
         ranks = self.mesh[LAYERS]
@@ -388,6 +403,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if len(self.stages) != count or len(self.cuts) != count - 1 or sorted(self.cuts) != self.cuts:
             each = f" with {self.virtual_stages} stages on each" if self.virtual_stages > 1 else ""
             raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {ranks} pipeline ranks{each}")
+        if any(seconds > ABSURD * self.step_time_s for seconds in self.seconds_by_kind.values()):
+            raise PlanError(f"{name}: a part of its step takes longer than the step of {self.step_time_s:g} s")
         if self.reduce_dtype not in (None, *PRECISIONS):
             raise PlanError(f"{name}: reduce_dtype {self.reduce_dtype!r} is not one of {', '.join(PRECISIONS)}")
         if self.schedule not in SCHEDULES or self.rest not in RESTS:
@@ -403,11 +420,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             places = [x for span in m.spans for x in span]
             if not m.spans or places[0] < 0 or any(a >= b for a, b in m.spans) or places != sorted(places):
                 raise PlanError(f"{name}: the spans {m.spans} of mode {m.name!r} are not in order, or empty")
+        if self.account is not None:
+            self._check_account(name, self.account)
         for axis in self.axes.values():
             for text in axis.leaves.values():
                 _parsed(name, Layout.parse, text)
             for text in axis.ops.values():
                 _parsed(name, parse_strategy, text)
+
+
+    def _check_account(self, name: str, account: Account) -> None:
+        if any(block.repeated and not block.paths for block in account.blocks):
+            raise PlanError(f"{name}: the account has a repeated block without an instance")
+        for idle in account.idle:
+            if idle.axis not in AXES:
+                raise PlanError(f"{name}: the account names a mesh axis {idle.axis!r}; there are {', '.join(AXES)}")
+            if idle.undivided:
+                _parsed(name, parse_strategy, idle.undivided)
 
 
 def _parsed(name: str, parse: Any, text: str) -> None:

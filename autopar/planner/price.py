@@ -15,7 +15,8 @@ from autopar.axes import AXES, BATCH
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
 from autopar.planner.fusion import fused
-from autopar.planner.liveness import Liveness, gathered_from
+from autopar.planner.liveness import Liveness
+from autopar.planner.storages import gathered_from
 
 __all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
 
@@ -168,12 +169,14 @@ class ParamBytes:
 
 def zero_dims(program: Program, shard: int) -> dict[str, int]:
     """Parameter (fqn) -> the dim on which it rests in so many parts: the first that divides. Those of which no dim divides,
-    and those that every data-parallel rank uses for the same work, rest whole."""
+    and those that every data-parallel rank uses for the same work, rest whole. A program that was laid over no data axis stands for one
+    of its ranks, as in `param_bytes`."""
     found: dict[str, int] = {}
+    laid = BATCH in program.layouts
     for p in program.params if shard > 1 else ():
         shape = program.types[p.value].shape
         dim = next((d for d, size in enumerate(shape) if size and size % shard == 0), None)
-        if dim is not None and p.trainable and dict(p.layouts).get(BATCH) == R:
+        if dim is not None and p.trainable and (not laid or dict(p.layouts).get(BATCH) == R):
             found[p.fqn] = dim
     return found
 

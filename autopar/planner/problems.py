@@ -42,14 +42,16 @@ def axis_choices(program: Program, axis: str, n: int, leaves: Mapping[str, tuple
 
 def axis_problem(
     program: Program, axis: str, n: int, pricer: Pricer, optimizer: str, leaves: Mapping[str, tuple[Layout, ...]],
-    known: Choices | None = None,
+    known: Choices | None = None, reduced_itemsize: int | None = None,
 ) -> AxisProblem:  # fmt: skip
-    """An axis of n ranks. known: its choices, if they were found before."""
+    """An axis of n ranks. known: its choices, if they were found before. reduced_itemsize: bytes of a number of a gradient as it is sent
+    (None: as it rests)."""
     spec = AXES[axis]
-    state_price = 0.0
+    state_price = sync_price = 0.0
     if not spec.work_first:  # a parameter that is cut is updated, and its gradient brought together over the data axis, in parts
         passes = 3 + 2 * OPTIMIZERS[optimizer]
-        state_price = passes / pricer.cluster.gpu.memory_bandwidth_bytes_per_s + pricer.bucketed_s("all_reduce", 1.0, BATCH)
+        sync_price = pricer.bucketed_s("all_reduce", 1.0, BATCH)
+        state_price = passes / pricer.cluster.gpu.memory_bandwidth_bytes_per_s + sync_price
     return AxisProblem(
         axis=axis,
         n=n,
@@ -57,10 +59,12 @@ def axis_problem(
         pricer=pricer,
         params=frozenset(p.value for p in program.params),
         wider={p.value: p.rests.itemsize / program.types[p.value].dtype.itemsize for p in program.params if p.rests is not None},
+        sent={p.value: reduced_itemsize / program.types[p.value].dtype.itemsize for p in program.params} if reduced_itemsize else {},
         fixed=_fixed(program),
         sync_params=not spec.beside,
         work_first=spec.work_first,
         state_price_s_per_byte=state_price,
+        sync_price_s_per_byte=sync_price,
     )
 
 

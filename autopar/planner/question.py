@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Final, Literal, Self
 
 from autopar.axes import LAYERS
-from autopar.errors import Infeasible
+from autopar.errors import Infeasible, PlanError
 from autopar.ir import Program
 from autopar.measure import Live
 from autopar.planner.bounds import Least
@@ -27,8 +27,9 @@ from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Mesh, Space
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
-from autopar.run.dtypes import PRECISIONS, dtype_named
-from cost_models.cluster import Cluster
+from autopar.planner.words import axis_words
+from autopar.run.dtypes import itemsize_named
+from cost_models.cluster import MOST_GPUS, Cluster
 from cost_models.pipeline import flow
 from cost_models.recipe import AUTOPAR, Recipe
 
@@ -44,10 +45,11 @@ Ledgers = dict[tuple[object, ...], Ledger]  # by data-parallel ranks, micro-batc
 class Searched:
     """What a search can tell at its end. choices: in the space; explored: priced; cut: into stages; unexplored: given up when it was
     stopped; left: never looked at, because they could not be better. short: of each line of `refused` about
-    memory, the bytes that are missing. bound_s: no plan of the space is faster."""
+    memory, the bytes that are missing; noted: that line of a choice. bound_s: no plan of the space is faster."""
 
     refused: dict[str, None] = field(default_factory=dict)
     short: dict[str, float] = field(default_factory=dict)
+    noted: dict[Choice, str] = field(default_factory=dict)
     least: Least | None = None
     drafts: list[Draft] = field(default_factory=list)
     choices: int = 0
@@ -66,8 +68,8 @@ class Searched:
 class Question:
     """recipe: of the training software; reduce_dtype: in which it brings gradients together (a name as of precision), None for that in
     which parameters rest. batch_size: the global batch, by default that of the program; with another one candidates can be priced, but no
-    plan made. known: what was found out about ranks; said: about choices; unsure: choices that were tried without proof that nothing
-    fits."""
+    plan made. stated: what of the pins is the user's, None: all. known: what was found out about ranks; said: about choices; unsure:
+    choices that were tried without proof that nothing fits."""
 
     program: Program
     gpus: int
@@ -80,15 +82,25 @@ class Question:
     reduce_dtype: str | None = None
     batch_size: int | None = None
     store: Store | None = None
+    stated: Pins | None = None
 
     def __post_init__(self) -> None:
+        if self.gpus > MOST_GPUS:
+            raise PlanError(f"plans are made for at most {MOST_GPUS:,} GPUs, not for {self.gpus:,}")
         if self.reduce_dtype is not None:
-            self.recipe = dataclasses.replace(self.recipe, reduced_itemsize=dtype_named(PRECISIONS[self.reduce_dtype]).itemsize)
+            self.recipe = dataclasses.replace(self.recipe, reduced_itemsize=itemsize_named(self.reduce_dtype))
         self.batch_size = self.batch_size or self.program.batch_size
         self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
-        self.known = self.store or Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer)
+        self.known = self.store or self.new_store()
         self.said = Searched()
         self.unsure: set[Choice] = set()
+
+    def new_store(self, *, folds: bool = True) -> Store:
+        """What is found out about this program, anew."""
+        return Store(
+            program=self.program, cluster=self.cluster, optimizer=self.optimizer, reduced_itemsize=itemsize_named(self.reduce_dtype),
+            folds=folds,
+        )  # fmt: skip
 
     def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Self:
         """The same of another size or under other pins, which shares what this one has found out about ranks."""
@@ -108,7 +120,7 @@ class Question:
         ranks = mesh.over("layers")
         stages = ranks * choice.chunks
         segments = segments_of(rank.program, rank.cuts, 1 if self._pins_cuts else stages)
-        asked = f"{LAYERS}={ranks}{choice.scheduled}"
+        asked = axis_words(LAYERS, ranks) + (f" with {choice.chunks} stages on each rank" if choice.chunks > 1 else "")
         if len(segments) < stages:
             return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
         dims = zero_dims(rank.program, choice.shard)
@@ -250,10 +262,14 @@ class Question:
         kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / flow.ranks * max(flow.in_flight)
         if least is None:
             least = estimator.least_bytes
-        short = max(1.0, least - room if least > room else over)
+        needs = estimator.upper_bytes(least if least > room else room + over)
+        short = max(1.0, needs - self.memory_limit_bytes)
         line = (
-            f"memory: {choice.mesh} micro-batches={choice.micro_batches} {choice.resting}{choice.scheduled} needs "
-            f"{gib(room + short)} on its fullest rank (on average {gib(state)} of parameters, gradients and optimizer states and "
-            f"{gib(kept)} of activations) of {gib(max(room, 0.0))}, {gib(short)} short"
+            f"memory: {choice.words}{self.space.formed(choice.form)} needs {gib(self.memory_limit_bytes + short)} on its fullest rank at "
+            f"the upper end of its interval (on average {gib(state)} of parameters, gradients and optimizer states and {gib(kept)} of "
+            f"activations) of {gib(self.memory_limit_bytes)}, {gib(short)} short"
         )
-        self.refused[line], self.said.short[line] = None, short
+        if (before := self.said.noted.get(choice)) is not None:  # by its pieces, and now as it would run
+            self.refused.pop(before, None)
+            self.said.short.pop(before, None)
+        self.refused[line], self.said.short[line], self.said.noted[choice] = None, short, line

@@ -12,8 +12,9 @@ from autopar.planner.wishes import check_name
 from autopar.run.launch import default_device
 from cost_models.cluster import Cluster, Gpu, load_cluster
 
-__all__ = ["MEASURES", "check_measure", "choose_cluster", "live_on", "parse_memory", "usable_bytes"]
+__all__ = ["MEASURES", "check_measure", "choose_cluster", "live_on", "parse_memory", "usable_bytes", "whole_number"]
 
+MOST = 10**15  # samples or bytes; more of them are a slip of the hand
 MEASURES = ("roofline", "live")  # estimated from the cluster's description, or measured on this machine
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -68,10 +69,19 @@ def live_on(cluster: Cluster, workers: int) -> Live:
 
 
 def parse_memory(memory: int | str | None) -> int | None:
-    """Bytes of '80GiB', '24 GB', 1024 or None. ValueError for anything else."""
-    if memory is None or (isinstance(memory, int) and not isinstance(memory, bool) and memory > 0):
+    """Bytes of '80GiB', '24 GB', 1024 or None. ValueError for anything else, and for a text that is a small number without a unit."""
+    if memory is None or (isinstance(memory, int) and not isinstance(memory, bool) and 0 < memory < MOST):
         return memory
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        raise ValueError(f"memory must be a positive number of bytes or text like '80GiB', not {memory!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    amount = float(found[1]) * _UNITS.get(found[2].upper(), 0) if found is not None else 0.0
+    if not 1 <= amount < MOST:
+        raise ValueError(f"memory must be a positive number of bytes or text like '80GiB', not {repr(memory)[:100]}")
+    if found is not None and not found[2] and amount < _UNITS["MIB"]:
+        raise ValueError(f"{found[1]} bytes of memory hold nothing: a unit is missing, such as '{found[1]}GiB'")
+    return int(amount)
+
+
+def whole_number(text: str) -> int | None:
+    """'8' -> 8. None for what is no whole number from 1 to MOST."""
+    found = int(text) if text.isdecimal() and len(text) <= len(str(MOST)) else 0
+    return found if 1 <= found <= MOST else None

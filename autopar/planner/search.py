@@ -34,9 +34,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from autopar.collector import held_back
-from autopar.errors import Infeasible
 from autopar.ir import I, Program
-from autopar.planner.answer import LISTED, plan_of, why_not
+from autopar.planner.answer import BY_USER, LISTED, plan_of, refusal
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
@@ -113,7 +112,7 @@ class Search(Question):
         try:
             yield from self._candidates()
         except NotAlike:  # the layers are not as alike as they seemed: each is walked
-            self.known = Store(program=self.program, cluster=self.cluster, optimizer=self.optimizer, folds=False)
+            self.known = self.new_store(folds=False)
             self.said = Searched()
             yield from self._candidates()
 
@@ -150,7 +149,7 @@ class Search(Question):
             stopped = said.cut >= self.budget or over_time or by_user
             if stopped and entry.draft is None and any(e.draft is not None or e.exact is not None for e in queue):
                 whole = f"its budget of {self.budget} choices"
-                said.stopped = "an interrupt from the keyboard" if by_user else f"{self.time_limit_s:g} s" if over_time else whole
+                said.stopped = BY_USER if by_user else f"{self.time_limit_s:g} s" if over_time else whole
                 said.unexplored += 1
                 bounds[entry.choice] = entry.least_s
                 continue
@@ -258,7 +257,7 @@ class Search(Question):
         with held_back():
             plan = self.answer()
             if plan is None:
-                raise Infeasible(why_not(self))
+                raise refusal(self)
             return plan
 
     def answer(self) -> Plan | None:
@@ -267,7 +266,7 @@ class Search(Question):
         if not found:
             return None
         if self.measure == "live":
-            return plan_of(self, self._measured(found)[0])
+            return plan_of(self, self.measured(found)[0])
         tie = simplest(found[0], self._waiting(), self.cluster)
         return plan_of(self, found[0] if tie is None else tie.chosen, tie)
 
@@ -285,7 +284,7 @@ class Search(Question):
         assert estimator is not None, "what is priced exactly needs no stages"
         return self.draft(choice, estimator, worth_s=worth_s)
 
-    def _measured(self, found: list[Candidate]) -> list[Candidate]:
+    def measured(self, found: list[Candidate]) -> list[Candidate]:
         """The front-runners, their operators measured on this machine and their stages decided again from these times."""
         live = live_on(self.cluster, self.gpus)
         ledgers: Ledgers = {}
@@ -346,11 +345,12 @@ def make_plan(
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. recipe: how
-    the training software carries a plan out. variants: instead of pins, several, of whose plans the best is the answer. measure:
-    'roofline' for times estimated from the cluster's description, 'live' for times of operators measured on this machine. time_limit_s:
-    stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any machine. store: what is known
-    of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the first that is found. Raises
-    Infeasible, ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not one of the cluster's."""
+    the training software carries a plan out. variants: several, of whose plans the best is the answer; each has what pins says, and what
+    the software is bound to. measure: 'roofline' for times estimated from the cluster's description, 'live' for times of operators measured
+    on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any
+    machine. store: what is known of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the
+    first that is found. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not
+    one of the cluster's."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
@@ -369,6 +369,7 @@ def make_plan(
         measure=measure,
         store=store,
         stop=stop,
+        stated=pins,
     )
     return _best_of([search, *(_under(search, each) for each in others)])
 
@@ -382,18 +383,13 @@ def _under(search: Search, pins: Pins) -> Search:
 
 def _best_of(searches: Sequence[Search]) -> Plan:
     """The fastest plan of several spaces; its bound is that of all of them together."""
-    found: list[Plan] = []
-    refused: list[Infeasible] = []
-    for search in searches:
-        try:
-            found.append(search.best())
-        except Infeasible as why:
-            refused.append(why)
-    if not found:
-        raise refused[-1]
-    best = min(found, key=lambda plan: plan.step_time_s)
     if len(searches) == 1:
-        return best
+        return searches[0].best()
+    with held_back():
+        found = [plan for search in searches if (plan := search.answer()) is not None]
+        if not found:  # the one that was nearest to fitting says why
+            raise refusal(min(searches, key=lambda search: min(search.said.short.values(), default=math.inf)))
+    best = min(found, key=lambda plan: plan.step_time_s)
     bound_s = min(plan.bound_s for plan in found)
     searched = {name: sum(plan.searched.get(name, 0) for plan in found) for name in best.searched}
     gap = (best.step_time_s - bound_s) / best.step_time_s if best.step_time_s else 0.0

@@ -2,33 +2,42 @@
 
 The need of a choice is that of its leanest cuts with all recomputed that may be, by the account that plans are checked with (liveness); it
 does not depend on how much memory there is, so what is short shrinks byte for byte as memory grows. A change is said only if a plan that
-fits was found under it: of the pins, one at a time, then together; of the GPUs, the fewest of those tried; of the memory of a GPU.
+fits was found under it: of the pins, one at a time, then together, without those that are not needed; of the GPUs, the fewest of those
+tried; of the memory of a GPU.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from autopar.axes import AXES
-from autopar.errors import Infeasible
+from autopar.errors import Infeasible, PlanError
 from autopar.planner.candidate import GIB, Candidate, candidate_of, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.plan import MemoryPlan, Pins
 from autopar.planner.question import Question
 from autopar.planner.solver import OutOfBudget
-from autopar.planner.space import Choice, Form
+from autopar.planner.space import Choice, Form, Mesh
+from cost_models.cluster import MOST_GPUS
 from cost_models.rests import RESTS
 
-__all__ = ["Short", "changes_that_do", "leanest", "memory_text", "shortfall_text"]
+__all__ = ["Short", "changes_that_do", "gpus_that_do", "leanest", "memory_text", "pins_that_do", "shortfall_text"]
 
 MESHES = 12  # that are looked at for one change, those that split the most first
+OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pins that may take memory beside those with a leaner value
 DOUBLINGS = 5  # of the GPUs
-BETWEEN = 4  # numbers of GPUs tried between the last doubling that did not do and the first that did
+NEAR = 4  # numbers of GPUs below those that were asked for that are tried
+BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
+SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
 MIB = 2.0**20
 
 
@@ -49,18 +58,20 @@ def shortfall_text(question: Question) -> str:
     if found is None:
         return ""
     limit = question.memory_limit_bytes
-    form = {None: "", True: " sequence_parallel=true", False: " sequence_parallel=false"}[found.choice.form.sequence]
-    counts = f"micro-batches={found.choice.micro_batches} {found.choice.resting}{form}"
+    form = question.space.formed(found.choice.form)
     text = (
         f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
-        f"GPU. It is {found.choice.mesh} {counts}; its stage {found.stage} of {found.stages} needs "
-        f"{gib(found.needs_bytes)} at the upper end of its interval, {gib(found.memory.total_bytes)} by the account: "
-        f"{memory_text(found.memory)}."
+        f"GPU. It is {found.choice.words}{form}."
     )
     changes = changes_that_do(question, found)
+    stage = f"stage {found.stage} of {found.stages}" if found.stages > 1 else "fullest GPU"
+    needs = (
+        f"Its {stage} needs {gib(found.needs_bytes)} at the upper end of its interval, {gib(found.memory.total_bytes)} by the account: "
+        f"{memory_text(found.memory)}."
+    )
     if changes:
-        return f"{text}\nTried, and each would do: {'; '.join(changes)}."
-    return f"{text}\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory)."
+        return f"{text}\nTried, and each would do: {'; '.join(changes)}.\n{needs}"
+    return f"{text}\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory).\n{needs}"
 
 
 def memory_text(memory: MemoryPlan) -> str:
@@ -71,20 +82,24 @@ def memory_text(memory: MemoryPlan) -> str:
 
 def leanest(question: Question) -> Short | None:
     """Of the choices that split the most, the one whose fullest stage needs least; None where none can be priced."""
-    best: tuple[float, Choice] | None = None
-    for choice, estimator in _lean_choices(question):
-        needs = _by_pieces(question, estimator)
-        if best is None or needs < best[0]:
-            best = needs, choice
-    if best is None:
+    known = dict(_lean_choices(question))
+    if not known:
         return None
-    needs, choice = best
+    needs = {choice: _by_pieces(estimator) for choice, estimator in known.items()}
+    choice = min(needs, key=needs.__getitem__)
+    first = dataclasses.replace(choice, form=question.space.form)
+    if first in known:
+        for other in question.space.leaner(first, known[first].prices):  # those that keep less at a price
+            if other not in known and (estimator := _estimator(question, other)) is not None:
+                needs[other] = _by_pieces(estimator)
+        choice = min(needs, key=needs.__getitem__)
     found = _leanest_candidate(question, choice)
     if found is None:
         return None
     totals = [s.memory.upper_bytes for s in found.stages]
     stage = max(range(len(totals)), key=totals.__getitem__)
-    return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=max(totals[stage], needs))
+    needs_bytes = max(totals[stage], needs[choice])
+    return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=needs_bytes)
 
 
 def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
@@ -92,22 +107,33 @@ def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
     meshes = sorted(question.space.meshes(), key=lambda m: (-m.over("operators") * m.over("layers"), -m.over("operators")))
     for mesh in meshes[:MESHES]:
         counts = question.space.micro_batch_counts(mesh)
-        if not counts:
-            continue
-        first = question.space.form if mesh.inner else Form()
-        forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
-        for (rest, shard), form in itertools.product(question.space.rests(mesh), forms):
-            for schedule, chunks in question.space.schedules(mesh, max(counts)):
-                choice = Choice(
-                    mesh=mesh, micro_batches=max(counts), schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
-                )  # fmt: skip
-                rank = question.known.rank(mesh, choice.micro_batches, question.batch_size, question.recipe, form)
-                estimator = question.estimator(rank, choice)
-                if not isinstance(estimator, str):
-                    yield choice, estimator
+        for count in dict.fromkeys((max(counts), min(counts))) if counts else ():  # what cannot be split into many runs whole
+            found = list(_of_mesh(question, mesh, count))
+            yield from found
+            if found:
+                break
 
 
-def _by_pieces(question: Question, estimator: Estimator) -> float:
+def _of_mesh(question: Question, mesh: Mesh, count: int) -> Iterator[tuple[Choice, Estimator]]:
+    first = question.space.form if mesh.inner else Form()
+    forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
+    for (rest, shard), form in itertools.product(question.space.rests(mesh), forms):
+        for schedule, chunks in question.space.schedules(mesh, count):
+            choice = Choice(
+                mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
+            )  # fmt: skip
+            estimator = _estimator(question, choice)
+            if estimator is not None:
+                yield choice, estimator
+
+
+def _estimator(question: Question, choice: Choice) -> Estimator | None:
+    rank = question.known.rank(choice.mesh, choice.micro_batches, question.batch_size, question.recipe, choice.form)
+    estimator = question.estimator(rank, choice)
+    return None if isinstance(estimator, str) else estimator
+
+
+def _by_pieces(estimator: Estimator) -> float:
     """The memory whose room (Estimator.room_bytes) is what the pieces of the fullest stage need at least."""
     return estimator.upper_bytes(estimator.least_bytes)
 
@@ -118,58 +144,118 @@ def _leanest_candidate(question: Question, choice: Choice) -> Candidate | None:
     estimator = question.estimator(rank, choice)
     if isinstance(estimator, str):
         return None
-    least = estimator.least_bytes
     cuts = question.pinned_cuts(estimator)
-    try:
-        part = estimator.partition(
-            limit_bytes=least * (1 + 1e-9) + 1.0 if cuts is None else float("inf"), cuts=cuts if not isinstance(cuts, str) else None
-        )
-    except (Infeasible, OutOfBudget):
-        return None
-    return candidate_of(estimator, part) if part is not None else None
+    for spare in SPARE if cuts is None else SPARE[-1:]:
+        try:
+            part = estimator.partition(limit_bytes=estimator.least_bytes * spare + 1.0, cuts=cuts if not isinstance(cuts, str) else None)
+        except (Infeasible, OutOfBudget):
+            continue
+        return candidate_of(estimator, part) if part is not None else None
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- changes
 def changes_that_do(question: Question, short: Short) -> list[str]:
     """What would make it fit, as the user would write it: pins alone, then together; GPUs; memory."""
-    pins = dict(_pins_changed(question.pins))
-    found = [text for text, changed in pins.items() if _fits(question, pins=changed)]
-    if not found and len(pins) > 1:
-        together = question.pins
-        for changed in pins.values():
-            differs = {k: getattr(changed, k) for k in changed.__struct_fields__ if getattr(changed, k) != getattr(question.pins, k)}
-            together = msgspec.structs.replace(together, **differs)
-        found = [" with ".join(pins)] if _fits(question, pins=together) else []
+    found = _that_do(question, {text: changed for text, changed in _pins_changed(question) if _users(question, text)})
     gpus = _fewest_gpus(question)
     memory = _least_memory(question, short)
     return [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])]
 
 
-def _pins_changed(pins: Pins) -> Iterator[tuple[str, Pins]]:
-    """A leaner value of each pin that has one, or the pin left out."""
-    most = max(row.zero for row in RESTS.values())
+def pins_that_do(question: Question) -> list[str]:
+    """Of what is pinned what would have to be left free, alone or together, where memory is not what is short."""
+    pins = question.pins
+    free = {f"{name} not pinned": without for name, without in _left_out(pins, pins.__struct_fields__)}
+    free |= {f"{axis} not pinned": pins.without_axis(axis) for axis in AXES if pins.of_axis(axis) is not None and pins.blocks is None}
+    return _that_do(question, {text: changed for text, changed in free.items() if _users(question, text)})
+
+
+def gpus_that_do(question: Question) -> list[str]:
+    """The most GPUs below those that were asked for on which there is a plan, of a few numbers that are tried."""
+    batch = question.batch_size or 1
+    fewer = sorted({math.gcd(question.gpus, batch), *range(max(1, question.gpus - NEAR), question.gpus)}, reverse=True)
+    found = next((n for n in fewer if n < question.gpus and _fits(question, gpus=n)), None)
+    return [f"{found} GPU{'s' * (found > 1)}"] if found else []
+
+
+def _left_out(pins: Pins, names: Iterable[str]) -> Iterator[tuple[str, Pins]]:
+    for name in names:
+        if name not in (*AXES, "axes") and getattr(pins, name) is not None:
+            with contextlib.suppress(PlanError):  # what else is pinned needs it
+                yield name, msgspec.structs.replace(pins, **{name: None})
+
+
+def _users(question: Question, change: str) -> bool:
+    """Whether a change is of what the user has pinned, and not of what a software is bound to."""
+    name = change.partition(" ")[0].partition("=")[0]
+    stated = question.stated
+    if not question.program.own_loss and name in ("schedule", "micro_batches"):  # which follow from it (wishes.for_loss_outside)
+        return False
+    if stated is None:
+        return True
+    return stated.of_axis(name) is not None if name in AXES else name == "micro_batch" or getattr(stated, name, None) is not None
+
+
+def _that_do(question: Question, pins: dict[str, Pins]) -> list[str]:
+    """Each alone, or else together those that are needed."""
+    found = [text for text, changed in pins.items() if _fits(question, pins=changed)]
+    if not found and len(pins) > 1 and _fits(question, pins=_together(question.pins, pins)):
+        for text in list(pins):
+            fewer = {t: p for t, p in pins.items() if t != text}
+            if len(fewer) > 1 and _fits(question, pins=_together(question.pins, fewer)):
+                pins = fewer
+        found = [" with ".join(pins)]
+    return found
+
+
+def _together(pins: Pins, changes: Mapping[str, Pins]) -> Pins:
+    """All of these changes of the pins."""
+    differs = {
+        k: getattr(changed, k) for changed in changes.values() for k in changed.__struct_fields__ if getattr(changed, k) != getattr(pins, k)
+    }
+    return msgspec.structs.replace(pins, **differs)
+
+
+def _pins_changed(question: Question) -> Iterator[tuple[str, Pins]]:
+    """A leaner value of each pin that has one, or the pin left out; and smaller micro-batches than are tried where none are pinned."""
+    pins, most = question.pins, max(row.zero for row in RESTS.values())
     if pins.zero not in (None, most):
         yield f"zero={most}", msgspec.structs.replace(pins, zero=most)
-    if pins.recompute == "none":
+    if pins.recompute not in (None, "auto", "full"):
         yield "recompute=full", msgspec.structs.replace(pins, recompute="full")
-    if pins.micro_batch not in (None, 1) or pins.micro_batches is not None:
+    if pins.micro_batch not in (None, 1) or pins.micro_batches is not None or _larger_alone(question):
         yield "micro_batch=1", msgspec.structs.replace(pins, micro_batch=1, micro_batches=None)
     if pins.sequence_parallel is False:
         yield "sequence_parallel=true", msgspec.structs.replace(pins, sequence_parallel=True)
+    yield from ((f"{name} not pinned", without) for name, without in _left_out(pins, OTHERS))
     for axis in AXES:
         if pins.of_axis(axis) is not None and pins.blocks is None:
             yield f"{axis} not pinned", pins.without_axis(axis)
 
 
-def _fits(question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None) -> bool:
-    """Whether a plan was found; the leanest choices alone are tried."""
+def _larger_alone(question: Question) -> bool:
+    """Whether micro-batches of one sample are not tried on some mesh because there would be so many."""
+    space, batch = question.space, question.batch_size
+    if batch is None or question.pins.micro_batch is not None:
+        return False
+    counts = {mesh: space.micro_batch_counts(mesh) for mesh in space.meshes()}
+    return any(found and max(found) < batch // mesh.over("batch") for mesh, found in counts.items())
+
+
+def _fits(
+    question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None, first: Choice | None = None
+) -> bool:
+    """Whether a plan was found; the leanest choices alone are tried. first: one that is tried before them."""
     other = question.other(
         gpus=gpus or question.gpus, pins=pins or question.pins, batch_size=question.batch_size, recipe=question.recipe,
         memory_limit_bytes=limit_bytes or question.memory_limit_bytes,
     )  # fmt: skip
     try:
+        if first is not None and other.exact(first) is not None:
+            return True
         for choice, estimator in _lean_choices(other):
-            if _by_pieces(other, estimator) <= other.memory_limit_bytes and other.exact(choice) is not None:
+            if _by_pieces(estimator) <= other.memory_limit_bytes and other.exact(choice) is not None:
                 return True
     except NotAlike:
         pass
@@ -177,18 +263,25 @@ def _fits(question: Question, *, pins: Pins | None = None, gpus: int | None = No
 
 
 def _fewest_gpus(question: Question) -> int | None:
-    most = question.cluster.nodes * question.cluster.gpus_per_node if question.cluster.nodes is not None else None
+    cluster = question.cluster
+    most = MOST_GPUS if cluster.nodes is None else min(MOST_GPUS, cluster.nodes * cluster.gpus_per_node)
     last = question.gpus
     for k in range(1, DOUBLINGS + 1):
         gpus = question.gpus * 2**k
-        if most is not None and gpus > most:
+        if gpus > most:
             return None
         if _fits(question, gpus=gpus):
-            step = max(1, (gpus - last) // (BETWEEN + 1))
-            between = range(last + step, gpus, step)
-            return next((n for n in between if _fits(question, gpus=n)), gpus)
+            between = _between(last, gpus, cluster.gpus_per_node)
+            return [*between, gpus][bisect.bisect_left(between, True, key=lambda n: _fits(question, gpus=n))]
         last = gpus
     return None
+
+
+def _between(few: int, many: int, node: int) -> range:
+    """Numbers of GPUs above the few and below the many, evenly spaced: all of them, or of many whole nodes alone."""
+    unit = 1 if many - few <= BETWEEN + 1 else node
+    first = (few // unit + 1) * unit
+    return range(first, many, unit * max(1, -(-((many - first) // unit) // BETWEEN)))
 
 
 def _least_memory(question: Question, short: Short) -> str:
@@ -196,6 +289,6 @@ def _least_memory(question: Question, short: Short) -> str:
     unit = GIB if short.needs_bytes >= 4 * GIB else MIB
     for spare in (1.0, 1.02, 1.1):
         rounded = -(-int(short.needs_bytes * spare) // int(unit))
-        if _fits(question, limit_bytes=int(rounded * unit)):
+        if _fits(question, limit_bytes=int(rounded * unit), first=short.choice):
             return f"{rounded} {'GiB' if unit == GIB else 'MiB'}"
     return ""

@@ -6,6 +6,7 @@ A choice is a value; nothing here is priced. Strategies, stages and recompute ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from autopar.axes import AXES, BATCH, LAYERS, Divides, axes_over
 from autopar.planner.lower import inner_axes
 from autopar.planner.plan import Pins
+from autopar.planner.words import choice_words
+from autopar.report.units import seconds_text
 from cost_models.cluster import Cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS, Rest
@@ -94,14 +97,9 @@ class Choice:
     chunks: int = 1
 
     @property
-    def scheduled(self) -> str:
-        """As the pins say it, of what is not the usual."""
-        return "" if self.chunks == 1 else f" schedule={self.schedule} virtual_stages={self.chunks}"
-
-    @property
-    def resting(self) -> str:
-        """As the pins say it."""
-        return f"zero={self.rest.zero}" + (f" shard={self.shard}" if 1 < self.shard < self.mesh.over("batch") else "")
+    def words(self) -> str:
+        """'tp 2, dp 4, pipeline of 2, ZeRO-1, 4 micro-batches'."""
+        return choice_words(self.mesh.sizes(), self.rest, self.shard, self.micro_batches, self.chunks)
 
     @property
     def simplicity(self) -> tuple[float, ...]:
@@ -153,7 +151,7 @@ class Space:
             return [self.pins.micro_batches] if local % self.pins.micro_batches == 0 else []
         if self.pins.micro_batch is not None:
             return [local // self.pins.micro_batch] if local % self.pins.micro_batch == 0 else []
-        return [m for m in divisors(local) if m <= MAX_MICRO_BATCHES * mesh.over("layers")]
+        return [m for m in range(1, min(local, MAX_MICRO_BATCHES * mesh.over("layers")) + 1) if local % m == 0]
 
     def rests(self, mesh: Mesh) -> list[tuple[Rest, int]]:
         """The rows that the pins allow, each with the number of ranks that a parameter's parts lie over."""
@@ -196,6 +194,16 @@ class Space:
         sequence = self.pins.sequence_parallel
         return Form(sequence=sequence, split=self.pinned_to_split and sequence is None)
 
+    def formed(self, form: Form) -> str:
+        """What is asked of the tensor axis beside its first form, in words."""
+        if form == self.form:
+            return ""
+        if form.sequence is not None:
+            return f", {'with' if form.sequence else 'without'} sequence parallelism"
+        if form.byte_s:
+            return f", its tensor axis split to keep less (a GiB that is kept counts as {seconds_text(form.byte_s * 2**30)})"
+        return ", all of its tensor axis' work split" if form.split else ""
+
     @property
     def pinned_to_split(self) -> bool:
         """Whether an axis that divides operators is pinned."""
@@ -232,5 +240,8 @@ class Space:
         return f" of micro-batches of {self.pins.micro_batch}" if self.pins.micro_batch is not None else ""
 
 
-def divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
+@functools.lru_cache(maxsize=256)
+def divisors(n: int) -> tuple[int, ...]:
+    """In ascending order."""
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return (*small, *(n // k for k in reversed(small) if k * k != n))

@@ -24,6 +24,7 @@ import numpy
 from numpy.typing import NDArray
 
 from autopar.planner.modes import Mode
+from autopar.planner.solver import OutOfBudget
 
 __all__ = [
     "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes",
@@ -242,11 +243,12 @@ class EveryStage:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageModes:
     """again_s: seconds of what runs again, beyond the least of each piece's modes; counts: of each run, how many pieces are in which of its
-    modes; slack_s: by how much that may be slower than the best, where the search was cut short."""
+    modes; slack_s: by how much that may be slower than the best, where the search was cut short; visited: nodes that it took."""
 
     again_s: float
     counts: tuple[tuple[int, ...], ...]
     slack_s: float = 0.0
+    visited: int = 0
 
 
 Counts = tuple[tuple[int, ...], ...]  # of each run, how many of its pieces are in which of its allowed modes
@@ -254,7 +256,8 @@ Counts = tuple[tuple[int, ...], ...]  # of each run, how many of its pieces are 
 
 def stage_modes(account: Accounted, limit_bytes: float, nodes: int = NODES, refused: frozenset[Counts] = frozenset()) -> StageModes | None:
     """The fastest modes with which a stage fits; None if there are none. Branch and bound over how many pieces of each run are in which
-    mode, from what steps along the runs' convex hulls give, the cheapest byte first. refused: that are known not to fit."""
+    mode, from what steps along the runs' convex hulls give, the cheapest byte first. refused: that are known not to fit. Raises OutOfBudget
+    where the nodes found none that fit."""
     return _Search(account, limit_bytes, nodes, refused).best()
 
 
@@ -297,9 +300,11 @@ class _Search:
         if self.found is None or self.found[0] > least_s * (1 + 1e-9):
             self._take(0, 0, runs[0].count, 0.0, self.need, [])
         if self.found is None:
+            if self.visited > self.nodes:
+                raise OutOfBudget("no modes of a stage were found that fit", least_s)
             return None
         slack_s = max(0.0, self.found[0] - least_s) if self.visited > self.nodes else 0.0
-        return StageModes(again_s=self.found[0], counts=self.found[1], slack_s=slack_s)
+        return StageModes(again_s=self.found[0], counts=self.found[1], slack_s=slack_s, visited=self.visited)
 
     def _steps(self, fastest: Sequence[int]) -> list[_Step]:
         """Of every run's lower hull over (bytes freed, seconds), the cheapest byte first."""

@@ -1,8 +1,9 @@
 """A program of one rank and one micro-batch, cut into pipeline stages.
 
 A stage is a run of operators. Values that derive from inputs alone are recomputed on every stage that needs them; all
-others that cross a cut are sent from stage to stage, passing through the stages between. They must be differentiable:
-the schedule sends a gradient back for every value that it sends forward, so a cut that anything else crosses is no cut.
+others that cross a cut are sent from stage to stage, passing through the stages between. They must be differentiable, and the loss must
+depend on them: the schedule sends a gradient back for every value that it sends forward, so a cut that anything else crosses is no cut.
+Parameters before it would be given zeros where they have no gradient, which a decaying optimizer does not leave alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Cuts:
 
 def legal_cuts(program: Program) -> Cuts:
     """Every position at which the program can be cut, with the values to send there."""
-    derived = derived_from_inputs(program)
+    derived, differentiated = derived_from_inputs(program), _differentiated(program)
     leaves = {x.value for x in program.leaves}
     last: dict[str, int] = {}
     for index, op in enumerate(program.ops):
@@ -53,7 +54,7 @@ def legal_cuts(program: Program) -> Cuts:
     for index, op in enumerate(program.ops):
         if index:
             values = tuple(alive)
-            if values and all(program.types[v].grad for v in values):
+            if values and all(v in differentiated for v in values):
                 crossing[index] = values
         for o in op.outputs:
             if o is not None and o not in derived and o not in leaves and last.get(o, -1) > index:
@@ -62,6 +63,15 @@ def legal_cuts(program: Program) -> Cuts:
         for v in ends.pop(index, ()):
             alive.pop(v, None)
     return Cuts(crossing=crossing)
+
+
+def _differentiated(program: Program) -> set[str]:
+    """The values through which the loss is differentiated, as far as the types of results say."""
+    found = {program.loss}
+    for op in reversed(program.ops):
+        if not op.no_grad and any(o in found for o in op.outputs):
+            found |= {r for r in refs(op) if program.types[r].grad}
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,9 +15,9 @@ from typing import TypeVar
 from autopar.axes import AXES, BATCH
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import Program, Strategy
+from autopar.ir import Layout, Program, Strategy
 from autopar.measure import Live, Pricer
-from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
+from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis, stated
 from autopar.planner.choices import Choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.fold import fold, unfold
 from autopar.planner.lower import Inner, on_data_axis, on_inner_axes
@@ -42,12 +42,13 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Store:
-    """folds: whether equal layers are walked once. seconds: of the CPU, spent by pass; notes: for the plan; split_notes: if its tensor axis
-    is pinned."""
+    """reduced_itemsize: of gradients as they are brought together (None: as they rest). folds: whether equal layers are walked once.
+    seconds: of the CPU, spent by pass; notes: for the plan; split_notes: if its tensor axis is pinned."""
 
     program: Program
     cluster: Cluster
     optimizer: str
+    reduced_itemsize: int | None = None
     folds: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
@@ -106,10 +107,15 @@ class Store:
         if dp == 1:
             return program, None, ()
         pricer, leaves = self.pricer(Mesh(**{BATCH: dp})), axis_leaves(program, BATCH)
-        problem = self.timed("strategies", lambda: axis_problem(program, BATCH, dp, pricer, self.optimizer, leaves))
+        problem = self.timed("strategies", lambda: self._problem(program, BATCH, dp, pricer, leaves))
         problem = dataclasses.replace(problem, choices=with_layouts(problem.choices, wanted))
         solution = self._solved(f"{BATCH} axis", problem, 1e-3)
         return self._one_rank(program, solution.assignment), solution.assignment, (solution.outcome,)
+
+    def _problem(
+        self, program: Program, axis: str, n: int, pricer: Pricer, leaves: Mapping[str, tuple[Layout, ...]], known: Choices | None = None
+    ) -> AxisProblem:
+        return axis_problem(program, axis, n, pricer, self.optimizer, leaves, known, self.reduced_itemsize)
 
     def _one_rank(self, program: Program, data: Assignment) -> Program:
         return self.timed("shard", lambda: on_data_axis(program, data))
@@ -279,7 +285,7 @@ class Store:
         key = (id(body), axis, n)
         if key not in self._inner_choices:  # the body is kept, so that no other one has its identity
             self._inner_choices[key] = body, self.timed("strategies", lambda: axis_choices(body, axis, n, leaves))
-        problem = axis_problem(body, axis, n, self.pricer(mesh), self.optimizer, leaves, self._inner_choices[key][1])
+        problem = self._problem(body, axis, n, self.pricer(mesh), leaves, self._inner_choices[key][1])
         states = 2 + OPTIMIZERS[self.optimizer]  # of each byte of a parameter: itself, its gradient, the optimizer's
         problem = dataclasses.replace(
             problem, memory_price_s_per_byte=form.byte_s, state_price_s_per_byte=problem.state_price_s_per_byte + states * form.byte_s
@@ -299,15 +305,17 @@ class Store:
         if not form.split:
             return best
         heavy = {key: g for key, g in problem.choices.groups.items() if g.op is not None and is_heavy(g.op.target)}
-        idle = [key for key, g in heavy.items() if any(s.splits_work for s in g.strategies) and not _chosen(best, problem, key).splits_work]
+        chosen = stated(problem, best.assignment)
+        idle = [key for key, g in heavy.items() if any(s.splits_work for s in g.strategies) and not chosen(key).splits_work]
         if not idle:
             return best
         most = self._solved(f"{problem.axis} axis", dataclasses.replace(problem, work_first=True), 0.01)
-        split = objective_of(problem, lambda key: _chosen(most, problem, key))
+        splitting = stated(problem, most.assignment)
+        split = objective_of(problem, splitting)
         if split < objective_of(problem, lambda key: problem.choices.groups[key].strategies[0]):
             return best
         self.split_notes[f"{problem.axis}={problem.n}: splitting this model's work costs more in communication than it saves"] = None
-        busy = with_work_split(problem.choices, lambda key: _chosen(most, problem, key))
+        busy = with_work_split(problem.choices, splitting)
         return self._solved(f"{problem.axis} axis", dataclasses.replace(problem, choices=busy), 5e-3)
 
 
@@ -320,9 +328,3 @@ def _fits(assignment: Assignment, body: Program) -> bool:
             return False
     leaves = {x.value for x in body.leaves}
     return leaves == set(assignment.leaves)
-
-
-def _chosen(solution: AxisSolution, problem: AxisProblem, key: str) -> Strategy:
-    member = problem.choices.groups[key].members[0]
-    ops, leaves = solution.assignment.ops, solution.assignment.leaves
-    return ops[member] if member in ops else Strategy(inputs=(), outputs=(leaves[member],))

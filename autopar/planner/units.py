@@ -98,23 +98,25 @@ class Waiting:
 
     def __init__(self, units: Units) -> None:
         self._units = units
-        self._there: dict[str, tuple[int, int]] = {}
+        self._there: dict[str, tuple[int, int, int]] = {}
 
     @property
     def bytes(self) -> int:
-        return sum(made for made, _ in self._there.values())
+        return sum(made for made, _, _ in self._there.values())
 
-    def add(self, value: str, made: int, scattered: int) -> Iterator[tuple[int, int, int]]:
-        """made: bytes of a gradient; scattered: of the part of it that stays here. Yields for each reduction that starts now the bytes
-        of the gradients beside the buffer that they are copied to, of that buffer, and of the parts that are scattered here."""
+    def add(self, value: str, made: int, sent: int, scattered: int) -> Iterator[tuple[int, int, int]]:
+        """made: bytes of a gradient; sent: as it is sent; scattered: of the part of it that stays here. Yields for each reduction that
+        starts now the bytes of the gradients beside the buffer that they are copied to, of that buffer, and of the parts that are
+        scattered here."""
         unit_of, members = self._units.unit_of, self._units.members
         if any(unit_of[v] != unit_of[value] for v in self._there):
             yield self._start()
-        self._there[value] = made, scattered
+        self._there[value] = made, sent, scattered
         if len(self._there) == members[unit_of[value]]:
             yield self._start()
 
     def _start(self) -> tuple[int, int, int]:
-        made, copied, scattered = self.bytes, len(self._there) > 1, sum(x for _, x in self._there.values())
+        made, sent, scattered = (sum(x) for x in zip(*self._there.values(), strict=True))
+        copied = len(self._there) > 1 or sent != made
         self._there = {}
-        return (made if copied else 0), made, scattered
+        return (made if copied else 0), sent, scattered

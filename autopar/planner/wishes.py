@@ -14,10 +14,12 @@ from torch import nn
 from autopar.catalog.rule import rule_of
 from autopar.errors import PlanError
 from autopar.ir import I, Op, Program, R, refs
+from autopar.planner.account import generic
 from autopar.planner.lower import lower
-from autopar.planner.plan import Pins, Plan
+from autopar.planner.plan import Pins, Plan, UnruledAccount
 from autopar.run.dtypes import PRECISIONS
 from autopar.targets import did_you_mean
+from cost_models.cluster import MOST_GPUS
 
 __all__ = [
     "PRECISIONS", "WishError", "as_pins", "check_gpus", "check_inputs", "check_name", "for_loss_outside", "itemsize_of", "with_notes",
@@ -31,6 +33,8 @@ class WishError(PlanError, ValueError):
 def check_gpus(gpus: object) -> None:
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise WishError(f"gpus must be a positive number of GPUs, not {gpus!r}")
+    if gpus > MOST_GPUS:
+        raise WishError(f"plans are made for at most {MOST_GPUS:,} GPUs, not for {gpus:,}")
 
 
 def check_name(what: str, name: object, known: Iterable[str]) -> None:
@@ -98,13 +102,20 @@ def with_notes(plan: Plan, program: Program, further: tuple[str, ...] = ()) -> P
     notes = [*further]
     unruled = [op for op in program.ops if refs(op) and rule_of(op.target) is None]
     split = _split(plan, program, unruled)
-    for ops, how in (
-        ([op for op in unruled if op.name in split], "split over dim 0 as probed"),
-        ([op for op in unruled if op.name not in split], "so replicated where an axis is split"),
+    found: list[UnruledAccount] = []
+    for ops, how, probed in (
+        ([op for op in unruled if op.name in split], "split over dim 0 as probed", True),
+        ([op for op in unruled if op.name not in split], "so replicated where an axis is split", False),
     ):
         if ops:
-            listed = ", ".join(f"{target} x{n}" for target, n in Counter(op.target for op in ops).most_common())
+            kinds = Counter(op.target for op in ops).most_common()
+            listed = ", ".join(f"{target} x{n}" for target, n in kinds)
             notes.append(f"without a rule, {how}, and priced as read and written bytes: {listed}")
+            for target, n in kinds:
+                modules = list(dict.fromkeys(generic(op.module) for op in ops if op.target == target and op.module))
+                found.append(UnruledAccount(kind=target, count=n, modules=modules[:8], probed=probed))
+    if found and plan.account is not None:
+        plan = msgspec.structs.replace(plan, account=msgspec.structs.replace(plan.account, unruled=found))
     own = plan.precision
     dtypes = list(dict.fromkeys(str(p.rests or program.types[p.value].dtype).removeprefix("torch.") for p in program.params))
     if dtypes and _only_cast(program, PRECISIONS[plan.precision]):
