@@ -24,8 +24,9 @@ def sampler(
     """The sampler of a DataLoader on this rank: of its data-parallel part where the module was compiled with local_batch=True, whose
     batch_size is then that of the plan divided by `model.data_ranks`; else of all samples, in the same order on every rank.
 
-    As with torch's DistributedSampler, `set_epoch` shuffles anew. drop_last: leave out the samples that do not divide among the parts;
-    else some are given twice. A DataLoader has its own drop_last, for a last batch that is short. TypeError if the dataset has no length.
+    shuffle, seed: as of torch's DistributedSampler, with the same seed on all ranks; `set_epoch` shuffles anew. drop_last: leave out the
+    samples that do not divide among the parts; else some are given twice. A DataLoader has its own drop_last, for a last batch that is
+    short. TypeError if the dataset has no length.
     """
     if not isinstance(dataset, Sized):
         raise TypeError(
@@ -103,11 +104,12 @@ def batches(
 ) -> Batches:  # fmt: skip
     """The batch_sampler of a DataLoader: batches whose samples are padded to the same of a few lengths (see `Padding`).
 
-    sizes: the length of each sample. batch_size: of the global batch; where the module was compiled with local_batch=True each rank is
-    given its part, and all ranks batches of the same length. The last batch of a length may be short: Padding(batch_size=...) fills it,
-    with that of a rank's part; drop_last leaves it out. One with fewer samples than there are parts is always left out. `set_epoch`
-    shuffles anew. Raises ValueError, on all ranks, for a sample that is longer than the longest of `lengths`, or a batch_size that does
-    not divide among the ranks.
+    sizes: the length of each sample. batch_size: of the global batch, in samples; where `model` was compiled with local_batch=True each
+    rank is given its part, and all ranks batches of the same length. lengths: in positions, as of `Padding`. The last batch of a length may
+    be short: Padding(batch_size=...) fills it, with that of a rank's part; drop_last leaves it out. One with fewer samples than there are
+    parts is always left out. shuffle: samples and batches, by `seed`, which is the same on all ranks, and anew by `set_epoch`. Raises
+    ValueError, on all ranks, for a sample that is longer than the longest of `lengths`, or a batch_size that does not divide among the
+    ranks.
     """
     if batch_size % model.data_ranks:
         raise ValueError(f"a global batch of {batch_size} samples does not divide among {model.data_ranks} data-parallel ranks")

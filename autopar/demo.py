@@ -30,6 +30,7 @@ from autopar.report.units import bytes_text, count_text, seconds_text, table
 __all__ = ["Measured", "Outcome", "build_model", "corpus", "draw_batches", "run_demo"]
 
 BATCH, SEQUENCE = 8, 128  # a step of one process takes under a second on two cores
+SMALL_SEQUENCE = 8  # of the model that is trained first
 CORPUS_BYTES = 8 * 2**20
 LEARNING_RATE = 3e-4
 WARM_UP = 2  # steps not timed: the first allocate, and start the links between workers
@@ -38,8 +39,8 @@ TOLERANCE = 1e-3  # relative, of every step's loss in float32: sums are taken in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One training run. memory_bytes: growth of the resident set (CPU) or allocated memory (GPU) from before the model
-    was built to the peak of the timed steps, None where the system does not tell."""
+    """One training run. memory_bytes: growth of the resident set (CPU) or allocated memory (GPU) from before the model was built to the
+    peak of the timed steps, None where the system does not tell. A smaller model has been trained then, so that code is not counted."""
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
@@ -52,7 +53,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the demo showed. fullest_memory_bytes: measured, of the worker that took most."""
+    """What the demo showed. fullest_memory_bytes: measured, of the worker that took most; predicted_memory_bytes: without what a process
+    takes before its first tensor, as measured."""
 
     gpus: int
     single: Measured
@@ -105,7 +107,8 @@ def run_demo(*, gpus: int, steps: int, folder: Path, pins: autopar.Pins | None =
     outcome = Outcome(
         gpus=gpus, single=single, parallel=workers[0],
         fullest_memory_bytes=max((w.memory_bytes for w in workers if w.memory_bytes is not None), default=None),
-        predicted_step_time_s=plan.step_time_s, predicted_memory_bytes=max(plan.memory_bytes),
+        predicted_step_time_s=plan.step_time_s,
+        predicted_memory_bytes=max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages),
         written=tuple(str(path) for path in sorted(folder.iterdir())),
     )  # fmt: skip
     console.print(outcome_text(outcome), markup=False, soft_wrap=True)
@@ -132,17 +135,21 @@ def draw_batches(text: Tensor, steps: int) -> Tensor:
     return torch.stack([text[s : s + SEQUENCE] for s in starts.tolist()]).view(steps, BATCH, SEQUENCE)
 
 
-def build_model() -> nn.Module:
+def build_model(width: int = 384, layers: int = 6) -> nn.Module:
     """GPT-2 of six layers over bytes, without dropout, the same weights for every caller."""
     config_class, model_class = _gpt2()
     torch.manual_seed(0)
     config = config_class(
-        vocab_size=256, n_positions=SEQUENCE, n_embd=384, n_layer=6, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=256, n_positions=SEQUENCE, n_embd=width, n_layer=layers, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model: nn.Module = model_class(config)
     model.__dict__["loss_type"] = "ForCausalLM"  # transformers warns where it has to guess this
     return model
+
+
+def _small() -> nn.Module:
+    return build_model(width=12, layers=2)
 
 
 def _gpt2() -> tuple[Any, Any]:
@@ -160,16 +167,19 @@ def _inputs(batch: Tensor) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------------------- training
 def train_single(batches: Tensor) -> Measured:
     """The model as it is, on this process."""
-    _gpt2()  # its code is not to be counted
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _train(_small().to(device), batches[: WARM_UP + 1, :, :SMALL_SEQUENCE], None, "", device)  # loads its code
     give_back()
     before = now_bytes()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return _train(build_model().to(device), batches, before, "one process", device)
 
 
 def train_worker(batches: Tensor, plan_file: str, folder: str) -> Measured:
     """The compiled model, on one worker of several; the loop is the same."""
-    _gpt2()  # its code is not to be counted
+    few = batches[: WARM_UP + 1, :, :SMALL_SEQUENCE]
+    small = autopar.compile(_small(), example_inputs=_inputs(few[0]), pins={"pp": 1})  # loads its code
+    _train(small, few, None, "", str(small.device))
+    del small
     give_back()
     before = now_bytes()
     model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=plan_file)
@@ -190,6 +200,7 @@ def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: 
         task = progress.add_task(words, total=len(batches), loss="")
         for i, batch in enumerate(batches):
             if i == WARM_UP:
+                give_back()  # what it took to capture and to build
                 forget_peak()
             start = time.perf_counter()
             loss = model(**{name: value.to(device) for name, value in _inputs(batch).items()})

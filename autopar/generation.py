@@ -15,8 +15,9 @@ __all__ = ["generate"]
 def generate(model: ParallelModule | DeferredModule, *args: Any, **kwargs: Any) -> Any:
     """Collective: what the original's own `generate(*args, **kwargs)` returns, with its present parameters, on every rank.
 
-    The parameters are whole on every rank for the time of the call, which needs the memory of the whole model. Numbers that it draws
-    are those of the same seed on all ranks. ValueError if the model is not there yet or has no generate.
+    args, kwargs: of the original's generate, alike on all ranks; token numbers [samples, length]. The parameters are whole on every rank
+    for the time of the call, which needs the memory of the whole model. Numbers that it draws are those of the same seed on all ranks. A
+    module that has not been called yet is the original as it is. ValueError if the model has no generate.
     """
     module = model.module if isinstance(model, DeferredModule) else model
     original: Any = model.original

@@ -74,11 +74,11 @@ class Found:
 class _Prepared:
     """Gives the module the form that was prepared for the call at hand, as `Variants` would make it on the ranks."""
 
-    def __init__(self, forms: Mapping[Call, Form]) -> None:
-        self._forms, self.batch = forms, 0
+    def __init__(self, module: ParallelModule, forms: Mapping[Call, Form]) -> None:
+        self._module, self._forms, self.batch = module, forms, 0
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, None]:
-        training = module.training
+    def __call__(self, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, None]:
+        module, training = self._module, self._module.training
         form = self._forms.get((training, self.batch))
         if form is None:
             raise ValueError(f"batch {self.batch} in {'training' if training else 'evaluation'} mode cannot run under this plan")
@@ -128,7 +128,7 @@ def _step(
 
 
 def _later(module: ParallelModule, optimizer: torch.optim.Optimizer | None, task: Task) -> tuple[float | str, ...]:
-    prepared = module.__dict__["_another"] = _Prepared(task.forms)
+    prepared = module._forms.another = _Prepared(module, task.forms)
     found: list[float | str] = []
     for call in task.later:
         training, prepared.batch = call

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity
 from autopar.axes import BATCH, axes_over
 from autopar.files import write_file
 from autopar.measure.resident import forget_peak, peak_bytes
-from autopar.measured import Calls, RankRun, Run
+from autopar.measured import MOST_SPANS, Calls, RankRun, Run, Span
 from autopar.planner.plan import Plan
 from autopar.report.units import bytes_text, seconds_text, table
 from autopar.run import comm, record
@@ -97,7 +97,8 @@ def _most(module: ParallelModule, amount: int | None) -> int | None:
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of one step of the model, forward and backward: what all ranks do, less what those that share operators do several times."""
+    """FLOPs of one step of the plan's model, forward and backward: what all ranks do, less what those that share operators do several
+    times."""
     parts = math.prod(plan.mesh[row.name] for row in axes_over("operators"))
     times = plan.micro_batches * plan.mesh[BATCH] / (plan.tensor_split_share / parts + 1 - plan.tensor_split_share)
     return sum(stage.flops for stage in plan.stages) * times
@@ -115,7 +116,7 @@ def utilisation(module: ParallelModule, plan: Plan, seconds: float) -> float | N
 
 def computed_in(module: ParallelModule) -> str:
     """The dtype in which most of the numbers of the parameters are used."""
-    for around in module._autocast:
+    for around in module._forms.autocast:
         return str(around.dtype).removeprefix("torch.")
     counts: Counter[str] = Counter()
     for spec in module.manifest.params:
@@ -142,8 +143,8 @@ class Profiled:
     writes: bool = True
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the run for `autopar explain plan.json --measured FILE`; on process 0, nothing on the others. OutputError; ValueError if
-        there is no plan that it could be beside."""
+        """Write the run to the file `path`, for `autopar explain plan.json --measured FILE`; on process 0, nothing on the others.
+        OutputError; ValueError if there is no plan that it could be beside."""
         if self.run is None:
             raise ValueError("the module has no plan that a run could be beside")
         if self.writes:
@@ -170,7 +171,8 @@ class Profiled:
 
 
 def profiled(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, steps: int) -> Profiled:
-    """Collective: `steps` forward and backward passes of a batch, after one that is not counted. See ParallelModule.profile."""
+    """Collective: `steps` forward and backward passes of a batch (args, kwargs: of a call of the module), after one that is not counted.
+    See ParallelModule.profile. ValueError if `steps` is not positive."""
     if steps < 1:
         raise ValueError(f"steps must be positive; got {steps}")
     plan: Plan | None = module.plan
@@ -198,12 +200,15 @@ def _recorded(module: ParallelModule, plan: Plan, times: list[float], memory: in
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     _most(module, 0)
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler, record.telling(spans):
-        start = time.perf_counter()
+        start = spans.begin()
         run()
         _wait(module)
         step_s = time.perf_counter() - start
-    seen = _collectives(profiler.key_averages()) or spans.collectives()
-    own = RankRun(rank=module.mesh.rank, step_s=step_s, passes=spans.passes(), collectives=seen, memory_bytes=memory)
+    seen = _collectives(profiler.key_averages()) or spans.calls(lambda span: span.what)
+    own = RankRun(
+        rank=module.mesh.rank, step_s=step_s, passes=spans.passes(), collectives=seen, memory_bytes=memory,
+        axes=spans.calls(lambda span: span.axis), spans=spans.all(),
+    )  # fmt: skip
     every = [own]
     if module.mesh.talks:
         texts: list[Any] = [None] * plan.gpus
@@ -230,14 +235,21 @@ def _collectives(events: Iterable[Any]) -> dict[str, Calls]:
 
 
 class _Spans:
-    """Seconds of passes and of what is waited for in a step, as the run tells them (record.telling). wait: until the device is done."""
+    """What a step is spent on, as the run tells it (record.telling): passes, and what is waited for. wait: until the device is done."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
-        self._phase, self._since, self._waited = record.OUTSIDE, time.perf_counter(), 0.0
+        self._start = self._since = time.perf_counter()
+        self._phase, self._waited = record.OUTSIDE, 0.0
         self._entered: tuple[int, float] | None = None
         self._passes: dict[str, list[float]] = {}
-        self._kinds: dict[str, list[float]] = {}
+        self._runs: list[Span] = []
+        self._waits: list[Span] = []
+
+    def begin(self) -> float:
+        """The step begins now."""
+        self._start = self._since = time.perf_counter()
+        return self._start
 
     def __call__(self, what: str, number: int) -> None:
         if what == "phase":
@@ -247,21 +259,30 @@ class _Spans:
             taken = now - self._since - self._waited
             if name is not None and taken > 0:
                 self._passes.setdefault(name, []).append(taken)
+                self._runs.append(Span(what=name, start_s=self._since - self._start, end_s=now - self._start))
             self._phase, self._since, self._waited = number, now, 0.0
         elif what == "entered":
             self._entered = number, time.perf_counter()
         elif self._entered is not None:
-            kind, start = self._entered
-            seconds = time.perf_counter() - start
-            self._waited += seconds if kind == record.EXCHANGE else 0.0
-            self._kinds.setdefault(record.KINDS[kind].removeprefix("an ").removeprefix("a "), []).append(seconds)
+            (kind, axis), start, now = record.collective(self._entered[0]), self._entered[1], time.perf_counter()
+            self._waited += now - start if kind == record.EXCHANGE else 0.0
+            name = record.KINDS[kind].removeprefix("an ").removeprefix("a ")
+            self._waits.append(Span(what=name, start_s=start - self._start, end_s=now - self._start, axis=axis))
             self._entered = None
+
+    def all(self) -> list[Span]:
+        return sorted([*self._runs, *self._waits], key=lambda span: (span.start_s, -span.end_s))[:MOST_SPANS]
 
     def passes(self) -> dict[str, Calls]:
         return {name: Calls(count=len(taken), seconds=sum(taken)) for name, taken in self._passes.items()}
 
-    def collectives(self) -> dict[str, Calls]:
-        return {kind: Calls(count=len(taken), seconds=sum(taken)) for kind, taken in self._kinds.items()}
+    def calls(self, by: Callable[[Span], str]) -> dict[str, Calls]:
+        """What was waited for, by its kind or its axis."""
+        found: dict[str, Calls] = {}
+        for span in self._waits:
+            before = found.get(by(span), Calls(count=0, seconds=0.0))
+            found[by(span)] = Calls(count=before.count + 1, seconds=before.seconds + span.end_s - span.start_s)
+        return found
 
 
 def _pass(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

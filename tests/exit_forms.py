@@ -26,10 +26,10 @@ def _check() -> None:
 
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  (which the first optimizer imports: once, not in each rank)
 import torch.distributed as dist  # noqa: E402
 from run_model import Model, batch, emitted, tensors  # noqa: E402
 
+import autopar.run.preloaded  # noqa: E402, F401  (once, not in each rank)
 from autopar.run import ParallelModule  # noqa: E402
 
 groups_made = weakref.WeakSet()

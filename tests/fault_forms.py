@@ -1,7 +1,9 @@
-"""A training script in which something goes wrong, run by several ranks: `python fault_forms.py FORM FOLDER`.
+"""Training scripts in which something goes wrong, run by several ranks each: `python fault_forms.py`.
 
-The ranks are forked from one process that has imported everything, go on as scripts of their own, and end as interpreters end. The last
-line that is printed is a JSON object: the exit code of each rank and what each wrote to its standard error, in one text.
+Each line of standard input asks for one: a JSON object of its form, a folder of its own and its environment. The answer is one line: a JSON
+object of the exit code of each rank, what each wrote to its standard error, in one text, and its steps; or of the code with which the
+script ended without an answer. The ranks are forked from one process that has imported everything, go on as scripts of their own, and end
+as interpreters end.
 """
 
 from __future__ import annotations
@@ -18,16 +20,31 @@ from pathlib import Path
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401  (which the first optimizer imports: once, not in each rank)
 import torch.distributed as dist  # noqa: E402
 from run_model import Model, batch, emitted, tensors  # noqa: E402
 
 import autopar  # noqa: E402
 import autopar.checkpoint  # noqa: E402, F401
+import autopar.run.preloaded  # noqa: E402, F401  (once, not in each rank)
 from autopar.checkpoint import saving  # noqa: E402
 from autopar.run import ParallelModule, watchdog  # noqa: E402
 
-FORM, FOLDER = sys.argv[1], sys.argv[2]
+
+def asked() -> tuple[str, str]:
+    """In a process of its own for each line: the form and the folder. The process that reads the lines never returns."""
+    for line in iter(sys.stdin.readline, ""):
+        child = os.fork()
+        if child == 0:
+            request = json.loads(line)
+            os.environ.update(request["environment"])
+            return request["form"], request["folder"]
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            print(json.dumps({"ended": code}), flush=True)
+    os._exit(0)
+
+
+FORM, FOLDER = asked()
 with socket.socket() as free:
     free.bind(("localhost", 0))
     PORT = free.getsockname()[1]
@@ -66,7 +83,7 @@ def start() -> int | None:
             sent = True
     for rank, pid in enumerate(pids):
         codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(json.dumps({"codes": [codes[rank] for rank in range(RANKS)], "text": text.decode(), "steps": steps.decode()}))
+    print(json.dumps({"codes": [codes[rank] for rank in range(RANKS)], "text": text.decode(), "steps": steps.decode()}), flush=True)
     return None
 
 
@@ -98,9 +115,9 @@ def captured_again(rank: int) -> None:
         loss = model(torch.ones(8, 4))
         loss.backward()
         os.write(3, f"step {step} of rank {rank}\n".encode())
-    if rank == 1 and FORM == "changed on one rank":
+    if rank == 1 and FORM.startswith("changed on one rank"):
         model.original.scale = 3.0
-    model(torch.ones(16 if rank == 1 and FORM != "changed on one rank" else 8, 4)).backward()
+    model(torch.ones(16 if rank == 1 and FORM.startswith("another size") else 8, 4)).backward()
 
 
 def saved_by_one(rank: int) -> None:
@@ -130,7 +147,7 @@ def train(rank: int) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     if FORM == "other shapes":
         return other_shapes(rank)
-    if FORM in ("changed on one rank", "another size on one rank"):
+    if FORM.startswith(("changed on one rank", "another size on one rank")):
         return captured_again(rank)
     if FORM.startswith("saved"):
         return saved_by_one(rank)

@@ -164,7 +164,11 @@ def _missing_later() -> str:
 @pytest.mark.parametrize(
     "action,says",
     [
-        (_of_another_size, "ValueError: a batch of 7 in training mode cannot run as it was planned (batch 16, dp=2, 1 micro-batches)"),
+        (
+            _of_another_size,
+            "ValueError: a batch of 7 in training mode cannot run as it was planned (batch 16, dp=2, 1 micro-batches): 7 samples do not "
+            "divide into 2 equal parts",
+        ),
         (_different_models, "LaunchError: capture: rank 1 has another result than rank 0"),
         (_infeasible, "Infeasible: no plan fits the constraints:\n  - dp=2: a global batch of 7 does not divide into 2 ranks"),
         (_more_than_the_world, "LaunchError: this module is compiled for 4 processes and runs in a world of 2"),

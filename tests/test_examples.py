@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,36 @@ def test_examples_of_tools(name: str, package: str, launcher: str, tmp_path: Pat
         assert losses[-1] < losses[0]
         assert list(tmp_path.rglob("checkpoint.json"))
     assert sorted(p.name for p in tmp_path.iterdir()) == [{"hf_trainer": "hf-trainer", "lightning_module": "lightning"}.get(name, name)]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("name", "options"), [("lora", ("--pin", "tp=2")), ("averaged", ("--pin", "pp=2", "--backend", "aot_eager"))])
+def test_examples_of_what_people_do_with_parameters(name: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
+    """The script under torchrun, beside its own loop with the original model on one process."""
+    if name == "lora" and importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed: pip install 'autopar[tools]'")
+    adapter = ("--adapter", str(tmp_path / "adapter")) if name == "lora" else ()
+    path = str(ROOT / "examples" / f"{name}.py")
+    run = started(*TORCHRUN, "--standalone", "--nproc-per-node", "2", path, *options, *adapter, cwd=tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script = example(name)
+    if name == "lora":
+        plain = script.adapted()
+        expected = script.train(plain, 6)
+    else:
+        torch.manual_seed(0)
+        plain = script.LanguageModel().double()
+        average = script.AveragedModel(plain, multi_avg_fn=script.get_ema_multi_avg_fn(0.9))
+        expected = script.train(plain, average, 4)
+    (text,) = printed([run])
+    assert json.loads(text) == pytest.approx(expected, rel=1e-9)
+    if name == "lora":
+        from peft import PeftModel
+
+        torch.manual_seed(0)
+        loaded = PeftModel.from_pretrained(script.LanguageModel().double(), tmp_path / "adapter", autocast_adapter_dtype=False)
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[key], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.pure

@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -21,17 +22,32 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _run(form: str, folder: Path, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests" / "fault_forms.py"), form, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**ENVIRONMENT, **environment})
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Run(Protocol):
+    def __call__(self, form: str, folder: Path, **environment: str) -> dict[str, Any]: ...
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs a form of `fault_forms.py`; one process has imported what all of them need."""
+    command = [sys.executable, str(ROOT / "tests" / "fault_forms.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as forms:
+        stdin, stdout = forms.stdin, forms.stdout
+        assert stdin is not None and stdout is not None
+
+        def ask(form: str, folder: Path, **environment: str) -> dict[str, Any]:
+            print(json.dumps({"form": form, "folder": str(folder), "environment": environment}), file=stdin, flush=True)
+            found: dict[str, Any] = json.loads(stdout.readline())
+            assert "ended" not in found, f"{form}: the script itself ended with {found['ended']}"
+            return found
+
+        yield ask
+        stdin.close()
+        assert forms.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("raises", 2), ("raises, of four", 4)])
-def test_a_rank_that_raises_brings_the_others_down_after_its_traceback(form: str, ranks: int, tmp_path: Path) -> None:
-    found = _run(form, tmp_path)
+def test_a_rank_that_raises_brings_the_others_down_after_its_traceback(form: str, ranks: int, tmp_path: Path, run: Run) -> None:
+    found = run(form, tmp_path)
     assert found["codes"] == [1] * ranks
     own, *others = [line for line in found["text"].splitlines() if "ValueError: on purpose" in line]
     assert "autopar" not in own and found["text"].count("Traceback") == 1, found["text"]
@@ -40,23 +56,23 @@ def test_a_rank_that_raises_brings_the_others_down_after_its_traceback(form: str
     assert found["text"].splitlines()[-1] == said
 
 
-def test_a_rank_that_makes_fewer_steps_is_named(tmp_path: Path) -> None:
-    found = _run("exits", tmp_path)
+def test_a_rank_that_makes_fewer_steps_is_named(tmp_path: Path, run: Run) -> None:
+    found = run("exits", tmp_path)
     assert found["codes"] == [1, 0]
     (said,) = found["text"].splitlines()
     assert said.startswith("autopar: rank 1 of 2 has ended by itself (after step 3, outside of the model), and rank 0 waits for it, in ")
     assert "all ranks must make the same calls" in said
 
 
-def test_a_rank_that_is_killed_while_no_other_waits(tmp_path: Path) -> None:
-    found = _run("killed while the other computes", tmp_path)
+def test_a_rank_that_is_killed_while_no_other_waits(tmp_path: Path, run: Run) -> None:
+    found = run("killed while the other computes", tmp_path)
     assert found["codes"] == [1, -9]
     (said,) = found["text"].splitlines()
     assert re.match(r"autopar: rank 1 of 2 \(process \d+\) was killed, or crashed, after step 3, outside of the model\.", said)
 
 
-def test_a_rank_that_is_killed_on_another_machine(tmp_path: Path) -> None:
-    found = _run("killed on another machine", tmp_path)
+def test_a_rank_that_is_killed_on_another_machine(tmp_path: Path, run: Run) -> None:
+    found = run("killed on another machine", tmp_path)
     assert found["codes"] == [1, -9]
     (said,) = [line for line in found["text"].splitlines() if line.startswith("autopar: ")]
     pattern = r"autopar: rank 1 of 2 \(process \d+\) on another machine is not heard of any more; it was last after step 3, outside of the"
@@ -64,8 +80,8 @@ def test_a_rank_that_is_killed_on_another_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "axis"), [("waits", "all ranks|dp"), ("waits in forward", "tp")])
-def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str, tmp_path: Path) -> None:
-    found = _run(form, tmp_path, AUTOPAR_TIMEOUT="15")
+def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str, tmp_path: Path, run: Run) -> None:
+    found = run(form, tmp_path, AUTOPAR_TIMEOUT="15")
     assert found["codes"] == [1, 1]
     lines = found["text"].splitlines()
     pattern = r"autopar: rank 0 of 2 has waited (\d+) s in step 4, (forward|backward), in an? [a-z-]+ over (.*)"
@@ -85,11 +101,13 @@ def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str,
     [
         ("changed on one rank", "scale from 2.0 to 3.0"),
         ("another size on one rank", "it is called with other inputs, or in another mode, than before"),
+        ("changed on one rank of another machine", "scale from 2.0 to 3.0"),
+        ("another size on one rank of another machine", "it is called with other inputs, or in another mode, than before"),
     ],
 )
-def test_a_rank_that_captures_again_alone_ends_with_what_it_is(form: str, why: str, tmp_path: Path) -> None:
+def test_a_rank_that_captures_again_alone_ends_with_what_it_is(form: str, why: str, tmp_path: Path, run: Run) -> None:
     """Without waiting for a timeout: it is an error of that rank, and the others end because it has failed."""
-    found = _run(form, tmp_path, AUTOPAR_TIMEOUT="inf")
+    found = run(form, tmp_path, AUTOPAR_TIMEOUT="inf")
     assert found["codes"] == [1, 1]
     assert found["steps"].count("step 5 of rank") == 2, "what changes on all ranks alike is captured again by all"
     errors = [line for line in found["text"].splitlines() if "autopar.errors.LaunchError: rank 1 has to" in line]
@@ -97,21 +115,26 @@ def test_a_rank_that_captures_again_alone_ends_with_what_it_is(form: str, why: s
     assert re.search(rf"rank 1 has to capture Plain again \(.*{re.escape(why)}.*\), and rank 0 does not, or for another reason", errors[0])
 
 
+def test_ranks_that_are_called_with_other_shapes_are_told_so(tmp_path: Path, run: Run) -> None:
+    found = run("other shapes", tmp_path, AUTOPAR_TIMEOUT="15")
+    assert "ranks 0 and 1 are called with inputs of different shapes, or in different modes" in found["text"], found
+
+
 @pytest.mark.parametrize(
     ("form", "where"),
     [("saved by one rank", "saving a checkpoint, in "), ("saved beside by one rank", "saving a checkpoint beside, for which it waits for")],
 )
-def test_a_checkpoint_for_which_one_rank_does_nothing_is_named(form: str, where: str, tmp_path: Path) -> None:
-    found = _run(form, tmp_path, AUTOPAR_TIMEOUT="20")
+def test_a_checkpoint_for_which_one_rank_does_nothing_is_named(form: str, where: str, tmp_path: Path, run: Run) -> None:
+    found = run(form, tmp_path, AUTOPAR_TIMEOUT="20")
     assert found["codes"] == [1, 1], found["text"]
     said = [line for line in found["text"].splitlines() if line.startswith("autopar: ")]
     assert re.match(r"autopar: rank 0 of 2 has waited (\d+) s ", said[-1]) and where in said[-1], said
     assert "rank 1 is" in said[-1] and "in_no_hurry" in said[-1] and "longer than AUTOPAR_TIMEOUT=20 allows" in said[-1]
 
 
-def test_ranks_leave_together_at_a_step_of_which_there_is_a_checkpoint(tmp_path: Path) -> None:
+def test_ranks_leave_together_at_a_step_of_which_there_is_a_checkpoint(tmp_path: Path, run: Run) -> None:
     """One of them alone is given the signal."""
-    found = _run("asked to leave", tmp_path)
+    found = run("asked to leave", tmp_path)
     assert found["codes"] == [0, 0] and found["text"] == "", found["text"]
     left = set(re.findall(r"left after (\d+)", found["steps"]))
     assert len(left) == 1 and found["steps"].count("left after") == 2
@@ -123,8 +146,8 @@ def test_ranks_leave_together_at_a_step_of_which_there_is_a_checkpoint(tmp_path:
     assert autopar.load(tmp_path / "left", model) == {"step": step}
 
 
-def test_a_loop_that_does_not_ask_ends_by_the_signal(tmp_path: Path) -> None:
-    found = _run("asked, of no loop that asks", tmp_path)
+def test_a_loop_that_does_not_ask_ends_by_the_signal(tmp_path: Path, run: Run) -> None:
+    found = run("asked, of no loop that asks", tmp_path)
     assert found["codes"][1] == -15 and found["codes"][0] in (1, -15)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,22 @@ def test_batches_that_are_not_what_the_ranks_should_be_given(
 ) -> None:
     for text in pool.run(mistaken, pins, local, what):
         assert re.search(says, text, re.DOTALL), text
+
+
+def warned(same: bool) -> list[str]:
+    model = compiled({"dp": 2}, local=True)
+    x, y = (t[: GLOBAL // 2] for t in dataset().tensors)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(x if same else x + dist.get_rank(), y)
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.gloo
+def test_parts_that_are_all_the_same_are_warned_of(pool: WorkerPool) -> None:
+    for messages in pool.run(warned, True):
+        assert any("every data-parallel rank was given the same samples" in text and "autopar.sampler" in text for text in messages)
+    assert pool.run(warned, False) == [[], []]
 
 
 @pytest.mark.pure

@@ -421,6 +421,7 @@ def gpt2(length: int) -> tuple[Any, dict[str, Tensor]]:
 MEMORY: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "micro_batches": 1},
     "dp4 zero1": {"dp": 4, "zero": 1, "micro_batches": 2},
+    "dp4 zero1 in groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
     "dp4 zero2": {"dp": 4, "zero": 2, "micro_batches": 2},
     "dp4 zero3": {"dp": 4, "zero": 3, "micro_batches": 1},
     "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 1},
@@ -429,16 +430,30 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
+REDUCED: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2, "zero": 0, "micro_batches": 1},
+    "dp2 of two": {"dp": 2, "zero": 0, "micro_batches": 2},
+    "dp4 zero1": {"dp": 4, "zero": 1, "micro_batches": 1},
+    "dp4 zero1 in groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
+    "dp4 zero1 in groups, of one": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 1},
+    "dp4 zero2": {"dp": 4, "zero": 2, "micro_batches": 2},
+    "dp4 zero3": {"dp": 4, "zero": 3, "micro_batches": 2},
+    "pp2 dp2 zero1": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4},
+}
+
+
 @pytest.mark.fake
-@pytest.mark.parametrize("name", MEMORY)
-def test_predicted_memory_is_what_a_step_allocates(fake_group: Callable[..., None], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reduce_dtype"), [*((name, None) for name in MEMORY), *((name, "bf16") for name in REDUCED)]
+)
+def test_predicted_memory_is_what_a_step_allocates(fake_group: Callable[..., None], name: str, reduce_dtype: str | None) -> None:
     from autopar.measure.track import step_memory
 
     captured, inputs = gpt2(64)
-    pins = {"recompute": "none", **MEMORY[name]}
+    pins = {"recompute": "none", **(MEMORY if reduce_dtype is None else REDUCED)[name]}
     pins |= {"schedule": "1f1b"} if "pp" in pins else {}  # one stage on each rank
     gpus = pins.get("pp", 1) * pins.get("dp", 1) * pins.get("tp", 1)
-    decided = plan_of(captured, gpus, cluster="dgx-h100", pins=pins, precision="bf16")
+    decided = plan_of(captured, gpus, cluster="dgx-h100", pins=pins, precision="bf16", reduce_dtype=reduce_dtype)
     given = {k: (tuple(v.shape), v.dtype) for k, v in inputs.items()}
     for stage, planned in enumerate(decided.stages):
         fake_group(gpus, rank=stage * gpus // decided.mesh["pp"])

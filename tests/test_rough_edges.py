@@ -235,13 +235,6 @@ def _lives(pid: int) -> bool:
         return False
 
 
-@pytest.mark.gloo
-def test_ranks_that_are_called_with_other_shapes_are_told_so(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests" / "fault_forms.py"), "other shapes", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, "AUTOPAR_TIMEOUT": "15"}, timeout=300, check=False)
-    assert "ranks 0 and 1 are called with inputs of different shapes, or in different modes" in done.stdout, done.stdout + done.stderr
-
-
 @pytest.mark.pure
 def test_generated_bad_inputs_are_errors_that_say_so() -> None:
     """Some of them; `python -m benchmarks hostile` makes 10,000."""

@@ -19,6 +19,7 @@ from autopar.errors import Infeasible
 from autopar.run import WorkerPool
 from autopar.verify import TOLERANCE, Reference, Report, reference, verify, verify_plan
 from benchmarks import _models
+from tests.routed_model import WIDTH, Mixture
 
 pytestmark = pytest.mark.gloo
 
@@ -97,6 +98,11 @@ def _masked() -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("plan", ["dp=4 micro_batches=2", "dp=2 pp=2 micro_batches=4", "dp=2 tp=2 micro_batches=2 zero=3"])
 def test_what_derives_from_inputs_alone_keeps_no_batch_from_being_split(model: type[nn.Module], plan: str, workers: WorkerPool) -> None:
     check(model, _masked, plan, workers)
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "dp=2 pp=2 micro_batches=4", "dp=2 tp=2 micro_batches=2 zero=3"])
+def test_experts_are_given_the_rows_of_a_micro_batch_of_a_rank(plan: str, workers: WorkerPool) -> None:
+    check(Mixture, lambda: (torch.randn(8, 3, WIDTH), torch.randn(8, 3, WIDTH)), plan, workers)
 
 
 class Table(nn.Module):

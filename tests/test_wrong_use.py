@@ -39,6 +39,8 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"gpus": 0}, "gpus must be a positive number of GPUs, not 0"),
         ({"gpus": -2}, "not -2"),
         ({"gpus": True}, "not True"),
+        ({"gpus": 10**12}, "at most 1,000,000 GPUs, not for 1,000,000,000,000"),
+        ({"memory": 10**400}, "positive number of bytes"),
         ({"gpus": 2.0}, "not 2.0"),
         ({"cluster": "dgx-h10"}, "there is no cluster 'dgx-h10' in the catalogue; did you mean dgx-h100"),
         ({"memory": "lots"}, "like '80GiB'"),

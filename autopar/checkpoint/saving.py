@@ -100,7 +100,7 @@ def _writing_beside() -> Iterator[None]:
 
 
 class Saving:
-    """A save that a thread does. Its error is raised once: by result(), or by the next save or load."""
+    """A save to `folder` that a thread does (future: that). Its error is raised once: by result(), or by the next save or load."""
 
     def __init__(self, future: Future[None], folder: Path) -> None:
         self._future, self._folder, self._said = future, folder, False

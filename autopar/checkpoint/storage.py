@@ -165,10 +165,12 @@ class CheckpointReader(StorageReader):
 
     @property
     def contents(self) -> Contents:
+        """What the checkpoint has beside tensors."""
         return self._index.contents
 
     @property
     def id(self) -> str:
+        """Another one for each save."""
         return self._index.id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -21,8 +21,8 @@ from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule
 from autopar.run.groups import group_of
 from autopar.run.lies import Lies
-from autopar.run.module import just_seeded
 from autopar.run.parts import is_part
+from autopar.run.random_numbers import just_seeded
 from autopar.run.together import talking
 
 __all__ = ["Subject", "Named", "subject_of"]

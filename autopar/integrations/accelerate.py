@@ -175,7 +175,7 @@ class AutoparAccelerator(Accelerator):
 
 
 def one_process(accelerator: Any) -> AutoparAccelerator:
-    """An Accelerator that another tool made, as an AutoparAccelerator: the same object. Raises as that."""
+    """`accelerator`, which another tool made, as an AutoparAccelerator: the same object. Raises ValueError as that."""
     _check_alone(accelerator)
     accelerator.__class__ = AutoparAccelerator
     return accelerator

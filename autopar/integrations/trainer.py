@@ -160,7 +160,8 @@ class AutoparTrainer(Trainer):
 
 class AutoparSeq2SeqTrainer(AutoparTrainer, Seq2SeqTrainer):
     """An AutoparTrainer that generates in evaluation and prediction, as Seq2SeqTrainer does: `predict_with_generate=True` in
-    Seq2SeqTrainingArguments. Every process generates for the whole batch, with whole parameters while it does (`autopar.generate`)."""
+    Seq2SeqTrainingArguments. Every process generates for the whole batch, with whole parameters while it does (`autopar.generate`). Its
+    arguments and ValueError are those of AutoparTrainer."""
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **more: Any

@@ -152,7 +152,9 @@ class Gathering:
 
     def __init__(self, bucket: Bucket, computes: Computes) -> None:
         self.bucket, self._computes = bucket, computes
-        parts = [held.local.reshape(-1) for held in bucket.held]
+        here = [held.local for held in bucket.held]
+        self._shapes = [x.shape for x in here]
+        parts = [x.reshape(-1) for x in here]
         shard, numel = bucket.mesh.shard, sum(len(part) for part in parts)
         dtypes = {computes.get(held.spec.name, part.dtype) for held, part in zip(bucket.held, parts, strict=True)}
         self._out = parts[0].new_empty(shard.size * numel, dtype=dtypes.pop() if len(dtypes) == 1 else None)
@@ -167,10 +169,10 @@ class Gathering:
         rows = self._out.view(self.bucket.mesh.shard.size, -1)
         found: dict[str, Tensor] = {}
         offset = 0
-        for held in self.bucket.held:
+        for held, shape in zip(self.bucket.held, self._shapes, strict=True):
             assert held.zero is not None
-            size = held.local.numel()
-            parts = rows[:, offset : offset + size].view(-1, *held.local.shape)
+            size = shape.numel()
+            parts = rows[:, offset : offset + size].view(-1, *shape)
             whole = joined(parts, held.zero).contiguous()
             found[held.spec.name] = whole.to(self._computes.get(held.spec.name, whole.dtype))
             offset += size

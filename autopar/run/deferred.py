@@ -30,7 +30,7 @@ def world_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE") or "1"
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
         raise SettingError(f"WORLD_SIZE, which torchrun sets, must be the number of processes, not {text[:80]!r}")
     return int(text)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["PRECISIONS", "dtype_named", "empty"]
+__all__ = ["PRECISIONS", "dtype_named", "empty", "itemsize_named"]
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 """What a user calls a precision -> the dtype."""
@@ -24,6 +24,11 @@ def dtype_named(name: str) -> torch.dtype:
     if name not in _BY_NAME:
         raise ValueError(f"{name!r} is not a dtype of torch")
     return _BY_NAME[name]
+
+
+def itemsize_named(precision: str | None) -> int | None:
+    """Bytes of a number of that precision ('bf16', ...); None of None."""
+    return None if precision is None else dtype_named(PRECISIONS[precision]).itemsize
 
 
 def empty(shape: Sequence[int], dtype: str, device: torch.device | str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,8 @@ class Batch:
         return parts
 
     def check_equal(self, bound: Mapping[str, Tensor]) -> None:
-        """Collective: raise LaunchError unless all ranks were given the same data (local: all of one data-parallel rank)."""
+        """Collective: raise LaunchError unless all ranks were given the same data (local: all of one data-parallel rank). Where local parts
+        are all the same, it is warned of: nothing is wrong with that, but a sampler is missing as a rule."""
         if not self._mesh.talks:
             return
         sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
@@ -112,6 +114,12 @@ class Batch:
                             "with local_batch=True, and load each data-parallel rank's own part with autopar.sampler(dataset, model)"
                         )
                     )
+        if len(first) > 1 and len({tuple(sums) for _, sums in first.values()}) == 1:
+            warnings.warn(
+                "every data-parallel rank was given the same samples: with local_batch=True each is to be given a part of its own, which "
+                "autopar.sampler(dataset, model) loads",
+                stacklevel=2,
+            )
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Collective: the arguments with the global batch, of which this data-parallel rank was given its own part."""

@@ -71,8 +71,9 @@ def launch(fn: Callable[..., Any], *args: Any, gpus: int, timeout_s: float | Non
     """Run fn(*args) in `gpus` new local processes that form a process group; returns what each returned, by rank.
 
     fn is defined at the top level of a module or of a script whose call of `launch` is under `if __name__ == "__main__":`, for the
-    processes import it again. Raises LaunchError with the traceback of the process that failed first; ValueError for a number of processes
-    that is none, or a function that the processes cannot import (of a notebook, or of standard input).
+    processes import it again; args and what it returns are pickled. timeout_s: seconds after which they are ended; None: they may take as
+    long as they do. Raises LaunchError with the traceback of the process that failed first, or when the time is over; ValueError for a
+    number of processes that is none, or a function that the processes cannot import (of a notebook, or of standard input).
     """
     with WorkerPool(gpus, children=True) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -147,7 +148,7 @@ class WorkerPool:
         methods = multiprocessing.get_all_start_methods()
         _check_main()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods and self._backend == "gloo" else "spawn")
-        context.set_forkserver_preload(["autopar.run.launch"])
+        context.set_forkserver_preload(["autopar.run.preloaded"])
         self._folder = tempfile.mkdtemp(prefix="autopar-")
         for rank in range(self.n):
             ours, theirs = context.Pipe()

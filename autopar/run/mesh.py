@@ -155,18 +155,18 @@ class Mesh:
         there, high, low = boxed.tolist()
         return (high << 32) + low if there else None
 
-    def check_equal(self, value: object, what: str) -> None:
-        """Collective: raise LaunchError on every rank unless the value, as text, is the same on all of them."""
+    def check_equal(self, value: object, what: str, *, shown: str, remedy: str) -> None:
+        """Collective: raise LaunchError on every rank unless the value, as text, is the same on all of them. what, shown, remedy: for the
+        message; shown: of this rank's value."""
         if not self.talks:
             return
-        found = [""] * self.world
+        found = [("", "")] * self.world
         record.entered(record.AGREEMENT, self.everyone.name)
-        dist.all_gather_object(found, repr(value), group=self._hosts.group)
+        dist.all_gather_object(found, (repr(value), shown), group=self._hosts.group)
         record.left()
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                ranks = f"rank 0 and rank {rank}, which must be given the same data"
-                raise LaunchError(f"{what} differ between {ranks}: {found[0]} and {other}")
+        for rank, (other, theirs) in enumerate(found):
+            if other != found[0][0]:
+                raise LaunchError(f"{what} differ between rank 0 and rank {rank}: {found[0][1]}; and {theirs}. {remedy}")
 
     def collected(self, values: list[str]) -> set[str]:
         """Collective: what any rank has."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
-import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +14,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
-from autopar.errors import CaptureError, LaunchError, NoLoss
-from autopar.run import comm, record, state, watchdog
-from autopar.run.autocast import Autocast, ambient, without
+from autopar.run import comm, record, state
+from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.dtypes import dtype_named
 from autopar.run.form import Emitted, Form, Guards
+from autopar.run.forms import Call, Forms
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.input_gradients import InputGradients
-from autopar.run.inputs import Shapes, as_example
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -34,6 +30,7 @@ from autopar.run.mesh import Mesh
 from autopar.run.outputs import Returned, as_returned
 from autopar.run.parts import local
 from autopar.run.precision import computing_in, inputs_in
+from autopar.run.random_numbers import RandomNumbers
 from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import StandIn, runs_as_it_is
@@ -41,13 +38,10 @@ from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
 
-__all__ = ["AtRest", "Emitted", "ParallelModule", "just_seeded"]
+__all__ = ["AtRest", "Emitted", "ParallelModule"]
 
-
-Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
 Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 CHECKED = 3  # calls, of which all ranks compare what they were given
-FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
 
 
 class ParallelModule(StandIn):
@@ -87,17 +81,12 @@ class ParallelModule(StandIn):
     _of_a_pass: tuple[Bucket, ...]
     _units: Units
     _orders: Orders
-    _first: Form
+    _forms: Forms
     _ran: Form  # the last time
-    _forms: dict[Key, list[Form]]
-    _by_the_original: set[Key]
-    _another: Another | None
-    _autocast: tuple[Autocast, ...]
     _dtype: torch.dtype | None
     _returns: str
     _outputs: str
-    _seed: int
-    _steps: int
+    _random: RandomNumbers
     _calls: int
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
@@ -144,21 +133,22 @@ class ParallelModule(StandIn):
         keep["_of_a_pass"] = make_buckets_of_a_pass(tree.held.values(), mesh)
         keep["_units"] = Units(make_units(tree.held.values(), mesh))
         keep["_orders"] = {}
-        keep["_first"] = form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
+        form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
         if original is None:
             self.training = manifest.training
-        keep["_another"], keep["_autocast"], keep["_dtype"] = another, autocast, dtype
-        keep["_forms"] = {self._key(form.batch.expected, autocast): [form]}
-        keep["_by_the_original"] = set()
-        keep["_seed"] = mesh.agree(torch.initial_seed())
-        keep["_steps"] = keep["_calls"] = 0
+        keep["_dtype"] = dtype
+        own = functools.partial(another, self) if another is not None else None
+        keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own)
+        keep["_random"] = RandomNumbers(mesh, device)
+        keep["_calls"] = 0
         hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """The loss of a batch (a scalar, the same on every rank). The arguments are those of the original model. Where that returns
-        more than its loss, the loss is also what `.loss`, `["loss"]` and `[0]` give. With outputs='all', and where the original computes
-        no loss: all that it returns, every tensor whole on every rank.
+        """The loss of a batch (a scalar, the same on every rank). args, kwargs: those of the original model, with tensors of the global
+        batch (where it was compiled with local_batch=True, of this rank's part). Where the original returns more than its loss, the loss is
+        also what `.loss`, `["loss"]` and `[0]` give. With outputs='all', and where the original computes no loss: all that it returns,
+        every tensor whole on every rank.
 
         Raises TypeError or ValueError naming the input that is missing, unknown or not as planned, or what of the model has changed
         in a way that was not planned for; LaunchError if ranks were given different batches (all compare those of the first calls; in
@@ -168,7 +158,8 @@ class ParallelModule(StandIn):
         record.step(self._calls + 1)
         record.phase(record.FORWARD)
         self._tree.begin_step()
-        form = self._form_for(args, kwargs)
+        compared = self.debug or self._calls < CHECKED
+        form = self._forms.of(Call(args=args, kwargs=kwargs, modes=self._modes(), compared=compared, outputs=self._outputs))
         self.__dict__["_calls"] += 1
         if form is None:
             returned = self._of_the_original(args, kwargs)
@@ -207,7 +198,7 @@ class ParallelModule(StandIn):
             stage.weights = Weights(step)
         made: Made = []
         run: OpenRun | None = None
-        with self._random_numbers(form):
+        with self._random.of_a_call(draws=manifest.draws):
             parts = form.micro_batches(differentiated.parts)
             if form.open and differentiates:
                 run = form.run_open(parts, step)
@@ -232,14 +223,12 @@ class ParallelModule(StandIn):
         assert self.original is not None, "what it computes was captured"
         given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), inputs_in(self._dtype, (args, kwargs)))
         whole = self._tree.as_whole(write=False, buffers=True)
-        with whole, computing_in(self._dtype, self.original), torch.random.fork_rng(devices=self._generators()):
-            torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
-            self.__dict__["_steps"] += 1
+        with whole, computing_in(self._dtype, self.original), self._random.of_a_call():
             return self.original(*given[0], **given[1])
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:
-        """Collective: forward and backward; returns the loss, a scalar, detached. A single mapping is taken as keyword inputs. Raises as a
-        call does, and ValueError for a model that returns no loss."""
+        """Collective: forward and backward of a batch (args, kwargs: as in a call; a single mapping is taken as keyword inputs); returns
+        the loss, a scalar, detached. Raises as a call does, and ValueError for a model that returns no loss."""
         if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
             return self.train_step(**args[0])
         result = self(*args, **kwargs)
@@ -251,16 +240,17 @@ class ParallelModule(StandIn):
         return loss.detach()
 
     def profile(self, *args: object, steps: int = 3, **kwargs: object) -> Any:
-        """Collective: the time and memory of `steps` forward and backward passes of a batch, after one that is not counted, beside what the
-        plan predicted (`autopar.watch.Profiled`; printed, a table), and of one more under torch.profiler, by rank: `.save("run.json")`
-        writes them for `autopar explain plan.json --measured run.json`. Gradients, buffers and random numbers are afterwards what they
-        were."""
+        """Collective: the seconds and bytes of `steps` forward and backward passes of a batch (args, kwargs: as in a call), after one that
+        is not counted, beside what the plan predicted (`autopar.watch.Profiled`; printed, a table), and of one more under torch.profiler,
+        by rank: `.save("run.json")` writes them for `autopar explain plan.json --measured run.json`. Gradients, buffers and random numbers
+        are afterwards what they were. ValueError if `steps` is not positive; else raises as a call does."""
         watch = importlib.import_module("autopar.watch")  # which knows the planner
         return watch.profiled(self, args, kwargs, steps=steps)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it.
-        The figures are those of torch.nn.utils.clip_grad_norm_ on the original model."""
+        """Collective: scale all gradients so that the norm of them all is at most max_norm; returns the norm before it, a scalar of the
+        widest dtype of the parameters, the same on every rank. norm_type: 2.0, 1.0, inf, ... The figures are those of
+        torch.nn.utils.clip_grad_norm_ on the original model."""
         dtype = functools.reduce(torch.promote_types, (dtype_named(spec.dtype) for spec in self.manifest.params))
         return state.clip_grad_norm_(
             self._tree.held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
@@ -269,17 +259,17 @@ class ParallelModule(StandIn):
     @property
     def data_ranks(self) -> int:
         """Into how many parts the data is divided among the ranks: 1 where every rank is given the global batch."""
-        return self.mesh.dp.size if self._first.batch.local else 1
+        return self.mesh.dp.size if self._forms.first.batch.local else 1
 
     @property
     def data_rank(self) -> int:
         """Which of these parts this rank is given; ranks of one tensor-parallel group or pipeline are given the same."""
-        return self.mesh.dp.rank if self._first.batch.local else 0
+        return self.mesh.dp.rank if self._forms.first.batch.local else 0
 
     # ------------------------------------------------------------------------------------------------------------ state
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Collective: the state_dict of the original model (all aliases, persistent buffers), on the CPU; it loads there
-        with strict=True. rank0_only: the other ranks get an empty dict."""
+        """Collective: the state_dict of the original model (all aliases, persistent buffers), whole tensors in their own dtypes on the
+        CPU; it loads there with strict=True. rank0_only: the other ranks get an empty dict."""
         kept = not rank0_only or self.mesh.rank == 0
         full: dict[str, Tensor] = {}
         for spec, tensor in state.assemble(self._persistent(), self._tree.at_rest, self.mesh, self.device):
@@ -289,7 +279,8 @@ class ParallelModule(StandIn):
         return full
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Collective: the gradient of every trainable parameter, whole, on the CPU; zeros where it has none."""
+        """Collective: the gradient of every trainable parameter, by its name, in the parameter's whole shape and dtype on the CPU; zeros
+        where it has none."""
 
         def here(name: str) -> Tensor:
             grad = self._tree.params[name].grad
@@ -325,11 +316,11 @@ class ParallelModule(StandIn):
     def random_stream(self) -> tuple[int, int]:
         """Where the module's own random numbers are: their seed, and how many calls have been made since it was set. Both begin anew
         where the process's generator has just been seeded."""
-        return self._seed, self._steps
+        return self._random.seed, self._random.calls
 
     @random_stream.setter
     def random_stream(self, stream: tuple[int, int]) -> None:
-        self.__dict__["_seed"], self.__dict__["_steps"] = stream
+        self._random.seed, self._random.calls = stream
 
     @contextlib.contextmanager
     def full_parameters(self, *, write: bool = True) -> Iterator[None]:
@@ -357,8 +348,8 @@ class ParallelModule(StandIn):
             yield
 
     def at_rest(self, name: str) -> Tensor:
-        """This rank's part of a parameter or buffer of the original, as a plain tensor that shares its memory; empty if another
-        pipeline stage holds it."""
+        """This rank's part of a parameter or buffer of the original, by its name, as a plain tensor that shares its memory; empty if
+        another pipeline stage holds it. KeyError if there is none of that name."""
         return self._tree.at_rest(name)
 
     def part_of(self, name: str) -> str:
@@ -414,143 +405,15 @@ class ParallelModule(StandIn):
             return getattr(original, name)
 
     # ---------------------------------------------------------------------------------------------------------- private
-    def _key(self, shapes: Shapes, autocast: tuple[Autocast, ...]) -> Key:
-        modes = bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
-        return modes, autocast, shapes
-
-    def _form_for(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Form | None:
-        """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
-        changed, another form of the same decisions, where autopar.compile has left the means to make one. None if the original itself
-        must, for all its outputs. Raises ValueError, CaptureError."""
-        first = self._first
-        if not self._takes(args, kwargs):
-            return first  # which says what is missing or not known
-        shapes = first.batch.shapes(args, kwargs)
-        key = self._key(shapes, around := ambient())
-        if self.mesh.talks:
-            record.given(self._number(key))
-        if self.debug or self._calls < CHECKED:
-            self.mesh.check_equal(key, "the shapes of the inputs, the training mode, or torch.autocast around the call,")
-        forms = self._forms.get(key, [])
-        changed = None
-        for form in forms:
-            changed = form.guards.changed() if form.guards is not None else None
-            if changed is None:
-                self._decides(key, again=False)
-                return form
-        if self._another is not None:
-            if key in self._by_the_original and not torch.is_grad_enabled():
-                self._decides(key, again=False)
-                return None
-            if sum(len(known) for known in self._forms.values()) >= FORMS:
-                raise ValueError(
-                    f"{first.manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
-                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
-                    f"and pad sequences to a few lengths (autopar.Padding)"
-                )
-            self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
-            inputs = as_example(first.manifest.positional, *first.batch.whole(args, kwargs))
-            try:
-                emitted, tensors, guards, returned = self._another(self, inputs, changed or "")
-            except (CaptureError, ValueError) as why:
-                if torch.is_grad_enabled():
-                    raise
-                if self._outputs != "all":
-                    if isinstance(why, NoLoss):
-                        raise NoLoss(f"{why}. Or compile with outputs='all': then a call under torch.no_grad() needs no loss") from why
-                    raise
-                if not isinstance(why, NoLoss):
-                    warnings.warn(f"the original computes this call, with whole parameters on every rank: {why}", stacklevel=2)
-                self._by_the_original.add(key)
-                return None
-            with torch.inference_mode(False):
-                constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
-            form = Form(emitted, constants, self.mesh, self.device, local_batch=first.batch.local, guards=guards, returned=returned)
-            self._forms.setdefault(key, []).append(form)
-            return form
-        if around != self._autocast:
-            was, now = (", ".join(map(str, x)) or "no autocast" for x in (self._autocast, around))
-            raise ValueError(f"{first.manifest.model} was captured inside of {was} and called inside of {now}. Call it as it was captured")
-        if changed is not None:
-            raise ValueError(f"{first.manifest.model} is not what was compiled: {changed}. Compile it again")
-        if self.training != first.manifest.training and first.manifest.mode_dependent:
-            modes = {True: "training", False: "evaluation"}
-            raise ValueError(
-                f"{first.manifest.model} was captured in {modes[first.manifest.training]} mode and is called in {modes[self.training]} "
-                f"mode, in which it computes something else ({', '.join(first.manifest.mode_dependent)}). Load full_state_dict() into the "
-                f"original model to evaluate it, or compile it in that mode"
-            )
-        return first
-
-    def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
-        """Note whether the call captures the model again, for other ranks to read. LaunchError where others go on with what they have: all
-        of its collectives would wait for what this rank does not send."""
-        watch = watchdog.current()
-        if watch is None or not self.mesh.talks:
-            return
-        mine = record.decided(self._number(key), again=again)
-        if not again:
-            return
-        record.entered(record.AGREEMENT, self.mesh.everyone.name)
-        other = watch.differing(mine)
-        record.left()
-        if other is not None:
-            raise LaunchError(
-                f"rank {self.mesh.rank} has to capture {self.manifest.model} again ({why}), and rank {other} does not, or for another "
-                f"reason. What a model computes must change on all ranks alike: make the change, and give inputs of the same shapes, in "
-                f"the same call on every rank, or keep what changes in a buffer or an input"
-            )
-
-    def _number(self, key: Key) -> int:
-        """For a key, the same on every rank."""
-        known = self.__dict__.setdefault("_numbers", {})
-        if key not in known:
-            if len(known) > FORMS:
-                known.clear()
-            known[key] = zlib.crc32(repr(key).encode())
-        number: int = known[key]
-        return number
-
-    def _takes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Whether the original's forward can be called so."""
-        if self._another is None or self.original is None:
-            return True
-        try:
-            inspect.signature(self.original.forward).bind(*args, **kwargs)
-        except TypeError:
-            return False
-        return True
-
-    def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        specs = [spec for spec in manifest.buffers if spec.constant and not spec.region]
-        found = ((spec, Lies(spec, self.mesh), full) for spec, full in state.distribute(specs, tensors, self.mesh, self.device))
-        return {spec.name: lies.cut(full).clone() for spec, lies, full in found if lies.holds}
+    def _modes(self) -> bytes:
+        """Of the module and each of its submodules, whether it trains."""
+        return bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
 
     def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
         return (*self.manifest.params, *(b for b in self.manifest.buffers if b.persistent and not b.constant and not b.region))
 
     def _buffer(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
         return constants[name] if name in constants else self._tree.buffer(name)
-
-    def _generators(self) -> list[torch.device]:
-        """The devices, beside the CPU, whose random numbers a call may draw."""
-        return [self.device] if self.device.type == "cuda" else []
-
-    @contextlib.contextmanager
-    def _random_numbers(self, form: Form) -> Iterator[None]:
-        """Generators that are equal on all ranks and differ from step to step. Where the model draws, they begin anew when the
-        user has called torch.manual_seed, on all ranks alike, and the user's generator goes on by one number; else it is left alone.
-        Rank 0's generator says for all whether it has just been seeded: on other ranks the user may have drawn since."""
-        devices = self._generators()
-        if form.manifest.draws:
-            seed = self.mesh.agree_number(torch.initial_seed() if just_seeded() else None)
-            if seed is not None:
-                self.__dict__["_seed"], self.__dict__["_steps"] = seed, 0
-            torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed((self._seed + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
-            self.__dict__["_steps"] += 1
-            yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -562,11 +425,6 @@ class AtRest:
     lies: Lies
     here: Tensor
     param: nn.Parameter | None
-
-
-def just_seeded() -> bool:
-    """Whether the process's generator has been seeded, and nothing has been drawn since."""
-    return torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state())
 
 
 def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from autopar.run import comm
 from autopar.run import function_names as F
 from autopar.run.lies import Lies
+from autopar.run.reductions import Power, Root, Whole, any_of, extreme
 
 __all__ = [
     "AnyPart", "Part", "PartTensor", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
@@ -307,43 +308,6 @@ def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tenso
 
 
 # ----------------------------------------------------------------------------------------------------------------- reductions
-class _Power(torch.autograd.Function):
-    """A part -> the sum of |x|^p over the whole (p = 0: of x itself), on every rank; every copy has its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lies: Lies, p: float) -> Tensor:
-        ctx.p = p
-        ctx.save_for_backward(x)
-        total = x.sum() if p == 0 else x.abs().pow(p).sum()
-        if not lies.split:
-            return total
-        return comm.all_reduce(total if lies.counts else torch.zeros_like(total), lies.mesh.everyone)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        if ctx.p == 0:
-            return grad.to(x.dtype).expand_as(x), None, None
-        return grad * ctx.p * x.abs().pow(ctx.p - 1) * x.sgn(), None, None
-
-
-class _Root(torch.autograd.Function):
-    """s -> s^(1/p), with gradient 0 at 0, as norms have."""
-
-    @staticmethod
-    def forward(ctx: Any, s: Tensor, p: float) -> Tensor:
-        root = s.pow(1 / p)
-        ctx.p = p
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (root,) = ctx.saved_tensors
-        slope = root.pow(1 - ctx.p) / ctx.p
-        return torch.where(root == 0, torch.zeros_like(root), grad * slope), None
-
-
 def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of all elements to one number; NotImplemented for any other reduction."""
     lies = x._lies
@@ -359,24 +323,20 @@ def _reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any
             return _reduced("max" if order > 0 else "min", part_like(_here(x).abs(), lies), (), {})
         if order <= 0:
             return NotImplemented
-        return _Root.apply(_Power.apply(_wide(x), lies, float(order)), float(order)).to(x.dtype)
+        return Root.apply(Power.apply(_wide(x), lies, float(order)), float(order)).to(x.dtype)
     if args or kwargs:
         return NotImplemented
     if name in ("sum", "mean") and (x.is_floating_point() or name == "sum"):
-        total = _Power.apply(_wide(x), lies, 0.0)
+        total = Power.apply(_wide(x), lies, 0.0)
         total = total / lies.shape.numel() if name == "mean" else total
         return total.to(x.dtype) if x.is_floating_point() else total
     with _plain():
         through_autograd = torch.is_grad_enabled() and x.requires_grad
     if name in F.LARGEST and not through_autograd and x.is_floating_point():
-        return _extreme(local(x), lies, largest=F.LARGEST[name] is max)
+        return extreme(local(x), lies, largest=F.LARGEST[name] is max)
     if name in ("any", "all"):
         here = local(x).bool()
-        found = here.any() if name == "any" else ~here.all()
-        flag = found.to(torch.float32).reshape(())
-        if lies.split:
-            comm.all_reduce_(flag, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
-        return flag.bool() if name == "any" else ~flag.bool()
+        return any_of(here, lies) if name == "any" else ~any_of(~here, lies)
     return NotImplemented
 
 
@@ -388,32 +348,9 @@ def _wide(x: AnyPart) -> Tensor:
     return here if here.dtype.is_floating_point or here.dtype.is_complex else here.long()
 
 
-def _extreme(x: Tensor, lies: Lies, *, largest: bool) -> Tensor:
-    sign = 1 if largest else -1
-    found = (sign * x).max() if x.numel() else torch.full((), -math.inf, dtype=x.dtype, device=x.device)
-    if lies.split:  # not a number counts as the largest: reduced beside it, since backends may drop it
-        pair = torch.stack([found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), found.isnan().to(x.dtype)])
-        comm.all_reduce_(pair, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
-        found = torch.where(pair[1] > 0, torch.full_like(pair[0], math.nan), pair[0])
-    return sign * found
-
-
 # ------------------------------------------------------------------------------------------------------------- on the whole
-class _Whole(torch.autograd.Function):
-    """A part -> the whole on every rank, used by all for the same work."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
-        ctx.lies = lies
-        return lies.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.lies.cut(grad).contiguous(), None
-
-
 def _whole(x: AnyPart) -> Tensor:
-    found: Tensor = _Whole.apply(_here(x), x._lies)
+    found: Tensor = Whole.apply(_here(x), x._lies)
     return found
 
 

@@ -22,10 +22,10 @@ from autopar.axes import AXES, BATCH, axes_over, joint, levels_of
 from autopar.errors import AutoparError
 
 __all__ = [
-    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED", "FOLLOWED",
-    "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "WAITS", "WORKS", "Own",
-    "Seen", "decided", "doing", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "saving_beside", "step",
-    "telling", "write_to",
+    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
+    "FOLLOWED", "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "WAITS",
+    "WORKS", "Own", "Seen", "collective", "decided", "doing", "entered", "given", "inside", "left", "line", "note_line", "now", "phase",
+    "saving_beside", "step", "telling", "write_to",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS = range(15)
@@ -60,7 +60,7 @@ def entered(kind: int, axis: str = EVERYONE) -> None:
     _now[_AT] = kind * len(_AXES) + _AXIS.get(axis, 0)
     _now[_COUNT] += 1
     if _told is not None:
-        _told("entered", kind)
+        _told("entered", _now[_AT])
 
 
 def left() -> None:
@@ -69,6 +69,12 @@ def left() -> None:
         _now[_AT] = 0
         if _told is not None:
             _told("left", 0)
+
+
+def collective(number: int) -> tuple[int, str]:
+    """The kind of collective and the axis that `telling` was told of."""
+    kind, axis = divmod(number, len(_AXES))
+    return kind, _AXES[axis]
 
 
 def line(depth: int) -> int:

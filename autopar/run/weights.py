@@ -237,8 +237,8 @@ class Step:
                 self._late[name] = whole.to(held.local.dtype)
         self._start_reductions(whatever=True)
         found: dict[str, Tensor] = {}
-        for reduction in self._reductions:
-            found.update(reduction.finish())
+        while self._reductions:  # what has travelled in another dtype than it rests in goes bucket by bucket
+            found.update(self._reductions.pop(0).finish())
         self._leaves.clear()
         self._lower.clear()
         return found

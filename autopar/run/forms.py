@@ -1,0 +1,183 @@
+"""Which form of a module runs for a call: there is one for each mode of its submodules, each torch.autocast around the call and each shape
+of its inputs, captured at the first such call and again where something that was frozen at capture has changed."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError, LaunchError, NoLoss
+from autopar.run import record, state, watchdog
+from autopar.run.autocast import Autocast, ambient
+from autopar.run.form import Emitted, Form, Guards
+from autopar.run.inputs import Shapes, as_example
+from autopar.run.lies import Lies
+from autopar.run.manifest import Manifest
+from autopar.run.outputs import Returned
+from autopar.run.region import regions_of
+
+__all__ = ["Another", "Call", "Forms"]
+
+Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
+Another = Callable[[Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
+FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call of the module. args, kwargs: those of the original. modes: of the module and each of its submodules, whether it trains.
+    compared: all ranks compare how they are called. outputs: 'all' where the original may compute what cannot run as planned."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    modes: bytes
+    compared: bool
+    outputs: str
+
+    @property
+    def training(self) -> bool:
+        return bool(self.modes[0])
+
+
+class Forms:
+    """The forms of a module. first: as it was compiled, in these modes and under this autocast. original: the user's model, if there is
+    one. another: makes the form for other inputs or other modes, from the inputs and from what has changed, in words; None: there is no
+    other than the first."""
+
+    def __init__(
+        self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None
+    ) -> None:
+        self.first = first
+        self.another = another
+        self.autocast = autocast
+        self._original = original
+        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected): [first]}
+        self._by_the_original: set[Key] = set()
+        self._numbers: dict[Key, int] = {}
+
+    def of(self, call: Call) -> Form | None:
+        """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
+        changed, another form of the same decisions, where autopar.compile has left the means to make one. None if the original itself
+        must, for all its outputs. Raises ValueError, CaptureError."""
+        first = self.first
+        mesh, manifest = first.mesh, first.manifest
+        if not self._takes(call):
+            return first  # which says what is missing or not known
+        key = call.modes, (around := ambient()), first.batch.shapes(call.args, call.kwargs)
+        if mesh.talks:
+            record.given(self._number(key))
+        if call.compared:
+            mesh.check_equal(
+                key, "the shapes of the inputs, the training mode, or torch.autocast around the call,", shown=_shown(key),
+                remedy="All ranks must be called alike. A last batch that does not divide is filled by autopar.Padding(..., "
+                "batch_size=...), or left out (drop_last=True)",
+            )
+        changed = None
+        for form in self._made.get(key, []):
+            changed = form.guards.changed() if form.guards is not None else None
+            if changed is None:
+                self._decides(key, again=False)
+                return form
+        if self.another is not None:
+            if key in self._by_the_original and not torch.is_grad_enabled():
+                self._decides(key, again=False)
+                return None
+            if sum(len(known) for known in self._made.values()) >= FORMS:
+                raise ValueError(
+                    f"{manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
+                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
+                    f"and pad sequences to a few lengths (autopar.Padding)"
+                )
+            self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
+            inputs = as_example(manifest.positional, *first.batch.whole(call.args, call.kwargs))
+            try:
+                emitted, tensors, guards, returned = self.another(inputs, changed or "")
+            except (CaptureError, ValueError) as why:
+                if torch.is_grad_enabled():
+                    raise
+                if call.outputs != "all":
+                    if isinstance(why, NoLoss):
+                        raise NoLoss(f"{why}. Or compile with outputs='all': then a call under torch.no_grad() needs no loss") from why
+                    raise
+                if not isinstance(why, NoLoss):
+                    warnings.warn(f"the original computes this call, with whole parameters on every rank: {why}", stacklevel=2)
+                self._by_the_original.add(key)
+                return None
+            with torch.inference_mode(False):
+                constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
+            local, device = first.batch.local, first.outputs.device
+            form = Form(emitted, constants, mesh, device, local_batch=local, guards=guards, returned=returned)
+            self._made.setdefault(key, []).append(form)
+            return form
+        if around != self.autocast:
+            was, now = (", ".join(map(str, x)) or "no autocast" for x in (self.autocast, around))
+            raise ValueError(f"{manifest.model} was captured inside of {was} and called inside of {now}. Call it as it was captured")
+        if changed is not None:
+            raise ValueError(f"{manifest.model} is not what was compiled: {changed}. Compile it again")
+        if call.training != manifest.training and manifest.mode_dependent:
+            modes = {True: "training", False: "evaluation"}
+            raise ValueError(
+                f"{manifest.model} was captured in {modes[manifest.training]} mode and is called in {modes[call.training]} "
+                f"mode, in which it computes something else ({', '.join(manifest.mode_dependent)}). Load full_state_dict() into the "
+                f"original model to evaluate it, or compile it in that mode"
+            )
+        return first
+
+    def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
+        """Note whether the call captures the model again, for other ranks to read. LaunchError where others go on with what they have: all
+        of its collectives would wait for what this rank does not send."""
+        watch, mesh = watchdog.current(), self.first.mesh
+        if watch is None or not mesh.talks:
+            return
+        mine = record.decided(self._number(key), again=again)
+        if not again:
+            return
+        record.entered(record.AGREEMENT, mesh.everyone.name)
+        other = watch.differing(mine)
+        record.left()
+        if other is not None:
+            raise LaunchError(
+                f"rank {mesh.rank} has to capture {self.first.manifest.model} again ({why}), and rank {other} does not, or for another "
+                f"reason. What a model computes must change on all ranks alike: make the change, and give inputs of the same shapes, in "
+                f"the same call on every rank, or keep what changes in a buffer or an input"
+            )
+
+    def _number(self, key: Key) -> int:
+        """For a key, the same on every rank."""
+        known = self._numbers
+        if key not in known:
+            if len(known) > FORMS:
+                known.clear()
+            known[key] = zlib.crc32(repr(key).encode())
+        return known[key]
+
+    def _takes(self, call: Call) -> bool:
+        """Whether the original's forward can be called so."""
+        if self.another is None or self._original is None:
+            return True
+        try:
+            inspect.signature(self._original.forward).bind(*call.args, **call.kwargs)
+        except TypeError:
+            return False
+        return True
+
+    def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mesh, device = self.first.mesh, self.first.outputs.device
+        specs = [spec for spec in manifest.buffers if spec.constant and not spec.region]
+        found = ((spec, Lies(spec, mesh), full) for spec, full in state.distribute(specs, tensors, mesh, device))
+        return {spec.name: lies.cut(full).clone() for spec, lies, full in found if lies.holds}
+
+
+def _shown(key: Key) -> str:
+    """A key, for people."""
+    modes, around, shapes = key
+    given = ", ".join(f"{'.'.join(map(str, path))} {list(shape) if isinstance(shape, tuple) else shape}" for path, shape in shapes)
+    mode = "training" if all(modes) else "evaluation" if not any(modes) else f"evaluation of {modes.count(0)} of {len(modes)} modules"
+    return f"{given or 'no inputs'}, in {mode} mode{''.join(f', inside of {one}' for one in around)}"

@@ -1,0 +1,86 @@
+"""What a part of a tensor gives together with those of the other ranks: sums of powers, largest values, the whole. Each is collective.
+
+x: the memory of the part, a plain tensor; lies: how the whole lies over the ranks. A part of which there are copies counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.run import comm
+from autopar.run.lies import Lies
+
+__all__ = ["Power", "Root", "Whole", "any_of", "extreme"]
+
+
+class Power(torch.autograd.Function):
+    """A part -> the sum of |x|^p over the whole (p = 0: of x itself), on every rank; every copy has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies, p: float) -> Tensor:
+        ctx.p = p
+        ctx.save_for_backward(x)
+        total = x.sum() if p == 0 else x.abs().pow(p).sum()
+        if not lies.split:
+            return total
+        return comm.all_reduce(total if lies.counts else torch.zeros_like(total), lies.mesh.everyone)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        if ctx.p == 0:
+            return grad.to(x.dtype).expand_as(x), None, None
+        return grad * ctx.p * x.abs().pow(ctx.p - 1) * x.sgn(), None, None
+
+
+class Root(torch.autograd.Function):
+    """s -> s^(1/p), with gradient 0 at 0, as norms have."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, p: float) -> Tensor:
+        root = s.pow(1 / p)
+        ctx.p = p
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (root,) = ctx.saved_tensors
+        slope = root.pow(1 - ctx.p) / ctx.p
+        return torch.where(root == 0, torch.zeros_like(root), grad * slope), None
+
+
+def extreme(x: Tensor, lies: Lies, *, largest: bool) -> Tensor:
+    """The largest or smallest element of the whole, without autograd; not a number if one of them is."""
+    sign = 1 if largest else -1
+    found = (sign * x).max() if x.numel() else torch.full((), -math.inf, dtype=x.dtype, device=x.device)
+    if lies.split:  # not a number counts as the largest: reduced beside it, since backends may drop it
+        pair = torch.stack([found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), found.isnan().to(x.dtype)])
+        comm.all_reduce_(pair, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
+        found = torch.where(pair[1] > 0, torch.full_like(pair[0], math.nan), pair[0])
+    return sign * found
+
+
+def any_of(x: Tensor, lies: Lies) -> Tensor:
+    """Whether an element of the whole is true."""
+    flag = x.any().to(torch.float32).reshape(())
+    if lies.split:
+        comm.all_reduce_(flag, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
+    return flag.bool()
+
+
+class Whole(torch.autograd.Function):
+    """A part -> the whole on every rank, used by all for the same work."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
+        ctx.lies = lies
+        return lies.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.lies.cut(grad).contiguous(), None

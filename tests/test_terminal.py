@@ -1,0 +1,151 @@
+"""On a terminal, for which a pseudo-terminal stands: a bar that says what is found so far, and Ctrl-C that ends with the best plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+PATIENCE_S = 280  # for what the other side says; a loaded machine is slow
+MODEL = '''
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(24))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def build():
+    with torch.device("meta"):
+        return Net(), (torch.empty(256, 128, 512),)
+'''
+# the same command line, in which every choice of the search waits for as long as a large model's would
+SLOW = """
+import sys, time
+from autopar.planner import search
+wait, own = float(sys.argv.pop(1)), search.Search._pieces
+def slow(self, *args):
+    time.sleep(wait)
+    return own(self, *args)
+search.Search._pieces = slow
+from autopar.cli import main
+main(sys.argv[1:])
+"""
+
+
+class Terminal:
+    """A program whose output and errors are a terminal of 100 columns."""
+
+    def __init__(self, folder: Path, wait_s: float, *words: str) -> None:
+        (folder / "net.py").write_text(MODEL)
+        self.master, slave = pty.openpty()
+        env = {**os.environ, "AUTOPAR_CACHE": "off", "COLUMNS": "100", "LINES": "40", "TERM": "xterm", "PYTHONUNBUFFERED": "1"}
+        env.pop("RANK", None)
+        # what is started in the background ignores the signal
+        self.program = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SLOW), str(wait_s), *words], stdin=slave, stdout=slave, stderr=slave, cwd=folder,
+            env=env, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        os.close(slave)
+        self.said = ""
+
+    def until(self, seen: Callable[[str], object]) -> bool:
+        """Read until the text is as it should be, or the program has ended."""
+        end = time.monotonic() + PATIENCE_S
+        while not seen(self.said):
+            if time.monotonic() > end:
+                return False
+            ready, _, _ = select.select([self.master], [], [], 0.2)
+            if ready:
+                try:
+                    self.said += os.read(self.master, 65536).decode(errors="replace")
+                except OSError:  # Linux says so when the other side is closed
+                    return bool(seen(self.said))
+        return True
+
+    def ended(self) -> int:
+        self.until(lambda _: False)
+        return self.program.wait(timeout=60)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.program.kill()
+        self.program.wait(timeout=60)
+        os.close(self.master)
+
+
+def _plain(text: str) -> str:
+    """Without colours and ends of lines."""
+    return " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split())
+
+
+def test_a_bar_says_what_was_found_so_far_and_ctrl_c_ends_with_it(tmp_path: Path) -> None:
+    with Terminal(tmp_path, 0.3, "plan", "net.py:build", "--gpus", "64", "--cluster", "dgx-h100") as terminal:
+        assert terminal.until(lambda said: re.search(r"best so far [0-9.,]+ ms", _plain(said))), terminal.said[-2000:]
+        shown = _plain(terminal.said)
+        assert re.search(r"autopar: \S.*\d:\d\d:\d\d", shown), "a bar with what is done and for how long"
+        assert re.search(r"\d+ of \d+ choices priced", shown)
+        os.kill(terminal.program.pid, signal.SIGINT)
+        code = terminal.ended()
+        said = _plain(terminal.said)
+        assert code == 0, said[-3000:]
+        assert "Traceback" not in said
+        assert "the best plan so far is the answer" in said
+        assert re.search(r"the search was cut short: another plan may be faster by up to [0-9.]+%", said), said[-3000:]
+        assert "an interrupt from the keyboard" in said
+
+
+def test_the_second_ctrl_c_ends_the_program_without_a_traceback(tmp_path: Path) -> None:
+    with Terminal(tmp_path, 5.0, "plan", "net.py:build", "--gpus", "64", "--cluster", "dgx-h100") as terminal:
+        assert terminal.until(lambda said: "choices priced" in _plain(said)), terminal.said[-2000:]
+        os.kill(terminal.program.pid, signal.SIGINT)
+        assert terminal.until(lambda said: "Ctrl-C again ends the program" in _plain(said)), terminal.said[-2000:]
+        os.kill(terminal.program.pid, signal.SIGINT)
+        code = terminal.ended()
+        assert code not in (0, None)
+        assert "Traceback" not in terminal.said
+
+
+def test_explain_says_the_verdict_before_what_is_tried_beside_it_and_ctrl_c_leaves_that_out(tmp_path: Path) -> None:
+    words = ("explain", "net.py:build", "--gpus", "8", "--cluster", "dgx-h100", "--pin", "dp=8")
+    with Terminal(tmp_path, 0.5, *words) as terminal:
+        assert terminal.until(lambda said: "what limits it" in _plain(said)), terminal.said[-2000:]
+        assert "families of plans" not in terminal.said
+        os.kill(terminal.program.pid, signal.SIGINT)
+        assert terminal.ended() == 0
+        said = _plain(terminal.said)
+        assert "Traceback" not in said and "figures roofline of" in said
+        assert "ended by Ctrl-C" in said
