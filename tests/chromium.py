@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Visited", "visit"]
+__all__ = ["Visited", "browser", "visit"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BUDGET_MS = 20_000  # of the page's own clock, which does not go on while the machine is busy with something else
@@ -27,11 +27,16 @@ class Visited:
     errors: tuple[str, ...]
 
 
+def browser() -> str:
+    """Its program; the test is skipped where there is none."""
+    found = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser is installed ({', '.join(NAMES)}): apt-get install chromium")
+    return found
+
+
 def visit(page: str, script: str, folder: Path, *, width: int = 1200, height: int = 900) -> Visited:
     """Open a page and run the body of an asynchronous function in it. Narrow widths are those of a frame: a window has a least one."""
-    browser = next((found for name in NAMES if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip(f"no browser is installed ({', '.join(NAMES)}): apt-get install chromium")
     run = f"""<script>addEventListener("load", async () => {{
         const wait = (ms) => new Promise((done) => setTimeout(done, ms));
         let said;
@@ -48,7 +53,7 @@ def visit(page: str, script: str, folder: Path, *, width: int = 1200, height: in
         target = folder / "frame.html"
         target.write_text(f"<!doctype html><body style='margin:0'>{frame}</body>", encoding="utf-8")
     command = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
         "--allow-file-access-from-files", "--enable-logging=stderr", "--v=0",
         f"--virtual-time-budget={BUDGET_MS}", f"--window-size={max(width, 500)},{height}", f"--user-data-dir={folder / 'profile'}",
         "--dump-dom", target.as_uri(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from autopar import cli, compiler
+from autopar.cli.answers import json_line
 from autopar.cli.options import pins_of
 from autopar.demo import SEQUENCE, corpus, draw_batches
 from autopar.planner import Pins, Plan, make_plan
@@ -250,6 +252,7 @@ def test_help_names_every_command(run) -> None:
         (["plan", "models.py:net", "--gpus", "two"], "--gpus"),
         (["plan", "models.py:net", "--gpus", "0"], "--gpus must be 1 or more, not 0"),
         (["plan", "models.py:net", "--gpus", "-1"], "--gpus must be 1 or more"),
+        (["plan", "models.py:net", "--gpus", "999999999999"], "--gpus must be 1,000,000 or less"),
         (["plan", "models.py:net", "--gpus", "2", "--memory", "lots"], "like '80GiB'"),
         (["plan", "models.py:net", "--gpus", "2", "--cluster", "dgx-h1000"], "did you mean"),
         (["plan", "models.py:net", "--gpus", "2", "--cluster", "none.toml"], "none.toml does not exist"),
@@ -282,6 +285,16 @@ def test_help_names_every_command(run) -> None:
         (["sweep", "models.py:net", "--gpus", "2,x"], "'x' is no positive whole number"),
         (["sweep", "models.py:net", "--gpus", ","], "lists nothing"),
         (["sweep", "models.py:net", "--gpus", "2", "--memory", "lots"], "like '80GiB'"),
+        (["sweep", "models.py:net", "--gpus", "9" * 5000], "is no positive whole number"),
+        (["sweep", "models.py:net", "--gpus", "2", "--memory", "9" * 400 + "GiB"], "like '80GiB'"),
+        (["explain", "models.py:net", "--gpus", "2", "--cluster", "cpu", "--what-if", "batch=999999999999"], "inputs on the meta device"),
+        (["explain", "models.py:net", "--gpus", "2", "--cluster", "cpu", "--what-if", "gpus=" + "9" * 5000], "needed is a positive whole"),
+        (["explain", "models.py:net", "--from", "x.toml", "--why", "a"], "--from and --why exclude each other"),
+        (["explain", "models.py:net", "--from", "x.toml", "--reduce-dtype", "bf16"], "--from and --reduce-dtype exclude each other"),
+        (["explain", "models.py:net", "--from", "x.toml", "tp=2"], "one argument too many"),
+        (["explain", "good.json", "--format", "svg", "--measured", "run.json"], "--format svg and --measured exclude each other"),
+        (["explain", "models.py:net", "--gpus", "2", "--format", "html", "--why", "a"], "--format html and --why exclude each other"),
+        (["explain", "models.py:net", "--gpus", "2", "--measured", "run.json", "--why-not", "tp=2"], "--measured and --why-not exclude"),
         (["fit", "models.py:net", "--cluster", "dgx-h1000"], "did you mean"),
         (["diff", "good.json", "goood.json"], "did you mean good.json"),
         (["verify", "models.py:net", "--gpus", "2", "--plan", "good.json", "--pin", "tp=2"], "exclude each other"),
@@ -307,6 +320,18 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
         assert "Traceback" not in ran.err
         if json_flag:
             assert ran.answer["exit_code"] == 2
+
+
+def test_a_name_that_is_no_text_is_printed_escaped(models: Path, tmp_path: Path) -> None:
+    """As the shell gives it, to a terminal that has no such character."""
+    name = os.fsencode(models.parent) + b"/\xff.json"
+    command = [sys.executable, "-m", "autopar.cli", "plan", "models.py:net", "--gpus", "1", "--cluster", "cpu", "-o", name]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "AUTOPAR_CACHE": "off"}
+    plain = subprocess.run(command, cwd=models.parent, env=environment, capture_output=True, timeout=200, check=False)
+    assert plain.returncode == 0 and b"written to" in plain.stdout and b"udcff.json" in plain.stdout, plain.stderr
+    assert os.path.exists(name)
+    as_json = json_line({"written": os.fsdecode(name), "of": [1, {"x": "\udcff"}]})
+    assert json.loads(as_json)["of"] == [1, {"x": "\\udcff"}]
 
 
 def test_an_unexpected_error_keeps_its_traceback(models: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +379,28 @@ def test_plan_is_written_explained_and_compared(models: Path, run) -> None:
     assert "are the same plan" in run("diff", "a.json", "a.json").out
 
 
+def test_an_explanation_is_the_same_whether_it_is_told_as_it_is_found_or_written(models: Path, run) -> None:
+    words = ("explain", "models.py:net", "--gpus", 2, "--cluster", "dgx-h100")
+    told = run(*words)
+    assert told.code == 0, told.err
+    assert run(*words, "--out", "told.txt").out == "written to told.txt\n"
+    assert Path("told.txt").read_text() == told.out
+    assert "families of plans" in told.out and "families of plans" not in run(*words, "--no-alternatives").out
+
+
+def test_a_sweep_is_text_json_a_page_and_a_picture(models: Path, run) -> None:
+    words = ("sweep", "models.py:net", "--gpus", "1,2", "--cluster", "dgx-h100")
+    told = run(*words)
+    assert told.code == 0, told.err
+    assert max(map(len, told.out.splitlines())) <= 100 and "the cheapest that fits" in told.out
+    found = run(*words, "--json").answer
+    assert [p["gpus"] for p in found["points"]] == [1, 2]
+    assert run(*words, "--format", "html", "--out", "s.html", "--json").answer == {"written": "s.html"}
+    page = Path("s.html").read_text()
+    assert page.startswith("<!doctype html>") and 'data-chart="mfu"' in page
+    assert run(*words, "--format", "svg").out.startswith("<svg")
+
+
 def test_the_answer_is_alone_on_its_line_whatever_the_model_prints(models: Path, run) -> None:
     ran = run("plan", "models.py:printing", "--gpus", 1, "--cluster", "dgx-h100", "--json")
     assert ran.code == 0, ran.err
@@ -373,7 +420,8 @@ def test_what_a_time_limit_cut_off_is_said(models: Path, run, monkeypatch: pytes
     command = ("plan", "models.py:net", "--gpus", 8, "--cluster", "dgx-h100", "--time-limit", 2.5)
     ran = run(*command)
     assert ran.code == 0 and asked == [2.5], ran.err
-    assert "the search was stopped after 1e-09 s" in ran.out and "are unexplored" in ran.out
+    told = " ".join(ran.out.split())
+    assert "the search was stopped after 1e-09 s" in told and "are unexplored" in told
     assert run(*command, "--json").answer["searched"]["unexplored"] > 0 and len(asked) == 2, "what a clock has cut short is not kept"
 
 
@@ -416,7 +464,7 @@ def test_the_text_leaves_out_what_there_is_not() -> None:
     whole = plan_text(a_plan(), verbose=True)
     bare = plan_text(a_plan(notes=[], limits=[], axes={}), verbose=True)
     assert "softmax is replicated" in whole
-    assert "notes" not in bare
+    assert "note " not in bare
     assert "what limits it" not in bare
     assert "strategies" not in bare
 

@@ -12,17 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from autopar.measured import Calls, RankRun, compared
+from autopar.measured import Calls, RankRun, Span, compared
 from autopar.measured import Run as MeasuredRun
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.plan import StagePlan
 from autopar.render import make_manifest, render, render_linked
 from autopar.report.explanation import Family, explanation_of
-from autopar.report.page import page_of, svg_of
+from autopar.report.page import page_of, svg_of, svg_of_sweep, sweep_page
 from autopar.report.page.charts import matrix_chart, memory_chart, timeline_chart
 from autopar.report.page.graph import Node, tree_of
+from autopar.report.page.measuring import measured_timeline_chart
 from autopar.report.page.page import Emitted
+from autopar.report.page.sweep import sweep_charts
 from autopar.report.page.vega import LibraryMissing
+from autopar.report.sweep import Point, Series, Sweep
 from autopar.report.timeline import timeline_of
 from cost_models import load_cluster
 from tests.chromium import visit
@@ -54,27 +57,44 @@ FAMILIES = (
     Family(name="fast", pins={}, step_time_s=0.5, memory_bytes=2**31, plan="tp 8", chosen=True),
     Family(name="refused", pins={}, step_time_s=None, memory_bytes=None, plan="", why="does not fit"),
 )
-SWEEP = [
-    {
-        "gpus": n, "cluster": "c", "memory_limit_bytes": 2**35, "batch": None, "step_time_s": s, "gpu_seconds": s and n * s, "plan": "p",
-        "why": "w",
-    }
-    for n, s in ((8, 1.0), (16, 0.6), (32, None))
-]  # fmt: skip
+
+
+def _point(gpus: int, step_s: float | None, memory: int = 2**35) -> Point:
+    if step_s is None:
+        return Point(gpus=gpus, cluster="c", memory_limit_bytes=memory, batch=None, step_time_s=None, why="does not fit")
+    return Point(
+        gpus=gpus, cluster="c", memory_limit_bytes=memory, batch=None, step_time_s=step_s, gpu_seconds=gpus * step_s,
+        per_sample=gpus * step_s / 64, work_per_s=64 / step_s, memory_bytes=memory // 2, mfu=0.4 / gpus, efficiency=8 / gpus,
+        plan=f"dp {gpus}",
+    )  # fmt: skip
+
+
+SWEEP = Sweep(
+    model="Net", schema=1, unit="samples", cheapest=2, fastest=2, points=[
+        _point(4, None), _point(8, 1.0), _point(16, 0.4), _point(8, 1.5, 2**34), _point(16, None, 2**34),
+    ],
+    series=[
+        Series(name="32.00 GiB", gpus=[4, 8, 16], stops_at=16, why=""), Series(name="16.00 GiB", gpus=[8, 16], stops_at=8, why="w"),
+    ],
+)  # fmt: skip
 
 
 @functools.cache
 def page() -> str:
     pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
     plan = planned()
-    return page_of(plan, explanation_of(plan, families=FAMILIES), emitted=emitted(), sweep=SWEEP, measured=compared(plan, run_of(plan)))
+    return page_of(plan, explanation_of(plan, families=FAMILIES), emitted=emitted(), measured=compared(plan, run_of(plan)))
 
 
 def run_of(plan: Plan) -> MeasuredRun:
     ranks = [
         RankRun(
             rank=r, step_s=0.2, passes={"forward": Calls(count=6, seconds=0.06), "backward": Calls(count=6, seconds=0.12)},
-            collectives={"all_reduce": Calls(count=3, seconds=0.01)}, memory_bytes=2**29,
+            collectives={"all_reduce": Calls(count=3, seconds=0.01)}, memory_bytes=2**29, axes={"dp": Calls(count=3, seconds=0.008)},
+            spans=[
+                Span(what="forward", start_s=0.0, end_s=0.06), Span(what="all-reduce", start_s=0.05, end_s=0.058, axis="dp"),
+                Span(what="backward", start_s=0.07, end_s=0.19),
+            ],
         )
         for r in range(plan.gpus)
     ]  # fmt: skip
@@ -204,10 +224,10 @@ def test_the_picture_is_an_svg() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- in a browser
 LOOK = """
-    const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg'));
+    const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
     for (let k = 0; k < 200 && missing(); k++) await wait(50);
     const all = [...document.querySelectorAll('.chart')];
-    const charts = Object.fromEntries(all.map((c) => [c.dataset.chart, c.querySelectorAll('svg').length]));
+    const charts = Object.fromEntries(all.map((c) => [c.dataset.chart, c.querySelectorAll('svg, canvas').length]));
     const table = document.querySelector('#alternatives table');
     const column = (k) => [...table.tBodies[0].rows].map((r) => r.cells[k].textContent);
     const heads = table.tHead.rows[0].cells;
@@ -248,7 +268,7 @@ def test_in_a_browser_it_folds_sorts_finds_and_draws(tmp_path: Path) -> None:
     found = seen.result
     assert seen.errors == ()
     assert "failed" not in found, found
-    assert set(found["charts"]) == {"parts", "measured", "timeline", "memory", "pool", "families", "sweep", "matrix"}
+    assert set(found["charts"]) == {"parts", "measured", "ran", "timeline", "memory", "pool", "families", "matrix"}
     assert set(found["charts"].values()) == {1}
     assert found["up"] == ["fast", "slow", "refused"]
     assert found["down"] == ["refused", "slow", "fast"]
@@ -270,15 +290,17 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(tmp_path: Path) -> None:
     seen = visit(
         page(),
         """
-        const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg'));
+        const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
         for (let k = 0; k < 200 && missing(); k++) await wait(50);
         const own = document.documentElement;
-        return { wide: own.scrollWidth - own.clientWidth, width: own.clientWidth, missing: !!missing() };
+        const cut = [...document.querySelectorAll('.scroll')].filter((d) => d.scrollWidth > d.clientWidth).length;
+        const labels = new Set([...document.querySelectorAll('#blocks td')].map((cell) => cell.dataset.label));
+        return { wide: own.scrollWidth - own.clientWidth, width: own.clientWidth, missing: !!missing(), cut, labels: labels.size };
         """,
         tmp_path, width=390, height=800,
     )  # fmt: skip
     assert seen.errors == ()
-    assert seen.result == {"wide": 0, "width": 390, "missing": False}
+    assert seen.result == {"wide": 0, "width": 390, "missing": False, "cut": 0, "labels": 10}
 
 
 def test_a_model_of_96_layers_and_1024_ranks_is_drawn(tmp_path: Path) -> None:
@@ -290,16 +312,22 @@ def test_a_model_of_96_layers_and_1024_ranks_is_drawn(tmp_path: Path) -> None:
     seen = visit(
         text,
         """
-        const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg'));
+        const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
         for (let k = 0; k < 200 && missing(); k++) await wait(50);
         const count = (what) => document.querySelectorAll(what).length;
-        return { rows: count('.tree li'), elements: count('*'), bars: count('#chart-timeline path'), missing: !!missing() };
+        const drawn = document.querySelector('#chart-timeline canvas');
+        const rgba = drawn.getContext('2d').getImageData(0, 0, drawn.width, drawn.height).data, colours = new Set();
+        for (let k = 0; k < rgba.length; k += 4) colours.add((rgba[k] << 16) + (rgba[k + 1] << 8) + rgba[k + 2]);
+        return { rows: count('.tree li'), elements: count('*'), colours: colours.size, missing: !!missing(),
+                 ms: document.documentElement.dataset.drawn };
         """,
         tmp_path,
     )
     assert seen.errors == ()
     assert seen.result["rows"] > 20
-    assert seen.result["bars"] > 5000
+    assert seen.result["colours"] > 3  # bars are there
+    assert len(timeline_chart(timeline_of(plan))["data"]["values"]) > 5000
+    assert seen.result["ms"], "the page says how long it took until all was drawn"
     assert seen.result["elements"] < 30_000  # which a browser lays out in a fraction of a second
     assert not seen.result["missing"]
 
@@ -314,7 +342,65 @@ def _many(plan: Plan, *, ranks: int, layers: int) -> Plan:
     return msgspec.structs.replace(plan, stages=stages, account=account, mesh=mesh, gpus=1024, micro_batches=layers, cuts=cuts)
 
 
+def test_what_was_measured_is_drawn_beside_what_was_predicted() -> None:
+    plan = planned()
+    made, found = timeline_of(plan), compared(plan, run_of(plan))
+    spec = measured_timeline_chart(made, found)
+    assert spec is not None
+    values = spec["data"]["values"]
+    assert {v["row"] for v in values} == {"0 predicted", "0 measured", "1 predicted", "1 measured"}
+    measured = [v for v in values if v["row"] == "0 measured"]
+    assert [v["kind"] for v in measured] == ["forward", "backward", "waits over dp"], "what was waited for lies over the passes"
+    assert sum(v["row"] == "0 predicted" for v in values) == len(made.ranks[0].bars)
+    bare = [msgspec.structs.replace(r, spans=[]) for r in run_of(plan).ranks]
+    assert measured_timeline_chart(made, compared(plan, msgspec.structs.replace(run_of(plan), ranks=bare))) is None
+
+
+def test_a_sweep_has_a_chart_of_each_figure() -> None:
+    charts = sweep_charts(SWEEP)
+    assert list(charts) == ["step", "cost", "memory", "mfu"]
+    fits = [p for p in SWEEP.points if p.step_time_s is not None]
+    for name, field in (("step", "seconds"), ("cost", "gpu_seconds"), ("memory", "gib"), ("mfu", "mfu")):
+        values = charts[name]["data"]["values"]
+        assert [(v["gpus"], v["series"]) for v in values] == [(8, "32.00 GiB"), (16, "32.00 GiB"), (8, "16.00 GiB")]
+        assert all(v[field] for v in values)
+    assert [v["seconds"] for v in charts["step"]["data"]["values"]] == [p.step_time_s for p in fits]
+    none = Series(name="", gpus=[4], stops_at=None, why="")
+    nothing = msgspec.structs.replace(SWEEP, points=[_point(4, None)], series=[none], cheapest=None)
+    assert sweep_charts(nothing) == {}
+
+
+def test_a_sweep_in_a_browser_is_drawn_and_sorted(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
+    text = sweep_page(SWEEP)
+    assert len(text) < 5 * 2**20
+    seen = visit(
+        text,
+        """
+        const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
+        for (let k = 0; k < 200 && missing(); k++) await wait(50);
+        const table = document.querySelector('#points table');
+        const column = (k) => [...table.tBodies[0].rows].map((r) => r.cells[k].textContent);
+        table.tHead.rows[0].cells[4].querySelector('button').click(); const up = column(4);
+        const chosen = [...table.querySelectorAll('tr.chosen')].map((r) => r.cells[0].textContent);
+        const own = document.documentElement;
+        return { charts: [...document.querySelectorAll('.chart')].map((c) => c.dataset.chart), missing: !!missing(), up, chosen,
+                 points: document.querySelectorAll('#chart-step .mark-symbol path').length, wide: own.scrollWidth - own.clientWidth };
+        """,
+        tmp_path,
+    )
+    assert seen.errors == ()
+    assert seen.result["charts"] == ["step", "cost", "memory", "mfu"]
+    assert not seen.result["missing"]
+    assert seen.result["up"] == ["400 ms", "1 s", "1.5 s", "-", "-"]
+    assert seen.result["chosen"] == ["16"]
+    assert seen.result["points"] >= 3
+    assert seen.result["wide"] <= 0
+    svg = svg_of_sweep(SWEEP)
+    assert "seconds of a step" in svg and "MFU" in svg
+
+
 def test_json_in_the_page_is_json() -> None:
     found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page(), re.DOTALL)
     assert found is not None
-    assert set(json.loads(found[1])) == {"parts", "measured", "timeline", "memory", "pool", "families", "sweep", "matrix"}
+    assert set(json.loads(found[1])) == {"parts", "measured", "ran", "timeline", "memory", "pool", "families", "matrix"}

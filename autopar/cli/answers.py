@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from autopar.cli.application import UsageError
+from autopar.report.columns import WIDTH
 
-__all__ = ["answer", "answers_only", "json_line"]
+__all__ = ["answer", "answers_only", "folded", "json_line"]
 
 
 @contextlib.contextmanager
@@ -29,5 +31,30 @@ def answer(value: dict[str, Any]) -> None:
     print(json_line(value), flush=True)
 
 
+def folded(text: str) -> str:
+    """Of at most WIDTH columns; source lines and commands, which are set in by four blanks or more, as they are."""
+    lines = []
+    for line in text.splitlines():
+        inner = line.lstrip(" -")
+        first = line[: len(line) - len(inner)]
+        as_it_is = len(line) <= WIDTH or line.startswith("    ")
+        lines += [line] if as_it_is else textwrap.wrap(
+            inner, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def json_line(value: dict[str, Any]) -> str:
-    return msgspec.json.encode(value).decode()  # json.dumps would write NaN, which is not JSON
+    try:
+        return msgspec.json.encode(value).decode()  # json.dumps would write NaN, which is not JSON
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_as_text(value)).decode()
+
+
+def _as_text(value: Any) -> Any:
+    """With names of files that are no text as Python writes them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(one) for key, one in value.items()}
+    return [_as_text(one) for one in value] if isinstance(value, list | tuple) else value

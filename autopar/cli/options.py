@@ -10,6 +10,7 @@ import typer
 
 from autopar.cli.application import UsageError
 from autopar.files import check_writable, is_file
+from cost_models.cluster import MOST_GPUS
 
 if TYPE_CHECKING:
     from autopar.planner import Pins
@@ -31,6 +32,8 @@ Json = Annotated[bool, typer.Option("--json", help="the last line of standard ou
 def check_gpus(gpus: int) -> None:
     if gpus < 1:
         raise UsageError(f"--gpus must be 1 or more, not {gpus}")
+    if gpus > MOST_GPUS:
+        raise UsageError(f"--gpus must be {MOST_GPUS:,} or less, not {gpus:,}")
 
 
 def check_time_limit(seconds: float | None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli import views
+from autopar.cli import explaining, views
 from autopar.cli.answers import answer, answers_only, json_line
 from autopar.cli.application import UsageError, app
 from autopar.cli.options import (
@@ -135,6 +135,9 @@ def explain(
 
         if pin:
             raise UsageError("--from and --pin exclude each other: a configuration states every choice")
+        _alone("--from", why=why, why_not=why_not, what_if=what_if, plan=plan_file, measured=measured, reduce_dtype=reduce_dtype)
+        if more:
+            raise UsageError(f"{more[0]} is one argument too many; changes of a question come after --what-if")
         as_json = as_json or form is Format.JSON
         if form not in (Format.TEXT, Format.JSON):
             raise UsageError(f"--from answers as text or json, not as {form}")
@@ -148,62 +151,38 @@ def explain(
     if more and not what_if:
         raise UsageError(f"{more[0]} is one argument too many; changes of a question come after --what-if")
     questions = {"why": why or [], "why_not": why_not or [], "what_if": [*(what_if or []), *(more or [])]}
+    if form in (Format.HTML, Format.SVG, Format.PERFETTO):
+        _alone(f"--format {form.value}", why=why, why_not=why_not, what_if=what_if, measured=None if form is Format.HTML else measured)
+    if measured is not None:
+        _alone("--measured", why=why, why_not=why_not, what_if=what_if)
     writable(out)
+    options = {
+        "cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "reduce_dtype": reduce_dtype, "loss": loss,
+    }  # fmt: skip
     with answers_only(form is not Format.TEXT):
-        options = {
-            "cluster": cluster, "memory": memory, "optimizer": optimizer, "precision": precision, "reduce_dtype": reduce_dtype,
-            "loss": loss,
-        }  # fmt: skip
         made, study = explained(target, gpus, pins=pin, time_limit=time_limit, plan_file=plan_file, questions=questions, **options)
         if form in (Format.HTML, Format.SVG, Format.PERFETTO):
             view = views.view_of(form.value, made, study, alternatives=alternatives, measured=measured)
+        elif study is not None and any(questions.values()):
+            value, text = explaining.answered(made, study, questions)
+        elif form is Format.TEXT and out is None and measured is None:
+            explaining.tell(made, study, alternatives=alternatives, verbose=verbose)
+            return
         else:
-            value, text = _explained_as(made, study, questions, alternatives=alternatives, verbose=verbose)
-            if measured is not None:
-                value, text = views.with_measured(value, made, measured)
+            value, text = explaining.whole(made, study, alternatives=alternatives, verbose=verbose)
+        if measured is not None and form in (Format.TEXT, Format.JSON):
+            value, text = views.with_measured(value, made, measured)
     if form in (Format.HTML, Format.SVG, Format.PERFETTO):
         views.give(view, out, as_json)
     else:
         _give(value, text, form, out)
 
 
-def _explained_as(
-    made: Plan, study: Study | None, questions: dict[str, list[str]], *, alternatives: bool, verbose: bool
-) -> tuple[dict[str, Any], str]:
-    """The answer as JSON and as text: to what was asked, or all about the plan."""
-    import msgspec
-
-    from autopar.explain.asking import answer_text
-    from autopar.explain.asking import what_if as planned_if
-    from autopar.explain.asking import why_not as planned_with
-    from autopar.explain.families import families_of
-    from autopar.explain.reliefs import reliefs_of
-    from autopar.explain.why import why as reasons
-    from autopar.explain.why import why_text
-    from autopar.report.explanation import explanation_of
-    from autopar.report.tables import tables_text
-    from autopar.report.text import document, explanation_text
-
-    if study is None or not any(questions.values()):
-        tried = study is not None and alternatives
-        found = explanation_of(
-            made, reliefs=tuple(reliefs_of(study)) if tried and study else (), families=tuple(families_of(study)) if tried and study else ()
-        )
-        text = explanation_text(found)
-        return document(made, found), f"{text}\n\n{tables_text(made)}" if verbose else text
-    value = document(made, explanation_of(made))
-    texts: list[str] = []
-    if questions["why"]:
-        answers = [reasons(study, name) for name in questions["why"]]
-        value["why"], texts = msgspec.to_builtins(answers), [*texts, *map(why_text, answers)]
-    if questions["why_not"]:
-        given = [planned_with(study, text) for text in questions["why_not"]]
-        value["why_not"] = msgspec.to_builtins(given)
-        texts += [answer_text(x, name) for x, name in zip(given, questions["why_not"], strict=True)]
-    if questions["what_if"]:
-        one = planned_if(study, questions["what_if"])
-        value["what_if"], texts = msgspec.to_builtins(one), [*texts, answer_text(one, "then")]
-    return value, "\n\n".join(texts)
+def _alone(option: str, **others: object) -> None:
+    """UsageError where an option is given beside one that would leave it out."""
+    given = [f"--{name.replace('_', '-')}" for name, value in others.items() if value]
+    if given:
+        raise UsageError(f"{option} and {given[0]} exclude each other: ask for one after the other")
 
 
 def _give(value: dict[str, Any], text: str, form: Format, out: Path | None) -> None:
@@ -273,7 +252,7 @@ def explained(
     if ":" not in target and (target.endswith(".json") or is_file(target)):
         loaded = Plan.load(readable(Path(target)))
         if gpus not in (None, loaded.gpus):
-            raise UsageError(f"{target} is a plan for {loaded.gpus} GPUs, and --gpus says {gpus}")
+            raise UsageError(f"{target} is a plan for {loaded.gpus} GPUs, and --gpus says {gpus}: leave it out, or plan anew")
         if pins:
             raise UsageError(f"{target} is a plan, in which every choice is made; --pin is for a TARGET")
         if time_limit is not None:
@@ -284,8 +263,8 @@ def explained(
             if asked:
                 option = f"--{name.replace('_', '-')} {asked[0]}"
                 raise UsageError(
-                    f"{option} makes other plans, which needs the model beside {target}: "
-                    f"autopar explain TARGET --plan {target} {option} --cluster {loaded.cluster}"
+                    f"{option} makes other plans, which needs the model beside {target}:\n"
+                    f"    autopar explain TARGET --plan {target} {option} --cluster {loaded.cluster}"
                 )
         return loaded, None
     from autopar.cli.studies import study_of

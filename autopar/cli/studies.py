@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["captured_of", "given_plan", "study_of"]
 
+MOST_BYTES = 4 * 2**30  # of example inputs that are made for another batch
+
 
 def captured_of(target: str, precision: str, loss: str | None) -> tuple[Captured, Callable[[int], Program]]:
     """The model of a TARGET, captured as `autopar.plan` does; and its program for another batch, of the same samples again."""
     import torch
-    from torch.utils._pytree import tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
     from autopar.capture import capture
     from autopar.debug import timed
@@ -41,6 +43,12 @@ def captured_of(target: str, precision: str, loss: str | None) -> tuple[Captured
 
     def of_batch(batch: int) -> Program:
         own = captured.program.batch_size or 1
+        needed = sum(t.nbytes for t in tree_leaves(example_inputs) if isinstance(t, torch.Tensor) and t.device.type != "meta") * batch / own
+        if needed > MOST_BYTES:
+            raise UsageError(
+                f"example inputs for a batch of {batch} may have {needed / 2**30:.3g} GiB: let {target} give inputs on the meta device, "
+                f"such as torch.empty(8, 512, device='meta'), since their shapes are all that is needed"
+            )
         inputs = tree_map_only(torch.Tensor, lambda t: _of_batch(t, own, batch), example_inputs)
         again = capture(model, inputs, loss=loss_fn, dtype=dtype).program
         if again.batch_size != batch:
@@ -66,6 +74,7 @@ def study_of(
     from autopar.planner import Pins
     from autopar.planner.resources import choose_cluster
     from autopar.planner.store import Store
+    from autopar.run.dtypes import itemsize_named
 
     given = given_plan(plan_file, gpus, pins)
     count = given.gpus if given is not None else gpus
@@ -89,7 +98,7 @@ def study_of(
         gpus=count, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype,
         memory_limit_bytes=limit, pins=pins or Pins(), batch=program.batch_size,
     )  # fmt: skip
-    store = Store(program=program, cluster=described, optimizer=optimizer)
+    store = Store(program=program, cluster=described, optimizer=optimizer, reduced_itemsize=itemsize_named(reduce_dtype))
     made = decide(captured, store) if given is None else _checked(captured, given, str(plan_file))
     return Study(program=program, asked=asked, given=made, recapture=of_batch, stores={(described, optimizer, program.batch_size): store})
 
@@ -104,7 +113,7 @@ def given_plan(plan_file: Path | None, gpus: int | None, pins: object) -> Plan |
         raise UsageError("--plan and --pin exclude each other: a plan file states every choice")
     given = Plan.load(readable(plan_file))
     if gpus not in (None, given.gpus):
-        raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}")
+        raise UsageError(f"{plan_file} is a plan for {given.gpus} GPUs, and --gpus says {gpus}: give the plan's, or plan anew")
     return given
 
 

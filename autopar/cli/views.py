@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.answers import answer
 from autopar.cli.application import UsageError
+from autopar.cli.explaining import explanations
 from autopar.files import write_file
 
 if TYPE_CHECKING:
@@ -29,17 +30,10 @@ def view_of(form: str, plan: Plan, study: Study | None, *, alternatives: bool, m
     if form == "svg":
         return svg_of(plan).encode()
     from autopar.measured import Run, compared
-    from autopar.report.explanation import explanation_of
 
     run = None if measured is None else compared(plan, Run.load(measured))
-    if study is None:
-        return page_of(plan, explanation_of(plan), measured=run).encode()
-    from autopar.explain.families import families_of
-    from autopar.explain.reliefs import reliefs_of
-
-    families, reliefs = (families_of(study), reliefs_of(study)) if alternatives else ([], [])
-    found = explanation_of(plan, reliefs=tuple(reliefs), families=tuple(families))
-    return page_of(plan, found, emitted=_emitted(plan, study), measured=run).encode()
+    *_, found = explanations(plan, study, alternatives=alternatives)
+    return page_of(plan, found, emitted=None if study is None else _emitted(plan, study), measured=run).encode()
 
 
 def _emitted(plan: Plan, study: Study) -> Emitted:

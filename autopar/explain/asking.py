@@ -8,10 +8,13 @@ import msgspec
 
 from autopar.explain.changes import pairs_of, parsed_pins, with_changes, with_pins
 from autopar.explain.study import Asked, Refused, Study
+from autopar.report.columns import wrapped
 from autopar.report.compare import Comparison, compare, comparison_text
-from autopar.report.text import wrapped
 
 __all__ = ["Answer", "answer_text", "what_if", "why_not"]
+
+
+ALONE = "no plan fits the constraints:"  # which the verdict has said, where one reason follows
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,7 @@ def what_if(study: Study, texts: Sequence[str]) -> Answer:
 def _answered(study: Study, asked: Asked, name: str, question: str) -> Answer:
     found = study.solve(asked)
     if isinstance(found, Refused):
-        return Answer(question=question, feasible=False, verdict=f"there is no such plan: {found.why}", remedy=found.text)
+        return Answer(question=question, feasible=False, verdict=f"there is no such plan: {found.why}", remedy=str(found.error))
     comparison = compare(study.plan, found, ("chosen", name))
     verdict = comparison.verdict
     if comparison.equal or not (comparison.changes or comparison.details):
@@ -52,7 +55,15 @@ def _answered(study: Study, asked: Asked, name: str, question: str) -> Answer:
 def answer_text(answer: Answer, name: str) -> str:
     lines = [wrapped(answer.question)]
     if answer.comparison is None:
-        return "\n".join([*lines, wrapped(answer.verdict), "", answer.remedy])
+        said = answer.verdict.partition(": ")[2]
+        remedy = [line.removeprefix("no plan fits the constraints. ") for line in answer.remedy.splitlines()]
+        if remedy[:2] == [ALONE, f"  - {said}"]:
+            del remedy[:2]
+        remedy = [line for line in remedy if line != said]
+        return "\n".join([*lines, wrapped(answer.verdict), *(["", *map(_folded, remedy)] if remedy else [])])
     body = comparison_text(answer.comparison, ("chosen", name))
     return "\n".join([*lines, wrapped(answer.verdict), "", body.partition("\n\n")[2]])
 
+
+def _folded(line: str) -> str:
+    return wrapped(line, "    " if line.startswith("  -") else "")

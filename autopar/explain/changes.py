@@ -13,8 +13,9 @@ from autopar.axes import AXES
 from autopar.errors import PlanError
 from autopar.explain.study import Asked
 from autopar.planner.plan import Pins
-from autopar.planner.resources import choose_cluster, parse_memory
+from autopar.planner.resources import choose_cluster, parse_memory, whole_number
 from autopar.planner.wishes import WishError, check_name
+from autopar.report.units import in_own_unit
 from autopar.targets import did_you_mean
 from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
@@ -48,7 +49,8 @@ def parsed_pins(values: Mapping[str, str], option: str) -> dict[str, Any]:
     known = [name for name in dict.fromkeys((*Pins.__struct_fields__, *AXES)) if name != "axes"]
     for name in values:
         if name not in known:
-            raise WishError(f"{option} {name}={values[name]}: there is no pin {name!r}{did_you_mean(name, known)}")
+            other = f"; --what-if {name}={values[name]} asks about it" if name in WHAT_IF else did_you_mean(name, known)
+            raise WishError(f"{option} {name}={values[name]}: there is no pin {name!r}{other}")
     named = {name: value for name, value in values.items() if name in Pins.__struct_fields__}
     own: dict[str, Any] = {name: value.split(",") if name == "blocks" else value for name, value in named.items()}
     axes = {name: value for name, value in values.items() if name not in own}
@@ -75,7 +77,8 @@ def with_changes(asked: Asked, changes: Mapping[str, str]) -> tuple[Asked, list[
     known = [*WHAT_IF, *(name for name in Pins.__struct_fields__ if name != "axes"), *(axis for axis in AXES)]
     for name in sorted(changes, key=lambda name: name != "cluster"):
         value = changes[name]
-        check_name("thing to change with --what-if, such as memory=40GiB:", name, dict.fromkeys(known))
+        if name not in known:
+            raise WishError(f"--what-if {name}={value}: there is nothing of this name to change{did_you_mean(name, known)}")
         if name not in WHAT_IF:
             pins[name] = value
             said.append(f"{name}={value}")
@@ -92,15 +95,17 @@ def with_changes(asked: Asked, changes: Mapping[str, str]) -> tuple[Asked, list[
 def _changed(asked: Asked, name: str, value: str) -> tuple[Asked, str]:
     if name == "memory":
         try:
-            return dataclasses.replace(asked, memory_limit_bytes=parse_memory(value)), f"{value} of memory a GPU"
+            limit = parse_memory(value)
         except ValueError as error:
             raise WishError(f"--what-if memory={value}: {error}") from error
+        return dataclasses.replace(asked, memory_limit_bytes=limit), f"{' '.join(in_own_unit(limit or 0))} of memory a GPU"
     if name in ("gpus", "batch"):
-        if not value.isdecimal() or int(value) < 1:
-            raise WishError(f"--what-if {name}={value}: needed is a positive whole number")
+        number = whole_number(value)
+        if number is None:
+            raise WishError(f"--what-if {name}={value[:100]}: needed is a positive whole number")
         if name == "gpus":
-            return dataclasses.replace(asked, gpus=int(value)), f"{value} GPUs"
-        return dataclasses.replace(asked, batch=int(value)), f"a batch of {value}"
+            return dataclasses.replace(asked, gpus=number), f"{number} GPUs"
+        return dataclasses.replace(asked, batch=number), f"a batch of {number}"
     if name == "cluster":
         return dataclasses.replace(asked, cluster=choose_cluster(value, 1)), f"GPUs of {value}"
     if name == "optimizer":
@@ -116,7 +121,7 @@ def _with_link(asked: Asked, name: str, value: str) -> tuple[Asked, str]:
     faster: Cluster = dataclasses.replace(asked.cluster, **{which: dataclasses.replace(link, bandwidth_bytes_per_s=rate)})  # type: ignore[arg-type]
     count = asked.cluster.links_per_node if which == "inter" else asked.cluster.links_per_gpu
     where = f"between nodes ({count} out of a node)" if which == "inter" else f"inside the node ({count} out of a GPU)"
-    text = f"links {where} of {rate / 1e9:.4g} GB/s each way, where they have {link.bandwidth_bytes_per_s / 1e9:.4g}"
+    text = f"links {where} of {rate / 1e9:.4g} GB/s each way, where they have {link.bandwidth_bytes_per_s / 1e9:.4g} GB/s"
     return dataclasses.replace(asked, cluster=faster), text
 
 

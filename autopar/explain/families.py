@@ -10,21 +10,23 @@ from autopar.errors import AutoparError
 from autopar.explain.study import Asked, Refused, Study
 from autopar.planner.plan import Plan
 from autopar.planner.space import divisors
-from autopar.report.explanation import Family
-from autopar.report.words import counted, rest_words
+from autopar.report.explanation import Family, in_words
 
-__all__ = ["families_of", "in_words"]
+__all__ = ["families_of"]
 
 PARTS = "tp"  # the axis whose matrices Megatron's form cuts
 
 
 def families_of(study: Study) -> list[Family]:
-    """By step time; those that were refused last. Pins of the question stay: a family that contradicts them is left out."""
+    """By step time; those that were refused last. Pins of the question stay: a family that contradicts them is left out; so is what the
+    user no longer waits for."""
     found = []
     for name, pins in _families(study.asked):
         stated = {k: v for k in study.asked.pins.__struct_fields__ if (v := getattr(study.asked.pins, k)) is not None}
         if any(k in pins and pins[k] != v for k, v in stated.items()):
             continue
+        if study.stop():
+            break
         found.append(_family(study, study.plan, name, pins))
     return sorted(found, key=lambda family: (family.step_time_s is None, family.step_time_s or 0.0))
 
@@ -41,7 +43,8 @@ def _families(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "tensor parallel alone", {BATCH: 1, PARTS: gpus, LAYERS: 1}
     yield "pipeline alone", {BATCH: 1, PARTS: 1, LAYERS: gpus}
     if parts > 1:
-        yield f"Megatron-style ({PARTS} {parts}, ZeRO-1)", {PARTS: parts, "zero": 1, "sequence_parallel": True}
+        zero = {"zero": 1} if parts * (asked.pins.of_axis(LAYERS) or 1) < gpus else {}  # needs a data axis
+        yield f"Megatron-style, {PARTS} {parts}", {PARTS: parts, **zero, "sequence_parallel": True}
         yield f"FSDP + {PARTS} {parts}", {PARTS: parts, LAYERS: 1, "zero": 3}
 
 
@@ -58,14 +61,3 @@ def _family(study: Study, chosen: Plan, name: str, pins: dict[str, Any]) -> Fami
         name=name, pins=pins, step_time_s=plan.step_time_s, memory_bytes=max(plan.memory_bytes), plan=in_words(plan),
         chosen=same and abs(plan.step_time_s - chosen.step_time_s) <= 1e-6 * chosen.step_time_s,
     )  # fmt: skip
-
-
-def in_words(plan: Plan) -> str:
-    """'tp 8, dp 8, ZeRO-1, 4 micro-batches, 12 of 32 blocks recomputed'."""
-    again = sum(len(s.recomputed) + len(s.selective) for s in plan.stages)
-    blocks = sum(len(s.blocks) for s in plan.stages)
-    recomputed = [f"{again} of {blocks} blocks recomputed"] if again else []
-    axes = [f"{axis} {n}" for axis, n in reversed(plan.mesh.items()) if n > 1]
-    rest = rest_words(plan.rest, 1 if plan.mesh[BATCH] == 1 else 0)
-    return ", ".join([*axes, rest, counted(plan.micro_batches, "micro-batch"), *recomputed])
-

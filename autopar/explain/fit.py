@@ -7,11 +7,10 @@ import dataclasses
 import msgspec
 
 from autopar.errors import Infeasible
-from autopar.explain.families import in_words
 from autopar.explain.study import Refused, Study
 from autopar.planner.plan import Plan
-from autopar.report.explanation import summary_of, verdict_of
-from autopar.report.text import last_wrapped, wrapped
+from autopar.report.columns import last_wrapped, wrapped
+from autopar.report.explanation import in_words, summary_of, verdict_of
 from autopar.report.units import bytes_text, seconds_text
 
 __all__ = ["Fit", "Tried", "fit", "fit_text"]
@@ -30,13 +29,14 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """gpus: the fewest; verdict: of the plan on them."""
+    """gpus: the fewest; verdict: of the plan on them; ended: by the user, before all fewer ones were tried."""
 
     schema: int
     gpus: int
     cluster: str
     verdict: str
     tried: list[Tried]
+    ended: bool = False
 
 
 def fit(study: Study, most: int | None = None) -> tuple[Fit, Plan]:
@@ -52,9 +52,13 @@ def fit(study: Study, most: int | None = None) -> tuple[Fit, Plan]:
         if found >= limit:
             refused = tried[found]
             assert isinstance(refused, Refused)
-            raise Infeasible(f"{study.program.name} fits on none of {', '.join(map(str, tried))} GPUs of {cluster.name}\n{refused.text}")
+            text = f"{study.program.name} fits on none of {', '.join(map(str, tried))} GPUs of {cluster.name}\n{refused.error}"
+            raise Infeasible(text, more=refused.error.more)
         below, found = found, min(2 * found, limit)
+    ended = False
     for n in (n for n in range(below + 1, found) if n <= cluster.gpus_per_node or n % cluster.gpus_per_node == 0):
+        if ended := study.stop():
+            break
         tried[n] = _on(study, n)
         if isinstance(tried[n], Plan):
             found = n
@@ -62,7 +66,7 @@ def fit(study: Study, most: int | None = None) -> tuple[Fit, Plan]:
     plan = tried[found]
     assert isinstance(plan, Plan)
     listed = [_tried(n, tried[n]) for n in sorted(tried) if n <= found]
-    return Fit(schema=1, gpus=found, cluster=cluster.name, verdict=verdict_of(plan), tried=listed), plan
+    return Fit(schema=1, gpus=found, cluster=cluster.name, verdict=verdict_of(plan), tried=listed, ended=ended), plan
 
 
 def _on(study: Study, gpus: int) -> Plan | Refused:
@@ -84,6 +88,7 @@ def fit_text(found: Fit) -> str:
         for t in found.tried
     ]  # fmt: skip
     gpus = "1 GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
-    parts = [wrapped(f"fits on {gpus} of {found.cluster}: {found.verdict}")]
+    said = " (ended by Ctrl-C: fewer may do)" if found.ended else ""
+    parts = [wrapped(f"fits on {gpus} of {found.cluster}{said}: {found.verdict}")]
     parts.append("tried\n" + last_wrapped(("GPUs", "", "a step", "memory", "plan"), rows))
     return "\n\n".join(parts)

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from autopar.errors import AutoparError
-from autopar.explain.families import in_words
 from autopar.explain.study import Asked, Refused, Study
 from autopar.planner.plan import Pins
 from autopar.planner.space import divisors
-from autopar.report.explanation import Limit, Relief
+from autopar.report.explanation import Limit, Relief, in_words
 from autopar.report.limits import limits_of
-from autopar.report.units import bytes_text
+from autopar.report.units import in_own_unit
 from cost_models.cluster import Link
 
 __all__ = ["reliefs_of"]
@@ -24,7 +23,7 @@ def reliefs_of(study: Study) -> list[Relief]:
     """Of each limit of the plan what is the usual remedy, the most useful first."""
     limits = limits_of(study.plan)
     changes = dict(change for limit in limits for change in _changes(study, limit))
-    found = [_tried(study, text, asked) for text, asked in changes.items()]
+    found = [_tried(study, text, asked) for text, asked in changes.items() if not study.stop()]
     return sorted(found, key=lambda x: -(x.speedup or 0.0))
 
 
@@ -33,12 +32,11 @@ def _changes(study: Study, limit: Limit) -> Iterator[tuple[str, Asked]]:
     cluster = asked.cluster
     if limit.kind == "memory":
         twice = 2 * asked.limit_bytes
-        yield f"twice the memory ({bytes_text(twice)})", dataclasses.replace(asked, memory_limit_bytes=twice)
+        yield f"twice the memory ({' '.join(in_own_unit(twice))})", dataclasses.replace(asked, memory_limit_bytes=twice)
     if limit.kind == "network":
-        between = "between" in limit.text
-        inter, intra = (_twice(cluster.inter), cluster.intra) if between else (cluster.inter, _twice(cluster.intra))
+        inter, intra = (_twice(cluster.inter), cluster.intra) if limit.between else (cluster.inter, _twice(cluster.intra))
         faster = dataclasses.replace(cluster, inter=inter, intra=intra)
-        yield f"links {'between nodes' if between else 'inside the node'} twice as fast", dataclasses.replace(asked, cluster=faster)
+        yield f"links {'between nodes' if limit.between else 'inside the node'} twice as fast", dataclasses.replace(asked, cluster=faster)
     if limit.kind in ("launches", "pipeline", "batch", "optimizer", "network") and asked.batch:
         yield f"twice the batch ({2 * asked.batch})", dataclasses.replace(asked, batch=2 * asked.batch)
     if limit.kind in ("heads", "divisibility"):
@@ -52,7 +50,7 @@ def _fewer(study: Study, limit: Limit) -> Iterator[tuple[str, Asked]]:
     for x in study.plan.account.idle if study.plan.account else ():
         n = study.plan.mesh[x.axis]
         fits = [k for k in divisors(n) if x.size and x.size % k == 0 and 1 < k < n]
-        if fits and f"ranks of {x.axis}" in limit.text and x.axis in Pins.__struct_fields__:
+        if fits and x.axis == limit.axis and x.axis in Pins.__struct_fields__:
             yield f"{x.axis} {fits[-1]} instead of {n}", study.with_pins(**{x.axis: fits[-1]})
 
 

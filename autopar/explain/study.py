@@ -7,6 +7,7 @@ twice is answered once. Every answer is a search with the budgets of `autopar.pl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ import msgspec
 from autopar.errors import Infeasible
 from autopar.ir import Program
 from autopar.plan_cache import decisive, planned_once
-from autopar.planner.answer import why_not
+from autopar.planner.answer import ended_by_user, refusal
 from autopar.planner.candidate import gib
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.resources import usable_bytes
@@ -23,6 +24,7 @@ from autopar.planner.search import Search
 from autopar.planner.store import Store
 from autopar.planner.wishes import WishError, for_loss_outside, with_notes
 from autopar.progress import working
+from autopar.run.dtypes import itemsize_named
 from cost_models.cluster import Cluster
 
 __all__ = ["Asked", "Refused", "Study"]
@@ -56,21 +58,23 @@ class Refused:
     why: str
     search: Search
 
-    @property
-    def text(self) -> str:
-        """As `autopar plan` says it, with what would help, which is tried now."""
-        return why_not(self.search)
+    @functools.cached_property
+    def error(self) -> Infeasible:
+        """As `autopar plan` raises it, with what would help, which is tried now."""
+        return refusal(self.search)
 
 
 @dataclass(kw_only=True)
 class Study:
     """asked: what the plan that is explained was made for; given: that plan, made when it is first needed. recapture: the program
-    of another batch. programs, stores, answers: what was found out already."""
+    of another batch. stop: whether the user has enough: searches then end with their best so far, and what is tried beside is left.
+    programs, stores, answers: what was found out already."""
 
     program: Program
     asked: Asked
     given: Plan | None = None
     recapture: Callable[[int], Program] | None = None
+    stop: Callable[[], bool] = lambda: False
     programs: dict[int, Program] = field(default_factory=dict)
     stores: dict[tuple[Cluster, str, int | None], Store] = field(default_factory=dict)
     answers: dict[Asked, Plan | Refused] = field(default_factory=dict)
@@ -84,14 +88,16 @@ class Study:
         """Raises Infeasible."""
         found = self.solve(self.asked)
         if isinstance(found, Refused):
-            raise Infeasible(found.text)
+            raise found.error
         return found
 
     def store(self, asked: Asked) -> Store:
         program = self.program_of(asked)
         key = asked.cluster, asked.optimizer, program.batch_size
         if key not in self.stores:
-            self.stores[key] = Store(program=program, cluster=asked.cluster, optimizer=asked.optimizer)
+            self.stores[key] = Store(
+                program=program, cluster=asked.cluster, optimizer=asked.optimizer, reduced_itemsize=itemsize_named(asked.reduce_dtype)
+            )
         return self.stores[key]
 
     def program_of(self, asked: Asked) -> Program:
@@ -120,7 +126,7 @@ class Study:
         return Search(
             program=self.program_of(asked), gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes,
             optimizer=asked.optimizer, precision=asked.precision, reduce_dtype=asked.reduce_dtype,
-            pins=for_loss_outside(self.program, asked.pins) or Pins(), store=self.store(asked),
+            pins=for_loss_outside(self.program, asked.pins) or Pins(), store=self.store(asked), stop=self.stop,
         )  # fmt: skip
 
     def _solved(self, asked: Asked) -> Plan | Refused:
@@ -140,7 +146,7 @@ class Study:
             wished = decisive(
                 asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned, asked.reduce_dtype
             )
-            return planned_once(program, wished, make)
+            return planned_once(program, wished, make, kept=lambda plan: not ended_by_user(plan))
         except Infeasible:
             if not refused:
                 raise
@@ -152,6 +158,5 @@ def _in_a_line(search: Search) -> str:
     said = [line for line in lines if not line.startswith("micro-batches:")] or lines
     short = min(search.said.short.values(), default=0.0)
     if short >= MIB or (short and not said):
-        missing = f"its leanest form is {gib(short)} a GPU short of" if short >= MIB else "no stages of it were found that fit into"
-        return f"does not fit: {missing} {gib(search.memory_limit_bytes)}"
-    return said[0] if said else why_not(search).splitlines()[0]
+        return f"does not fit: {f'{gib(short)} a GPU short at its leanest' if short >= MIB else 'no cut into stages does'}"
+    return said[0] if said else str(refusal(search)).splitlines()[0]

@@ -4,64 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-
-import msgspec
+from collections.abc import Iterator, Sequence
 
 from autopar.errors import AutoparError
-from autopar.explain.families import in_words
 from autopar.explain.study import Asked, Refused, Study
 from autopar.planner.plan import Plan
-from autopar.report.explanation import summary_of, time_of
-from autopar.report.text import last_wrapped, wrapped
-from autopar.report.units import bytes_text, count_text, seconds_text, table
-from autopar.report.words import counted, share_text
+from autopar.report.explanation import in_words, summary_of, time_of
+from autopar.report.sweep import Point, Series, Sweep
+from autopar.report.units import bytes_text
+from autopar.report.words import share_text
 from cost_models.cluster import Cluster
 
-__all__ = ["Point", "Series", "Sweep", "sweep", "sweep_text"]
+__all__ = ["sweep"]
 
 PAYS = 0.5  # of the work of the GPUs that are added must be had, or they do not pay
-BAR = 32
-
-
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One question. step_time_s None: no plan, and why. gpu_seconds: of a step; per_sample: of a sample; efficiency: of a GPU, against the
-    fewest GPUs of the series."""
-
-    gpus: int
-    cluster: str
-    memory_limit_bytes: int
-    batch: int | None
-    step_time_s: float | None
-    gpu_seconds: float | None = None
-    per_sample: float | None = None
-    work_per_s: float | None = None
-    memory_bytes: int | None = None
-    mfu: float | None = None
-    efficiency: float | None = None
-    plan: str = ""
-    why: str = ""
-
-
-class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """The same over numbers of GPUs. stops_at: the last number that pays; why: what the further ones are spent on ('' where all pay)."""
-
-    name: str
-    gpus: list[int]
-    stops_at: int | None
-    why: str
-
-
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """cheapest, fastest: indices of points, None where nothing fits."""
-
-    model: str
-    schema: int
-    unit: str
-    points: list[Point]
-    cheapest: int | None
-    fastest: int | None
-    series: list[Series]
 
 
 def sweep(
@@ -80,15 +36,18 @@ def sweep(
         points += made
         plans = [(x.gpus, plan) for x, plan in zip(asked, answers, strict=True) if isinstance(plan, Plan)]
         stops_at, why = _stops(plans)
-        several = (cluster.name if len(clusters) > 1 else "", bytes_text(memory) if len(memories) > 1 and memory else "",
+        several = (cluster.name if len(clusters) > 1 else "", bytes_text(asked[0].limit_bytes) if len(memories) > 1 else "",
                    f"batch {batch}" if len(batches) > 1 else "")  # fmt: skip
         series.append(Series(name=", ".join(x for x in several if x), gpus=[x.gpus for x in asked], stops_at=stops_at, why=why))
     units = (x.samples_unit for x in study.answers.values() if isinstance(x, Plan))
     fits = [k for k, point in enumerate(points) if point.step_time_s is not None]
+    refused = [(x.gpus, x.limit_bytes, answer) for x, answer in study.answers.items() if isinstance(answer, Refused)]
+    remedy = str(max(refused, key=lambda x: x[:2])[2].error) if refused and not fits and not study.stop() else ""
     return Sweep(
         model=study.program.name, schema=1, unit=next(units, "samples"), points=points, series=series,
         cheapest=min(fits, key=lambda k: (points[k].per_sample or points[k].gpu_seconds or 0.0, points[k].gpus), default=None),
         fastest=min(fits, key=lambda k: (-(points[k].work_per_s or 0.0), points[k].gpus), default=None),
+        remedy=remedy,
     )  # fmt: skip
 
 
@@ -96,6 +55,8 @@ def _answered(study: Study, asked: Asked) -> Plan | Refused | str:
     have = asked.cluster.gpu_count
     if have is not None and have < asked.gpus:
         return f"the cluster {asked.cluster.name} has {have} GPUs"
+    if study.stop():
+        return "not tried: ended by Ctrl-C"
     try:
         return study.solve(asked)
     except AutoparError as error:
@@ -137,64 +98,3 @@ def _stops(plans: Sequence[tuple[int, Plan]]) -> tuple[int | None, str]:
         taken = f": {most} takes {share_text(shares[1][most])} of the step" if most != "compute" else ""
         return n, f"{m} do {said}{taken}"
     return (plans[-1][0] if plans else None), ""
-
-
-# ----------------------------------------------------------------------------------------------------------------- text
-def sweep_text(found: Sweep) -> str:
-    several = {field: len({getattr(p, field) for p in found.points}) > 1 for field in ("cluster", "memory_limit_bytes", "batch")}
-    titles = {"cluster": "cluster", "memory_limit_bytes": "of memory", "batch": "batch"}
-    headings = ["GPUs", *(title for field, title in titles.items() if several[field])]
-    headings += ["step", "GPU-s", f"{found.unit}/s", "memory", "MFU", "plan"]
-    rows = []
-    for k, p in enumerate(found.points):
-        mark = "*" if k == found.cheapest else ""
-        own = [f"{p.gpus}{mark}"]
-        own += [p.cluster] if several["cluster"] else []
-        own += [bytes_text(p.memory_limit_bytes)] if several["memory_limit_bytes"] else []
-        own += [str(p.batch)] if several["batch"] else []
-        if p.step_time_s is None:
-            rows.append([*own, "-", "-", "-", "-", "-", p.why])
-            continue
-        rows.append([
-            *own, seconds_text(p.step_time_s), f"{p.gpu_seconds:,.4g}", count_text(p.work_per_s or 0.0), bytes_text(p.memory_bytes or 0),
-            share_text(p.mfu) if p.mfu else "-", p.plan,
-        ])  # fmt: skip
-    parts = [_verdict(found), last_wrapped(headings, rows)]
-    parts += [_picture(found, several)]
-    for series in found.series:
-        name = f"{series.name}: " if series.name else ""
-        if series.stops_at is not None and len(series.gpus) > 1:
-            why = f"; {series.why}" if series.why else ", the most that was asked for"
-            parts.append(wrapped(f"{name}scaling pays up to {counted(series.stops_at, 'GPU')}{why}"))
-    return "\n\n".join(part for part in parts if part)
-
-
-def _verdict(found: Sweep) -> str:
-    if found.cheapest is None or found.fastest is None:
-        return wrapped(f"{found.model}: nothing fits")
-    cheap, fast = found.points[found.cheapest], found.points[found.fastest]
-    said = f"{found.model}: the cheapest that fits is {_point(cheap)}, {cheap.gpu_seconds:,.4g} GPU-seconds a step"
-    return wrapped(said + (f"; the fastest is {_point(fast)}" if found.fastest != found.cheapest else ", and it is the fastest"))
-
-
-def _point(p: Point) -> str:
-    batch = f", batch {p.batch}" if p.batch is not None else ""
-    of = f"{counted(p.gpus, 'GPU')} of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}"
-    return f"{of}: {seconds_text(p.step_time_s or 0.0)} a step"
-
-
-def _picture(found: Sweep, several: Mapping[str, bool]) -> str:
-    """Work in a second, as bars; how much of it each GPU does, against the fewest GPUs."""
-    most = max((p.work_per_s or 0.0 for p in found.points), default=0.0)
-    if not most or len(found.points) < 2:
-        return ""
-    rows = []
-    for p in found.points:
-        full = round(BAR * (p.work_per_s or 0.0) / most)
-        efficiency = f"{p.efficiency:.0%}" if p.efficiency is not None else "does not fit" if "fit" in p.why else "no plan"
-        own = [p.cluster] if several["cluster"] else []
-        own += [bytes_text(p.memory_limit_bytes)] if several["memory_limit_bytes"] else []
-        own += [f"batch {p.batch}"] if several["batch"] else []
-        rows.append((*own, p.gpus, "#" * full, efficiency))
-    blank = [""] * sum(several.values())
-    return f"{found.unit} in a second; how much of a GPU's work on the fewest each does\n" + table((*blank, "GPUs", "", ""), rows)

@@ -1,59 +1,72 @@
 """Why a module or an operator is split as it is: its strategy on each axis beside every other one that its rule allows.
 
-Of each strategy: the operator's own seconds and bytes, and what it does to the step if the rest of the model is decided anew around it,
-by the integer program of the axis with this one choice fixed (planner.axis). Seconds are of all that share the decision (the instances of
-a block), forward and backward, of one micro-batch; on the axis that divides the batch, of the whole step.
+Of each strategy: the operator's own computation, communication and memory beside its neighbours, and what the whole axis takes more if
+the rest of the model is decided anew around it, by the integer program of the axis with this one choice fixed (planner.axis). Seconds are
+of all that share the decision (the instances of a block), forward and backward, of one micro-batch; on the axis that divides the batch, of
+the whole step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from autopar.axes import AXES, BATCH
+from autopar.axes import AXES, BATCH, axes_over
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
 from autopar.explain.study import Study
+from autopar.explain.terms import Reads, Terms, own_terms, reads_of, terms_of, timed
 from autopar.ir import Op, Program, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner.account import generic
-from autopar.planner.axis import AxisProblem, group_cost, objective_of, solve_axis
+from autopar.planner.axis import AxisProblem, group_cost, solve_axis, stated
 from autopar.planner.choices import Group
 from autopar.planner.lower import on_axes, on_inner_axes
 from autopar.planner.problems import axis_leaves, axis_problem
 from autopar.planner.shard import Assignment, view_of
-from autopar.planner.solver import INFINITY, OutOfBudget
+from autopar.planner.solver import OutOfBudget
 from autopar.planner.wishes import WishError
-from autopar.report.strategies import kind_of, words_of
-from autopar.report.text import last_wrapped, wrapped
+from autopar.report.columns import with_beneath, wrapped
+from autopar.report.strategies import kind_of, shape_of, words_of
 from autopar.report.units import bytes_text, seconds_text
+from autopar.report.words import counted
+from autopar.run.dtypes import itemsize_named
 from autopar.targets import did_you_mean
 
 __all__ = ["Option", "Why", "WhyOperator", "why", "why_text"]
 
 OPERATORS = 3  # of a module, the longest ones, that are shown in full
-OPTIONS = 8  # strategies of one operator that are decided around
+OPTIONS = 5  # strategies of one operator that are decided around, each by a program of the whole axis
+SAID = 0.01  # of a change: terms that are less are not said
 TIE = 1e-3  # of the axis' seconds, within which its program is solved
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to split, by its best strategy. split: in words; layouts: as plans state it. own_s: the operator's own work; kept_bytes: for
-    backward; change_s: with the rest decided anew (None: not possible); forces: what else then changes."""
+    """One way to split, by its best strategy. split: in words; layouts: as plans state it. compute_s, communication_s, memory_bytes: of the
+    operator beside its neighbours as they are (explain.terms), None where it cannot stand there. change_s, and what it is made of: with the
+    rest of the axis decided anew around it (None: not possible); forces: what else then changes."""
 
     split: str
     layouts: str
-    own_s: float
-    kept_bytes: int
+    compute_s: float | None
+    communication_s: float | None
+    memory_bytes: int | None
     change_s: float | None
     verdict: str
+    change_compute_s: float = 0.0
+    change_communication_s: float = 0.0
+    change_memory_bytes: int = 0
     forces: str = ""
 
 
 class WhyOperator(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator on one axis. module, source: the user's; count: how many share the decision; reason: what its axis goes by."""
+    """An operator on one axis. module, source: the user's; count: how many share the decision; reason: what its axis goes by; axis_s: what
+    all operators of the axis take as it is."""
 
     axis: str
     n: int
@@ -62,6 +75,7 @@ class WhyOperator(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     count: int
     reason: str
+    axis_s: float
     options: list[Option]
 
 
@@ -91,6 +105,8 @@ def why(study: Study, name: str) -> Why:
     others = f"{len(beside)} more operators are in it; name one of its modules" if beside else ""
     if not laid:
         others = "no axis has several ranks: every operator runs whole"
+    elif absent := [axis.name for axis in axes_over("operators") if plan.mesh[axis.name] == 1 and plan.gpus % 2 == 0]:
+        others = "; ".join([*([others] if others else []), f"this plan has no {absent[0]}: --why-not {absent[0]}=2 prices it"])
     return Why(question=f"why {name}?", matched=_listed(program, wanted), operators=found, others=others)
 
 
@@ -117,7 +133,7 @@ def _matched(program: Program, name: str) -> frozenset[str]:
 def _listed(program: Program, wanted: frozenset[str]) -> str:
     modules = list(dict.fromkeys(generic(op.module) for op in program.ops if op.name in wanted))
     shown = ", ".join(m or "the model's own forward" for m in modules[:4])
-    return f"{len(wanted)} operators of {shown}" + (", ..." if len(modules) > 4 else "")
+    return f"{counted(len(wanted), 'operator')} of {shown}" + (", ..." if len(modules) > 4 else "")
 
 
 # ---------------------------------------------------------------------------------------------------------- on one axis
@@ -125,95 +141,114 @@ def _on_axis(study: Study, body: Program, assignment: Assignment, wanted: frozen
     """Of the operators on one axis, those that take longest first."""
     axis, n = assignment.axis, assignment.n
     pricer = Pricer(study.asked.cluster, study.plan.mesh)
-    problem = axis_problem(body, axis, n, pricer, study.asked.optimizer, axis_leaves(body, axis))
-    timed = dataclasses.replace(problem, work_first=False, state_price_s_per_byte=0.0)
+    reduced = itemsize_named(study.asked.reduce_dtype)
+    problem = axis_problem(body, axis, n, pricer, study.asked.optimizer, axis_leaves(body, axis), reduced_itemsize=reduced)
+    by_time, reads = timed(problem), reads_of(problem)
     groups = [g for g in problem.choices.groups.values() if g.op is not None and not wanted.isdisjoint(g.members)]
     ops = {op.name: op for op in body.ops}
+    base = terms_of(problem, stated(problem, assignment), reads) or Terms()
     found: list[WhyOperator] = []
-    for group in sorted(groups, key=lambda g: -group_cost(timed, g, assignment.ops[g.members[0]])):
+    for group in sorted(groups, key=lambda g: -group_cost(by_time, g, assignment.ops[g.members[0]])):
         chosen, op = assignment.ops[group.members[0]], ops[group.members[0]]
-        if group_cost(timed, group, chosen) <= 0 and found:
+        if group_cost(by_time, group, chosen) <= 0 and found:
             continue
         full = len(found) < OPERATORS
-        options = list(_options(problem, timed, group, assignment, chosen)) if full else []
+        options = list(_options(problem, reads, base, group, assignment, chosen)) if full else []
         options += _unavailable(body, op, n, axis, group) if full else []
         reason = "splits as much work as can be, then saves communication" if AXES[axis].work_first else "is the fastest that was found"
         module = generic(op.module) if len(group.members) > 1 else op.module
         found.append(
             WhyOperator(
                 axis=axis, n=n, kind=kind_of(op.name), module=module, source=op.source, count=len(group.members), reason=reason,
-                options=options,
+                axis_s=base.seconds, options=options,
             )
         )  # fmt: skip
     return found
 
 
-def _options(problem: AxisProblem, timed: AxisProblem, group: Group, assignment: Assignment, chosen: Strategy) -> Iterator[Option]:
+def _options(
+    problem: AxisProblem, reads: Reads, base: Terms, group: Group, assignment: Assignment, chosen: Strategy
+) -> Iterator[Option]:
     """The chosen strategy first, then the others by what they do to the step."""
-    axis, kind = problem.axis, kind_of(group.key)
-    base = _objective(problem, assignment)
-    own_s = group_cost(timed, group, chosen)
+    axis, now = problem.axis, stated(problem, assignment)
+    here = own_terms(problem, group, chosen, now, reads) or Terms()
     yield Option(
-        split=words_of(axis, kind, chosen), layouts=str(chosen), own_s=own_s, kept_bytes=_kept(problem, group, chosen), change_s=0.0,
-        verdict="chosen",
+        split=_words(axis, group, chosen), layouts=str(chosen), compute_s=here.compute_s, communication_s=here.communication_s,
+        memory_bytes=here.memory_bytes, change_s=0.0, verdict="chosen",
     )  # fmt: skip
     found: list[Option] = []
-    for s in [s for s in group.strategies if s != chosen][:OPTIONS]:
-        change_s, forces = _around(problem, group, s, assignment, base)
-        here = group_cost(timed, group, s) - own_s
+    alone = {s: own_terms(problem, group, s, now, reads) for s in group.strategies if s != chosen}
+    cheapest = sorted(alone, key=lambda s: math.inf if (own := alone[s]) is None else own.seconds)
+    for s in _various(axis, group, cheapest)[:OPTIONS]:
+        own, (change, forces) = alone[s], _around(problem, reads, group, s, assignment, base)
+        less = AXES[axis].work_first and chosen.splits_work and not s.splits_work
+        more = Terms() if change is None else change
         option = Option(
-            split=words_of(axis, kind, s), layouts=str(s), own_s=own_s + here, kept_bytes=_kept(problem, group, s),
-            change_s=None if change_s is None or problem.work_first else change_s, forces=forces,
-            verdict=_verdict(problem, here, change_s, base),
+            split=_words(axis, group, s), layouts=str(s), compute_s=None if own is None else own.compute_s,
+            communication_s=None if own is None else own.communication_s, memory_bytes=None if own is None else own.memory_bytes,
+            change_s=None if change is None else change.seconds, change_compute_s=more.compute_s,
+            change_communication_s=more.communication_s, change_memory_bytes=more.memory_bytes, forces=forces,
+            verdict=_verdict(None if own is None else own.seconds - here.seconds, change, base, less, AXES[axis].work_first),
         )  # fmt: skip
         found.append(option)
     best: dict[str, Option] = {}  # of those that split alike
     for option in sorted(found, key=lambda x: (x.change_s is None, x.change_s or 0.0)):
-        best.setdefault(option.split, option)
+        alike = option.split == _words(axis, group, chosen)
+        named = msgspec.structs.replace(option, split=f"{option.split}; laid otherwise") if alike else option
+        best.setdefault(named.split, named)
     yield from best.values()
 
 
-def _verdict(problem: AxisProblem, here: float, change_s: float | None, base: float) -> str:
-    """here: what the operator's own work takes more; change_s: the whole."""
-    if change_s is None:
+def _various(axis: str, group: Group, strategies: Sequence[Strategy]) -> list[Strategy]:
+    """One of each way to split first, then a second of each, and so on."""
+    ways: dict[str, list[Strategy]] = {}
+    for s in strategies:
+        ways.setdefault(_words(axis, group, s), []).append(s)
+    return [s for row in itertools.zip_longest(*ways.values()) for s in row if s is not None]
+
+
+def _named(group: Group) -> str:
+    """'linear of down_proj'."""
+    module = (group.op.module if group.op is not None else "").rpartition(".")[2]
+    return kind_of(group.key) + (f" of {module}" if module and not module.isdecimal() else "")
+
+
+def _words(axis: str, group: Group, s: Strategy) -> str:
+    return words_of(axis, kind_of(group.key), s, shape_of(s, group.ins, group.outs))
+
+
+def _verdict(here_s: float | None, change: Terms | None, base: Terms, less: bool, work_first: bool) -> str:
+    """here_s: what the operator takes more beside its neighbours as they are; change: the whole; less: it splits less work."""
+    if change is None:
         return "unavailable: what is beside it cannot be laid so"
-    if abs(change_s) <= TIE * base * 1e-6:
+    if abs(change.seconds) <= TIE * base.seconds:
         return "a tie"
-    if problem.work_first:
-        return "splits less work" if change_s > 0 else "splits as much work; another axis or memory decided"
-    if change_s < 0:
-        return "faster by itself; memory, stages or a pin decided otherwise"
-    if here < -1e-9:
+    if change.seconds < 0 and less:
+        return "less communication, but every rank does the whole work"
+    if change.seconds < 0:
+        by = "this axis alone; another axis or memory decided" if work_first else "itself; memory, stages or a pin decided"
+        return f"faster by {by}"
+    if here_s is not None and here_s < -TIE * base.seconds:
         return "cheaper here, dearer elsewhere"
-    return "dearer here" if here > 1e-9 else "dearer elsewhere"
+    return "dearer here" if here_s is None or here_s > TIE * base.seconds else "dearer elsewhere"
 
 
-def _objective(problem: AxisProblem, assignment: Assignment) -> float:
-    """Of the plan's own assignment, in microseconds."""
-
-    def chosen(key: str) -> Strategy:
-        member = problem.choices.groups[key].members[0]
-        if member in assignment.ops:
-            return assignment.ops[member]
-        return Strategy(inputs=(), outputs=(assignment.leaves[member],))
-
-    return objective_of(problem, chosen)
-
-
-def _around(problem: AxisProblem, group: Group, s: Strategy, assignment: Assignment, base: float) -> tuple[float | None, str]:
-    """Seconds that the axis takes more with this strategy and the rest decided anew, and what else changes then."""
+def _around(
+    problem: AxisProblem, reads: Reads, group: Group, s: Strategy, assignment: Assignment, base: Terms
+) -> tuple[Terms | None, str]:
+    """What the axis takes more with this strategy and the rest decided anew, by the axis' own program, and what else changes then."""
     groups = {**problem.choices.groups, group.key: dataclasses.replace(group, strategies=(s,))}
     fixed = dataclasses.replace(problem, choices=dataclasses.replace(problem.choices, groups=groups))
     try:
         solution = solve_axis(fixed, gap=TIE)
     except (Infeasible, OutOfBudget):
         return None, ""
-    objective = _objective(problem, solution.assignment)
-    if objective == INFINITY or base == INFINITY:
+    after = terms_of(problem, stated(problem, solution.assignment), reads)
+    if after is None:
         return None, ""
     others = {k: g for k, g in problem.choices.groups.items() if g.op is not None and k != group.key}
     changed = [k for k, g in others.items() if _differs(g, solution.assignment, assignment)]
-    return (objective - base) * 1e-6, "" if problem.work_first else _forced(problem, changed, solution.assignment)
+    return after - base, _forced(problem, changed, solution.assignment)
 
 
 def _differs(group: Group, a: Assignment, b: Assignment) -> bool:
@@ -223,18 +258,9 @@ def _differs(group: Group, a: Assignment, b: Assignment) -> bool:
 
 def _forced(problem: AxisProblem, changed: list[str], after: Assignment) -> str:
     heavy = sorted(changed, key=lambda k: -group_cost(problem, problem.choices.groups[k], after.ops[problem.choices.groups[k].members[0]]))
-    said = [f"{kind_of(k)} to {words_of(problem.axis, kind_of(k), after.ops[problem.choices.groups[k].members[0]])}" for k in heavy[:2]]
+    groups = [problem.choices.groups[k] for k in heavy[:2]]
+    said = [f"{_named(g)} to {_words(problem.axis, g, after.ops[g.members[0]])}" for g in groups]
     return ", ".join(said) + (f" and {len(changed) - 2} more" if len(changed) > 2 else "")
-
-
-def _kept(problem: AxisProblem, group: Group, s: Strategy) -> int:
-    """Bytes that the operator keeps for backward on a rank, of one of those that share the decision."""
-    counts = group.counts
-    if counts is None:
-        return 0
-    parts = [t.nbytes // (problem.n if x.is_shard else 1) for t, x in zip((*group.ins, *group.outs), (*s.inputs, *s.outputs), strict=True)]
-    kept = [parts[k] for k in counts.saved_inputs] + [parts[len(group.ins) + k] for k in counts.saved_outputs]
-    return sum(kept) + counts.saved_other_bytes // (problem.n if s.splits_work else 1)
 
 
 def _unavailable(body: Program, op: Op, n: int, axis: str, group: Group) -> list[Option]:
@@ -248,9 +274,14 @@ def _unavailable(body: Program, op: Op, n: int, axis: str, group: Group) -> list
         pairs = [*zip(s.inputs, group.ins, strict=True), *zip(s.outputs, group.outs, strict=True)]
         sizes = [t.shape[x.dim] // x.groups for x, t in pairs if x.is_shard and not x.divides(t.shape, n)]
         if sizes:
-            words = words_of(axis, kind_of(op.name), s)
+            words = _words(axis, group, s)
             why_ = f"unavailable: {min(sizes)} does not divide into {n} parts"
-            found.setdefault(words, Option(split=words, layouts=str(s), own_s=0.0, kept_bytes=0, change_s=None, verdict=why_))
+            found.setdefault(
+                words,
+                Option(
+                    split=words, layouts=str(s), compute_s=None, communication_s=None, memory_bytes=None, change_s=None, verdict=why_
+                ),
+            )  # fmt: skip
     return list(found.values())
 
 
@@ -260,19 +291,59 @@ def why_text(answer: Why) -> str:
     for x in answer.operators:
         chosen = x.options[0] if x.options else None
         heading = f"{x.kind} of {x.module or 'the model'}" + (f" ({x.count} alike)" if x.count > 1 else "")
-        heading += f" over {x.axis} {x.n}: {chosen.split if chosen else ''}; its axis {x.reason}"
-        lines = [wrapped(heading)] + ([wrapped(x.source.strip(), "      ", "    ")] if x.source else [])
+        heading += f", over {x.axis} {x.n}: {_by(chosen.split) if chosen else ''}"
+        goes = f"    over {x.axis} alone all operators take {seconds_text(x.axis_s)}; what is chosen {x.reason}"
+        lines = [wrapped(heading), wrapped(goes, "      ")] + ([wrapped(x.source.strip(), "      ", "    ")] if x.source else [])
         rows = [
             (
-                o.split, o.layouts, seconds_text(o.own_s) if o.own_s else "-", bytes_text(o.kept_bytes) if o.kept_bytes else "-",
-                _change(o), o.verdict + (f"; forces {o.forces}" if o.forces and o.verdict != "chosen" else ""),
+                o.split.replace(SUM, "") + (" (chosen)" if o is chosen else ""), _amount(o.compute_s), _amount(o.communication_s),
+                _bytes(o.memory_bytes), _change(o),
             )
             for o in x.options
         ]  # fmt: skip
-        parts.append("\n".join(lines) + "\n" + last_wrapped(("split", "layouts", "own", "kept", "step", "why"), rows))
+        said = ["" if o is chosen else _said(o) for o in x.options]
+        parts.append("\n".join([*lines, with_beneath(("split", "compute", "comm.", "memory", "in all"), rows, said)]))
+    if answer.operators:
+        parts.append(wrapped(LEGEND))
     if answer.others:
         parts.append(answer.others)
     return "\n\n".join(parts)
+
+
+SUM = " (a sum over ranks)"  # which communication says
+LEGEND = (
+    "compute, comm., memory: of all alike on one rank, forward and backward of one micro-batch (over dp: of the step), beside what is "
+    "around them; communication as if nothing hid it. in all, and the differences beneath: what the operators of the whole model take "
+    "more, with the rest decided anew around this choice"
+)
+
+
+def _by(split: str) -> str:
+    return split if split.startswith("not split") else f"split by {split}"
+
+
+def _amount(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)
+
+
+def _bytes(amount: int | None) -> str:
+    return "-" if amount is None else bytes_text(amount)
+
+
+def _said(option: Option) -> str:
+    """The verdict, what the change is made of, and what it forces."""
+    parts = [option.verdict]
+    if option.change_s:
+        terms = (("compute", option.change_compute_s, seconds_text), ("communication", option.change_communication_s, seconds_text),
+                 ("memory", float(option.change_memory_bytes), bytes_text))  # fmt: skip
+        least = {"memory": 2.0**20}
+        said = [
+            f"{name} {'+' if amount > 0 else '-'}{text(abs(amount))}" for name, amount, text in terms
+            if abs(amount) >= least.get(name, SAID * abs(option.change_s))
+        ]  # fmt: skip
+        parts += [", ".join(said)] if said else []
+    parts += [f"forces {option.forces}"] if option.forces else []
+    return "; ".join(parts)
 
 
 def _change(option: Option) -> str:

@@ -7,18 +7,23 @@ from typing import Any
 
 import msgspec
 
-from autopar.axes import AXES, LAYERS
+from autopar.axes import AXES, BATCH, LAYERS
 from autopar.planner.account import generic
 from autopar.planner.plan import Plan, parse_strategy
+from autopar.planner.words import axis_words
+from autopar.report.columns import last_wrapped, wrapped
 from autopar.report.explanation import StageView, TimePart, explanation_of, summary_of, time_of
 from autopar.report.strategies import kind_of, words_of
 from autopar.report.units import bytes_text, count_text, seconds_text, table
-from autopar.report.words import counted, ranges, rest_words, share_text
+from autopar.report.words import counted, ranges, share_text
+from cost_models.rests import rest_of
 
 __all__ = ["Change", "Comparison", "Term", "compare", "comparison_text", "verdict_of_change"]
 
 SAME = 5e-4  # of a step: what differs by less is as fast
+TELLING = 0.25  # of a difference: the terms that are named
 MOST = 12  # groups of operators that are listed
+HALF = 38  # letters of a value in a table of two plans
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,16 +69,25 @@ def compare(first: Plan, second: Plan, names: tuple[str, str]) -> Comparison:
 def verdict_of_change(first: Plan, second: Plan, names: tuple[str, str]) -> str:
     """How the second compares with the first, in one sentence."""
     a, b = first.step_time_s, second.step_time_s
-    costs = f"{names[1]} takes {seconds_text(b)} a step, {names[0]} {seconds_text(a)}"
+    costs = f"{names[1]}: {seconds_text(b)} a step"
     if (first.global_batch, first.gpus) != (second.global_batch, second.gpus):
         rates = [plan.tokens_or_samples_per_s / plan.gpus for plan in (first, second)]
         more = rates[1] / rates[0] - 1 if rates[0] else 0.0
         said = f"{share_text(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= SAME else "the same"
         speed = f"{count_text(rates[1])} {second.samples_unit}/s on each GPU, where it was {count_text(rates[0])}"
-        return f"{costs}: {speed}, {said}"
+        return f"{costs} ({names[0]}: {seconds_text(a)}), {speed}, {said}"
     if not a or not b or abs(a / b - 1) < SAME:
-        return f"{costs}: the same"
-    return f"{costs}: {share_text(a / b - 1)} faster" if a > b else f"{costs}: {share_text(b / a - 1)} slower"
+        return f"{costs}, as {names[0]}"
+    said = f"{share_text(a / b - 1)} faster" if a > b else f"{share_text(b / a - 1)} slower"
+    return f"{costs}, {said} than {names[0]} ({seconds_text(a)}){_mostly(_time(time_of(first), time_of(second)), b - a)}"
+
+
+def _mostly(terms: list[Term], difference_s: float) -> str:
+    """Of what most of the difference is made: '; mostly +11.9 ms of communication over tp', and what is saved against that."""
+    large = [t for t in terms if abs(t.second - t.first) >= TELLING * abs(difference_s)]
+    more, less = ([t for t in large if (t.second - t.first) * difference_s * sign > 0][:2] for sign in (1, -1))
+    said = [" and ".join(f"{_signed(t.second - t.first, seconds_text)} of {t.kind}" for t in side) for side in (more, less) if side]
+    return f"; mostly {', against '.join(said)}" if more else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- choices
@@ -93,11 +107,12 @@ def _facts(plan: Plan) -> dict[str, str]:
         "model": plan.model, "GPUs": f"{plan.gpus} of {plan.cluster}", "memory of a GPU": bytes_text(plan.memory_limit_bytes),
         "batch": counted(plan.global_batch, "sample"), "optimizer": plan.optimizer, "precision": plan.precision,
     }  # fmt: skip
-    mesh = ", ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one GPU"
+    mesh = ", ".join(axis_words(axis, n) for axis, n in reversed(list(plan.mesh.items())) if n > 1) or "one GPU"
     chosen = {choice.name: choice.value for choice in found.choices if choice.name != "pinned"}
-    rest = "parameters, gradients, optimizer states"
-    stages = "; ".join(f"{ranges(s.blocks) or '-'}" for s in plan.stages) if plan.mesh[LAYERS] > 1 else "one"
-    return {**asked, "mesh": mesh, **chosen, rest: rest_words(plan.rest, 0 if plan.shard > 1 else 1), "stages": stages}
+    if "sharding" in chosen:
+        chosen["sharding"] = rest_of(plan.rest).short + (f" of {plan.shard}" if 1 < plan.shard < plan.mesh[BATCH] else "")
+    stages = "; ".join(f"{ranges(s.blocks) or 'no blocks'}" for s in plan.stages) if plan.mesh[LAYERS] > 1 else "one"
+    return {**asked, "mesh": mesh, **chosen, "stages": stages}
 
 
 # ---------------------------------------------------------------------------------------------------------------- costs
@@ -128,9 +143,10 @@ def _details(first: Plan, second: Plan) -> list[Change]:
         for op, text in a.ops.items():
             if op in b.ops and b.ops[op] != text:
                 module = _module(first, op)
-                said = [words_of(axis, kind_of(op), parse_strategy(x)) for x in (text, b.ops[op])]
+                shape = next((x.account.shapes[op] for x in (first, second) if x.account and op in x.account.shapes), ())
+                said = [words_of(axis, kind_of(op), parse_strategy(x), shape) for x in (text, b.ops[op])]
                 if said[0] == said[1]:
-                    said = [f"{words} ({x})" for words, x in zip(said, (text, b.ops[op]), strict=True)]
+                    said[1] += ", laid otherwise"
                 groups[f"{kind_of(op)} of {module or 'the model'} over {axis}", said[0], said[1]] += 1
     return [Change(what=what + (f" x{n}" if n > 1 else ""), first=x, second=y) for (what, x, y), n in groups.most_common()]
 
@@ -148,19 +164,26 @@ def _module(plan: Plan, op: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------- text
 def comparison_text(found: Comparison, names: tuple[str, str], *, most: int = MOST) -> str:
     if found.equal:
-        return found.verdict
-    parts = [found.verdict]
+        return wrapped(found.verdict)
+    parts = [wrapped(found.verdict)]
     if found.changes:
-        parts.append("what changed\n" + table(("", *names), [(c.what, c.first, c.second) for c in found.changes]))
+        parts.append("what changed\n" + _changed(found.changes, names))
     elif not found.details:
         parts.append("every decision is the same; only figures differ")
     parts.append("seconds of a step\n" + _terms_text(found.time, names, seconds_text))
     parts.append("memory of the fullest pipeline rank\n" + _terms_text(found.memory, names, bytes_text))
     if found.details:
-        rows = [(c.what, c.first, c.second) for c in found.details[:most]]
+        rows = [(c.what, f"{c.first} -> {c.second}") for c in found.details[:most]]
         more = f"\n  ... and {len(found.details) - most} more" if len(found.details) > most else ""
-        parts.append("operators that are split otherwise\n" + table(("", *names), rows) + more)
+        parts.append("operators that are split otherwise\n" + last_wrapped(("", " -> ".join(names)), rows) + more)
     return "\n\n".join(parts)
+
+
+def _changed(changes: list[Change], names: tuple[str, str]) -> str:
+    """As a table, of what fits into one; the others, such as the stages of a long pipeline, each on lines of its own."""
+    short = [c for c in changes if max(len(c.first), len(c.second)) <= HALF]
+    long = [wrapped(f"{c.what}: {c.first} -> {c.second}", "    ", "  ") for c in changes if c not in short]
+    return "\n".join([*([table(("", *names), [(c.what, c.first, c.second) for c in short])] if short else []), *long])
 
 
 def _terms_text(terms: list[Term], names: tuple[str, str], text: Any) -> str:

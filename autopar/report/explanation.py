@@ -13,20 +13,25 @@ from typing import Any
 
 import msgspec
 
-from autopar.axes import AXES, BATCH, LAYERS, axes_over
-from autopar.planner.account import BUBBLE, collectives, generic
+from autopar.axes import AXES, BATCH, LAYERS, TIME, axes_over
+from autopar.planner.account import BUBBLE, LAUNCHES, collectives, generic
 from autopar.planner.plan import BlockAccount, Plan, parse_strategy
+from autopar.planner.words import axis_words, choice_words
 from autopar.report.limits import Limit, limits_of
-from autopar.report.strategies import splits_of
-from autopar.report.units import bytes_text, count_text, seconds_text
+from autopar.report.strategies import splits_of, undivided_words, without_a_name
+from autopar.report.units import count_text, in_one_unit, in_own_unit, seconds_text
 from autopar.report.words import MEMORY_TERMS, counted, rest_words, scale_text, share_text
+from cost_models.rests import rest_of
 
 __all__ = [
-    "SCHEMA", "AxisView", "BlockView", "Choice", "Explanation", "Family", "Limit", "OperatorView", "Relief", "StageView", "Summary",
-    "TimePart", "explanation_of", "schema",
+    "HOWS", "SCHEMA", "AxisView", "BlockView", "Choice", "Explanation", "Family", "Limit", "OperatorView", "Relief", "StageView", "Summary",
+    "TimePart", "explanation_of", "in_words", "schema",
 ]  # fmt: skip
 
 SCHEMA = 1
+HOWS = {"not split": "replicated", "no rule": "replicated for want of a rule", "probed": "probed", "refused": "refused"}  # in words
+WAITING = "waiting for the host"  # what is left of issuing operators beside what the GPUs do meanwhile
+UNSPLIT = "micro-batches: not split, because "  # how planner.store begins to say so
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +136,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorView(msgspec.Struct, frozen=True, kw_only=True):
-    """Operators of a kind that are not as one may think. how: 'not split' over an axis, though they compute. seconds: in a micro-batch."""
+    """Operators of a kind that are not as one may think. how: 'not split' over an axis, though they compute; 'refused': to be split over an
+    axis, since what it would divide does not divide; 'probed': they have no rule, and running them in parts has shown how they may be
+    split; 'no rule': they have none, and run whole. (None is ever padded.) seconds: in a micro-batch, 0 where that is not known; share: of
+    the step, on each rank. why: in words."""
 
     how: str
     axis: str
@@ -139,10 +147,12 @@ class OperatorView(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     modules: list[str]
     seconds: float
+    why: str = ""
+    share: float = 0.0
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole. planned_s: seconds of planning by pass, where they were kept."""
+    """The whole. plan: what was chosen in a few words, as families and reliefs have it."""
 
     schema: int
     model: str
@@ -165,6 +175,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     considered: list[str]
     figures_are: str
     depends_on: dict[str, float]
+    plan: str
 
 
 def schema() -> dict[str, Any]:
@@ -175,10 +186,7 @@ def schema() -> dict[str, Any]:
 def explanation_of(plan: Plan, *, reliefs: tuple[Relief, ...] = (), families: tuple[Family, ...] = ()) -> Explanation:
     account = plan.account
     per_node = account.gpus_per_node if account else plan.gpus
-    operators = [
-        OperatorView(how="not split", axis=x.axis, kind=x.kind, count=x.count, modules=x.modules, seconds=x.seconds)
-        for x in (account.idle if account else ())
-    ]
+    operators = _operators(plan)
     return Explanation(
         schema=SCHEMA,
         model=plan.model,
@@ -197,10 +205,11 @@ def explanation_of(plan: Plan, *, reliefs: tuple[Relief, ...] = (), families: tu
         reliefs=list(reliefs),
         families=list(families),
         operators=operators,
-        notes=[note for note in plan.notes if not (operators and note.startswith("replicated over"))],
+        notes=[note for note in plan.notes if not (account and note.startswith(("replicated over", "without a rule", UNSPLIT)))],
         considered=plan.alternatives,
         figures_are=plan.provenance,
         depends_on=dict(sorted(plan.seconds_by_kind.items(), key=lambda item: -item[1])),
+        plan=in_words(plan),
     )
 
 
@@ -212,15 +221,22 @@ def verdict_of(plan: Plan) -> str:
     low, high = made.step_interval_s
     interval = f" ({scale_text(low, high)})" if plan.step_spread else ""
     mfu = f", {share_text(made.mfu)} MFU" if made.mfu else ""
-    limit = plan.memory_limit_bytes
-    of_limit = f" of {bytes_text(limit)}" if limit else ""
     parts = [
-        f"{plan.model} on {plan.gpus} x {gpu}: {mesh_words(plan)}" + (f", {rest_words(plan.rest)}" if plan.mesh[BATCH] > 1 else ""),
+        f"{plan.model} on {plan.gpus} x {gpu}: {mesh_words(plan)}" + (f", {rest_of(plan.rest).short}" if plan.mesh[BATCH] > 1 else ""),
         f"{seconds_text(made.step_time_s)} a step{interval}, {count_text(made.work_per_s)} {made.work_unit}/s{mfu}",
-        f"{bytes_text(made.memory_bytes)}{of_limit} on the fullest GPU",
+        f"{used_text(made.memory_bytes, plan.memory_limit_bytes)} on the fullest GPU",
         _proven(plan),
     ]
     return "; ".join(parts)
+
+
+def used_text(used: int, limit: int) -> str:
+    """'61.2 of 80 GiB'; in units of their own where little is used."""
+    own = " ".join(in_own_unit(used))
+    if not limit:
+        return own
+    (first, second), unit = in_one_unit(used, limit)
+    return f"{first if used >= limit / 1000 else own} of {second} {unit}"
 
 
 def _proven(plan: Plan) -> str:
@@ -237,19 +253,27 @@ def _proven(plan: Plan) -> str:
 
 
 def mesh_words(plan: Plan) -> str:
-    """'tp 8 inside the node, dp 8 across nodes, no pipeline'."""
+    """'tp 8 inside the node, dp 8 across nodes, no pipeline'. Axes as axis_words says them."""
     if plan.gpus == 1:
         return "one GPU, nothing is split"
     found = []
     for x in [x for x in reversed(_axes(plan)) if x.size > 1]:
         idle = AXES[x.name].divides == "operators" and plan.account is not None and not _divides(plan, x.name)
-        found.append(f"{x.name} {x.size}{f' {x.place}' if x.place else ''}{' (it splits nothing)' if idle else ''}")
+        found.append(f"{axis_words(x.name, x.size)}{f' {x.place}' if x.place else ''}{' (it splits nothing)' if idle else ''}")
     return ", ".join([*found, *(["no pipeline"] if plan.mesh[LAYERS] == 1 else [])])
 
 
 def _divides(plan: Plan, axis: str) -> bool:
     """Whether an axis splits any operator's work."""
     return axis in plan.axes and any(parse_strategy(text).splits_work for text in plan.axes[axis].ops.values())
+
+
+def in_words(plan: Plan) -> str:
+    """'tp 8, dp 8, ZeRO-1, 4 micro-batches, recompute 12 of 32' (blocks)."""
+    again = sum(len(s.recomputed) + len(s.selective) for s in plan.stages)
+    blocks = sum(len(s.blocks) for s in plan.stages)
+    words = choice_words(plan.mesh, rest_of(plan.rest), plan.shard, plan.micro_batches, plan.virtual_stages)
+    return words + (f", recompute {'all' if again == blocks else f'{again} of {blocks}'}" if again else "")
 
 
 def summary_of(plan: Plan) -> Summary:
@@ -294,11 +318,12 @@ def _choices(plan: Plan) -> list[Choice]:
     ranks = plan.mesh[BATCH]
     samples = plan.global_batch // ranks // plan.micro_batches if plan.global_batch else 0
     stages = plan.mesh[LAYERS]
-    found = [("micro-batches", f"{plan.micro_batches}" + (f" of {counted(samples, 'sample')} on a rank" if samples else ""))]
+    found = [("micro-batches", f"{plan.micro_batches}" + (f", of {counted(samples, 'sample')} each on a rank" if samples else ""))]
     if stages > 1:
         several = f", {plan.virtual_stages} stages on each rank" if plan.virtual_stages > 1 else ""
         found.append(("schedule", f"{plan.schedule}{several}"))
-    found.append(("parameters, gradients, optimizer states", rest_words(plan.rest, ranks, plan.shard)))
+    if ranks > 1:
+        found.append(("sharding", rest_words(plan.rest, ranks, plan.shard)))
     blocks = sum(len(s.blocks) for s in plan.stages)
     whole, part = (sum(len(x) for x in each) for each in (([s.recomputed for s in plan.stages]), ([s.selective for s in plan.stages])))
     again = [f"{n} of {counted(blocks, 'block')} {how}" for n, how in ((whole, "whole"), (part, "in part")) if n]
@@ -334,8 +359,9 @@ def _splits(plan: Plan, axis: str, block: BlockAccount) -> list[str]:
         return []
     names = {generic(path) for path in block.paths}
     inside = {op: text for op, text in made.ops.items() if _within(generic(plan.account.modules.get(op, "")), names)}
-    found = splits_of(axis, msgspec.structs.replace(made, ops=inside))
-    return list(dict.fromkeys(s.split for s in found if not s.split.startswith("not split")))
+    found = splits_of(axis, msgspec.structs.replace(made, ops=inside), plan.account.shapes)
+    said = list(dict.fromkeys(s.split for s in found if not s.split.startswith("not split")))
+    return [words for words in said if not without_a_name(words)] or said  # what has no name of its own follows what has one
 
 
 def _within(module: str, names: set[str]) -> bool:
@@ -353,12 +379,40 @@ def _stage(plan: Plan, rank: int) -> StageView:
     )  # fmt: skip
 
 
+def _operators(plan: Plan) -> list[OperatorView]:
+    """What an axis does not split, what it cannot, what has no rule, and batches that cannot be split into micro-batches."""
+    if plan.account is None:
+        return []
+    found, of_step = list[OperatorView](), plan.micro_batches / (plan.step_time_s or 1.0)
+    for x in plan.account.idle:
+        why = ""
+        if x.undivided:
+            words = undivided_words(x.axis, x.kind.removeprefix("aten.").partition(".")[0], parse_strategy(x.undivided), x.size)
+            why = f"{words} among {plan.mesh[x.axis]} ranks"
+        how = "refused" if why else "not split"
+        found.append(
+            OperatorView(
+                how=how, axis=x.axis, kind=x.kind, count=x.count, modules=x.modules, seconds=x.seconds, why=why, share=x.seconds * of_step
+            )
+        )  # fmt: skip
+    for note in plan.notes:
+        if note.startswith(UNSPLIT):
+            why = note.removeprefix(UNSPLIT)
+            found.append(OperatorView(how="refused", axis=TIME, kind="micro-batches", count=1, modules=[], seconds=0.0, why=why))
+    for u in plan.account.unruled:
+        why = "running them in parts gives the whole's results, so that they are split by samples" if u.probed else "they run whole"
+        how = "probed" if u.probed else "no rule"
+        found.append(OperatorView(how=how, axis="", kind=u.kind, count=u.count, modules=u.modules, seconds=0.0, why=why))
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------------- time
 def time_of(plan: Plan) -> list[TimePart]:
     """By the plan's account; of a plan of before, by the terms of its step."""
     seconds = plan.account.seconds if plan.account else _terms(plan)
     total = plan.step_time_s or 1.0
-    return [TimePart(kind=kind, seconds=s, share=s / total) for kind, s in sorted(seconds.items(), key=lambda item: -item[1])]
+    parts = sorted(seconds.items(), key=lambda item: -item[1])
+    return [TimePart(kind=WAITING if kind == LAUNCHES else kind, seconds=s, share=s / total) for kind, s in parts]
 
 
 def _terms(plan: Plan) -> dict[str, float]:

@@ -9,9 +9,8 @@ import msgspec
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.planner.account import BUBBLE, COMPUTE, LAUNCHES, RECOMPUTE, UPDATE, collectives
 from autopar.planner.plan import Plan, parse_strategy
-from autopar.report.strategies import words_of
-from autopar.report.units import bytes_text
-from autopar.report.words import MEMORY_TERMS, counted, share_text
+from autopar.report.strategies import undivided_words
+from autopar.report.words import counted, share_text
 
 __all__ = ["Limit", "limits_of"]
 
@@ -20,27 +19,30 @@ FULL = 0.9  # of the memory that a plan may fill
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """kind: compute, network, memory, launches, pipeline, batch, heads, divisibility or optimizer. share: of the step, or of the memory."""
+    """kind: compute, network, memory, launches, pipeline, batch, heads, divisibility or optimizer. share: of the step, or of the memory.
+    axis: of what it is about, '' where that is none; between: of a network, whether of the links between nodes."""
 
     kind: str
     text: str
     share: float
+    axis: str = ""
+    between: bool = False
 
 
 def limits_of(plan: Plan) -> list[Limit]:
-    """What the step is spent on beside arithmetic, the most first; then memory, and the batch where it has no more to divide."""
+    """What the step is spent on beside arithmetic, and what cannot be divided, the most first; then memory."""
     if plan.account is None:
         return [Limit(kind="", text=text, share=0.0) for text in plan.limits]
     total = plan.step_time_s or 1.0
     shares = {kind: s / total for kind, s in sorted(plan.account.seconds.items(), key=lambda item: -item[1])}
     found = [_of_time(plan, kind, share) for kind, share in shares.items() if share >= TELLING and kind not in (COMPUTE, RECOMPUTE)]
-    found += _undivided(plan, total)
-    memory = _memory(plan, shares.get(RECOMPUTE, 0.0))
+    batch, memory = _batch(plan, shares), _memory(plan, shares.get(RECOMPUTE, 0.0))
+    found = sorted([*found, *_undivided(plan, total), *([batch] if batch is not None else [])], key=lambda limit: -limit.share)
     found += [memory] if memory is not None else []
-    batch = _batch(plan, shares)
-    found += [batch] if batch is not None else []
     compute = shares.get(COMPUTE, 0.0)
     alone = "; nothing else takes more than 5%" if not found else ""
+    if compute < TELLING and found:
+        return found
     arithmetic = Limit(kind="compute", text=f"compute: operators run for {share_text(compute)} of the step{alone}", share=compute)
     return [arithmetic, *found] if compute >= 0.5 else [*found, arithmetic]
 
@@ -49,20 +51,20 @@ def _of_time(plan: Plan, kind: str, share: float) -> Limit:
     said = share_text(share)
     assert plan.account is not None
     if kind == LAUNCHES:
-        text = f"launches: for {said} of the step the GPUs wait for the host, which issues kernels more slowly than they run"
+        text = f"launches: for {said} of the step the GPUs wait for the host to issue the next operator"
         return Limit(kind="launches", text=text, share=share)
     if kind == BUBBLE:
         flow = f"{counted(plan.micro_batches, 'micro-batch')} over {plan.mesh[LAYERS]} ranks"
-        text = f"pipeline: {said} of the step is bubble and transfers, {flow}"
+        text = f"pipeline: {said} of the step is bubble and transfers, with {flow}"
         return Limit(kind="pipeline", text=text, share=share)
     if kind == UPDATE:
         return Limit(kind="optimizer", text=f"optimizer: its update takes {said} of the step", share=share)
     for axis in AXES:
         if kind == collectives(axis):
-            within = plan.account.per_node.get(axis, 1) >= plan.mesh[axis]
-            where = "links inside the node" if within else "links between nodes"
-            text = f"network: communication over {axis} that nothing hides takes {said} of the step, on the {where}"
-            return Limit(kind="network", text=text, share=share)
+            between = plan.account.per_node.get(axis, 1) < plan.mesh[axis]
+            where = "links between nodes" if between else "links inside the node"
+            text = f"network: {said} of the step is communication over {axis} that nothing hides, on {where}"
+            return Limit(kind="network", text=text, share=share, axis=axis, between=between)
     return Limit(kind="compute", text=f"{kind}: {said} of the step", share=share)
 
 
@@ -73,10 +75,10 @@ def _undivided(plan: Plan, total: float) -> Iterator[Limit]:
         if not x.undivided or share < TELLING:
             continue
         kind = x.kind.removeprefix("aten.").partition(".")[0]
-        words = words_of(x.axis, kind, parse_strategy(x.undivided))
-        text = f"{words}: {x.size} do not divide among {plan.mesh[x.axis]} ranks of {x.axis}, so that each runs {kind} whole, "
+        words = undivided_words(x.axis, kind, parse_strategy(x.undivided), x.size)
+        text = f"{words} among {x.axis} {plan.mesh[x.axis]}, so that each of its ranks runs {kind} whole, "
         text += f"{share_text(share)} of the step"
-        yield Limit(kind="heads" if words == "heads" else "divisibility", text=text, share=share)
+        yield Limit(kind="heads" if words.startswith("heads:") else "divisibility", text=text, share=share, axis=x.axis)
 
 
 def _memory(plan: Plan, recompute: float) -> Limit | None:
@@ -86,13 +88,9 @@ def _memory(plan: Plan, recompute: float) -> Limit | None:
     used, most_used = (nbytes / limit if limit else 0.0 for nbytes in (memory.total_bytes, memory.upper_bytes))
     if most_used < FULL and not recompute:
         return None
-    terms = sorted(MEMORY_TERMS, key=lambda term: -int(getattr(memory, f"{term}_bytes")))
-    most = ", ".join(f"{bytes_text(getattr(memory, f'{term}_bytes'))} {MEMORY_TERMS[term]}" for term in terms[:2])
-    again = f"; what is run again to save memory takes {share_text(recompute)} of the step" if recompute else ""
-    text = (
-        f"memory: {share_text(used)} of {bytes_text(limit)} on pipeline rank {plan.rank_of[fullest]} ({most}); "
-        f"{share_text(most_used)} at the upper end of its interval, which must fit{again}"
-    )
+    again = f"; recompute takes {share_text(recompute)} of the step" if recompute else ""
+    where = f" on pipeline rank {plan.rank_of[fullest]}" if plan.mesh[LAYERS] > 1 else ""
+    text = f"memory: {share_text(used)} is used{where}, {share_text(most_used)} at the upper end, which must fit{again}"
     return Limit(kind="memory", text=text, share=used)
 
 
@@ -104,6 +102,8 @@ def _batch(plan: Plan, shares: dict[str, float]) -> Limit | None:
     lost = shares.get(BUBBLE, 0.0) + shares.get(LAUNCHES, 0.0)
     if ranks == plan.gpus and lost < TELLING:
         return None
-    split = f"{ranks} data-parallel ranks" + (f" and {counted(plan.micro_batches, 'micro-batch')}" if plan.micro_batches > 1 else "")
-    text = f"batch: {counted(plan.global_batch, 'sample')} over {split} leave one for each, so that no more can be divided"
+    over = [counted(n, noun) for n, noun in ((ranks, "data-parallel rank"), (plan.micro_batches, "micro-batch")) if n > 1]
+    text = f"batch: {counted(plan.global_batch, 'sample')} over {' and '.join(over)} leave one for each, and nothing more to divide"
+    if not over:
+        text = "batch: one sample, which nothing can divide"
     return Limit(kind="batch", text=text, share=lost)

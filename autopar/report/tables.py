@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from autopar.axes import BATCH, LAYERS, axes_over
 from autopar.planner.plan import AxisPlan, Plan
-from autopar.report.strategies import leaves_of, splits_of
+from autopar.report.columns import last_wrapped, with_beneath, wrapped
+from autopar.report.explanation import HOWS, explanation_of
+from autopar.report.strategies import leaves_of, operator_of, splits_of
 from autopar.report.units import count_text, seconds_text, table
-from autopar.report.words import MEMORY_TERMS, few, ranges
+from autopar.report.words import MEMORY_TERMS, few, ranges, share_text
 
 __all__ = ["tables_text"]
 
@@ -14,7 +16,7 @@ KINDS = 8  # of operators that are named in a row
 
 
 def tables_text(plan: Plan) -> str:
-    sections = (_question, _search, _recompute, _stages, _memory, _strategies)
+    sections = (_question, _search, _blocks, _recompute, _stages, _memory, _operators, _strategies)
     return "\n\n".join(text for text in (section(plan) for section in sections) if text)
 
 
@@ -45,13 +47,37 @@ def _search(plan: Plan) -> str:
     return "search (choices; explored: priced; cut: into stages; left: could not be better)\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def _blocks(plan: Plan) -> str:
+    """Each with all that is split of it; the screen has those that take longest."""
+    rows = [
+        (block.name, count_text(block.parameters), f"{axis} {plan.mesh[axis]}" if axis else "-", ", ".join(words) or "not split")
+        for block in explanation_of(plan).blocks
+        for axis, words in (block.splits or {"": []}).items()
+    ]
+    return "blocks\n" + last_wrapped(("modules", "parameters", "over", "split"), rows) if rows else ""
+
+
+def _operators(plan: Plan) -> str:
+    """One line for each kind that an axis leaves whole, cannot split, or that has no rule."""
+    found = explanation_of(plan).operators
+    rows = [
+        (
+            operator_of(x.kind), x.count, HOWS[x.how], x.axis if x.axis in plan.mesh else "-", share_text(x.share) if x.share else "-",
+            few([m or "the model's own" for m in x.modules]) or "-", x.why or "-",
+        )
+        for x in found
+    ]  # fmt: skip
+    headings = ("operator", "count", "is", "over", "of the step", "of", "why")
+    return "operators to know about (none is padded)\n" + last_wrapped(headings, rows) if rows else ""
+
+
 def _recompute(plan: Plan) -> str:
     whole = [path for stage in plan.stages for path in stage.recomputed]
     part = [path for stage in plan.stages for path in stage.selective]
     lines = [f"whole: {ranges(whole)}"] if whole else []
     lines += [f"in part: {ranges(part)}"] if part else []
     lines += [f"of each: {', '.join(mode.operators)}" for mode in plan.modes if mode.operators]
-    return "recomputed blocks\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
+    return "recomputed blocks\n" + "\n".join(wrapped(line, "    ", "  ") for line in lines) if lines else ""
 
 
 def _stages(plan: Plan) -> str:
@@ -64,7 +90,7 @@ def _stages(plan: Plan) -> str:
         )
         for i, stage in enumerate(plan.stages)
     ]  # fmt: skip
-    headings = ("stage", "from", "blocks", "parameters", "forward", "backward", "of both comm.", "in flight")
+    headings = ("stage", "from", "blocks", "parameters", "forward", "backward", "comm.", "in flight")
     return "stages (one rank; times of one micro-batch)\n" + table(headings, rows)
 
 
@@ -84,11 +110,13 @@ def _strategies(plan: Plan) -> str:
         return ""
     parts = [_axis_strategies(plan, axis, made) for axis, made in axes.items()]
     legend = "S(d) split on dim d, R the same for different work, I the same for the same work, P terms of a sum"
-    return f"strategies ({legend};\na repeated block counts once)\n" + "\n\n".join(parts)
+    heading = f"strategies ({legend}; a repeated block counts once; beneath: operators, or parameters, buffers and inputs)"
+    return "\n".join([wrapped(heading), "\n\n".join(parts)])
 
 
 def _axis_strategies(plan: Plan, axis: str, made: AxisPlan) -> str:
-    rows = [(s.split, s.strategy, s.count, ", ".join(_kinds(s.operators))) for s in splits_of(axis, made)]
+    shapes = plan.account.shapes if plan.account else {}
+    rows = [(s.split, s.strategy, s.count, ", ".join(_kinds(s.operators))) for s in splits_of(axis, made, shapes)]
     names = plan.account.leaves if plan.account else {}
     groups: dict[tuple[str, str], list[str]] = {}
     for layout, values in leaves_of(made).items():
@@ -97,7 +125,8 @@ def _axis_strategies(plan: Plan, axis: str, made: AxisPlan) -> str:
             kept = ("used as", layout) if dim is None else (f"at rest in {plan.shard} parts", f"along dim {dim}")
             groups.setdefault(kept, []).append(name)
     rows += [(*kept, len(found), few(found)) for kept, found in groups.items()]
-    return table((f"{axis}={made.n} splits", "layouts", "count", "operators, or parameters, buffers and inputs"), rows)
+    headings = (f"{axis}={made.n} splits", "layouts", "count")
+    return with_beneath(headings, [row[:-1] for row in rows], [row[-1] for row in rows])
 
 
 def _kinds(operators: dict[str, int], most: int = KINDS) -> list[str]:

@@ -5,27 +5,37 @@ On a terminal headings and bars are coloured (rich); in a pipe the same text is 
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
+from autopar.planner.account import LAUNCHES
 from autopar.planner.plan import Plan
-from autopar.report.explanation import BlockView, Explanation, Family, Relief, StageView, explanation_of
-from autopar.report.strategies import splits_of
+from autopar.report.columns import bar, last_cut, last_wrapped, listed, pairs, wrapped
+from autopar.report.explanation import HOWS, AxisView, BlockView, Explanation, Family, OperatorView, Relief, StageView, explanation_of
+from autopar.report.strategies import operator_of, splits_of, without_a_name
 from autopar.report.tables import tables_text
-from autopar.report.units import bytes_text, seconds_text, table
-from autopar.report.words import counted, share_text
+from autopar.report.units import in_one_unit, in_own_unit, seconds_text, table
+from autopar.report.words import counted, few, share_text
 
-__all__ = ["WIDTH", "document", "explanation_text", "plan_json", "plan_text", "show", "short_text"]
+__all__ = [
+    "document", "explanation_text", "families_text", "first_text", "last_text", "plan_json", "plan_text", "reliefs_text", "show",
+    "short_text",
+]  # fmt: skip
 
-WIDTH = 100
-BAR = 24
+BAR, NARROW = 20, 12
 NAME = 22  # letters of a module's
-STAGES = 8  # that have a bar of their own, where there are more: the fullest
+ROWS = 4  # of what may be long: what matters most; tables_text has all
+STAGES = LIMITS = 3
+RELIEFS, OTHER = 3, 3  # changes that are shown; parts of a plan that differ from now, where more are said as the whole plan
+NONE = {"replicated": ("not split", "no rule"), "probed": ("probed",), "refused": ("refused",), "padded": ("padded",)}
+COMMUNICATION = "communication"  # kinds of time that begin so are over an axis
+PACE = "issuing operators (the pace of the host)"
 
 
 def plan_text(plan: Plan, *, verbose: bool = False) -> str:
@@ -39,16 +49,29 @@ def short_text(plan: Plan) -> str:
     return wrapped(explanation_of(plan).verdict) + "\n(autopar explain, or a notebook, shows what it is made of)"
 
 
-def explanation_text(e: Explanation) -> str:
-    """Sections without content are left out."""
-    sections = (_mesh, _chosen, _blocks, _memory, _time, _limits, _reliefs, _families, _operators, _sources, _notes)
-    return "\n\n".join([wrapped(e.verdict), *(text for section in sections if (text := section(e)))])
+def explanation_text(e: Explanation, more: str = "") -> str:
+    """Sections without content are left out. more: what can be asked further."""
+    first = "\n".join(filter(None, (first_text(e), reliefs_text(e))))
+    return "\n\n".join(text for text in (first, families_text(e), last_text(e, more)) if text)
+
+
+def first_text(e: Explanation) -> str:
+    """What the plan alone says, the verdict first."""
+    groups = ("\n".join(filter(None, (section(e) for section in group))) for group in SECTIONS)
+    return "\n\n".join(text for text in (wrapped(e.verdict), *groups) if text)
+
+
+def last_text(e: Explanation, more: str = "") -> str:
+    """Counts of operators to know about, where figures come from, what else is to be said, and what can be asked further."""
+    lines = [("operators", _operators(e)), ("figures", _sources(e)), *(("note", note) for note in e.notes)]
+    return pairs([*lines, *([("more", more)] if more else [])], indent="")
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, with the derived figures that scripts ask for under the names of the Plan's properties."""
     fields: dict[str, Any] = msgspec.to_builtins(plan)
-    strategies = [asdict(split) for axis, made in plan.axes.items() if made.n > 1 for split in splits_of(axis, made)]
+    shapes = plan.account.shapes if plan.account else {}
+    strategies = [asdict(split) for axis, made in plan.axes.items() if made.n > 1 for split in splits_of(axis, made, shapes)]
     derived = {"memory_bytes": plan.memory_bytes, "tokens_or_samples_per_s": plan.tokens_or_samples_per_s, "strategies": strategies}
     return fields | derived
 
@@ -58,8 +81,8 @@ def document(plan: Plan, e: Explanation) -> dict[str, Any]:
     return {**plan_json(plan), "schema": e.schema, "explanation": msgspec.to_builtins(e)}
 
 
-def show(text: str) -> None:
-    """Print: on a terminal with headings and bars in colour."""
+def show(text: str, *, verdict: bool = True) -> None:
+    """Print: on a terminal with headings and bars in colour. verdict: whether the first paragraph is one."""
     if not sys.stdout.isatty():
         print(text)
         return
@@ -67,180 +90,200 @@ def show(text: str) -> None:
     from rich.text import Text
 
     console = Console(soft_wrap=True, highlight=False)
-    for k, line in enumerate(text.splitlines()):
+    for line in text.splitlines():
+        verdict = verdict and bool(line)
         shown = Text(line)
-        if k and line and not line.startswith(" "):
-            shown.stylize("bold")
+        if verdict or (line and not line.startswith(" ")):
+            shown.stylize("bold", 0, None if verdict else len(re.split(r"\s{2,}", line)[0]))
         shown.highlight_regex(r"#+(?=[ .]*\d|\.)", "cyan")
         console.print(shown)
 
 
 # -------------------------------------------------------------------------------------------------------------- sections
-def _mesh(e: Explanation) -> str:
-    axes = [x for x in e.axes if x.size > 1]
-    if not axes:
-        return ""
-    rows = [(f"{x.name} {x.size}", x.title, x.place or "inside the node", _group(x.size, x.every)) for x in reversed(axes)]
-    per_node = -(-e.gpus // e.nodes)
-    nodes = f"ranks 0-{per_node - 1} share a node, and so on: {counted(e.nodes, 'node')} of {per_node} {e.gpu}" if e.nodes > 1 else ""
-    return "mesh\n" + table(("axis", "", "where", "one of its groups"), rows) + (f"\n  {nodes}" if nodes else "")
+def _layout(e: Explanation) -> str:
+    """The mesh, which ranks share a node, and what else was chosen."""
+    lines = [(f"{x.name} {x.size}", f"{x.title} {x.place or 'inside the node'}: {_group(x.size, x.every)}") for x in _several(e)]
+    if e.nodes > 1:
+        per_node = -(-e.gpus // e.nodes)
+        lines.append(("nodes", f"ranks 0-{per_node - 1} share a node, and so on: {counted(e.nodes, 'node')} of {per_node} {e.gpu}"))
+    chosen = {choice.name: choice.value for choice in e.choices if choice.value.partition(":")[0] != "none"}  # which the verdict says
+    if "schedule" in chosen:
+        chosen["micro-batches"] += f"; schedule {chosen.pop('schedule')}"
+    return pairs([*lines, *chosen.items()], indent="")
+
+
+def _several(e: Explanation) -> list[AxisView]:
+    return [x for x in reversed(e.axes) if x.size > 1]
 
 
 def _group(size: int, every: int) -> str:
+    """The first of an axis' groups of ranks."""
     if every == 1:
         return f"ranks 0-{size - 1}"
     shown = [str(k * every) for k in range(min(size, 3))]
-    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 3 else "")
-
-
-def _chosen(e: Explanation) -> str:
-    return "chosen\n" + pairs([(choice.name, choice.value) for choice in e.choices])
+    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 3 else "") + ", and so on"
 
 
 def _blocks(e: Explanation) -> str:
+    """Those that take longest one by one, the others together."""
+    shown = sorted(range(len(e.blocks)), key=lambda k: -_seconds(e.blocks[k]))
+    shown = sorted(shown if len(shown) <= ROWS else shown[: ROWS - 1])
+    again = any(block.recompute != "none" for block in e.blocks)
     rows = [
         (
-            _shortened(block), block.count, block.recompute, seconds_text(block.forward_s), seconds_text(block.backward_s + block.again_s),
-            seconds_text(block.communication_s) if block.communication_s else "-",
-            bytes_text(block.kept_bytes) if block.kept_bytes else "-", _split(block),
+            _shortened(block.name) + (f" x{block.count}" if block.count > 1 else ""), *((block.recompute,) if again else ()),
+            *_took(block.forward_s, block.backward_s + block.again_s, block.communication_s, block.kept_bytes), _split(block),
         )
-        for block in e.blocks
+        for block in (e.blocks[k] for k in shown)
     ]  # fmt: skip
-    if not rows:
-        return ""
-    headings = ("modules", "count", "recompute", "forward", "backward", "comm.", "kept", "split")
-    return "blocks (each: one rank, one micro-batch)\n" + last_wrapped(headings, rows)
+    if others := [block for k, block in enumerate(e.blocks) if k not in shown]:
+        each = [(b.count, (b.forward_s, b.backward_s + b.again_s, b.communication_s, b.kept_bytes)) for b in others]
+        total = _took(*(sum(n * all_of[k] for n, all_of in each) for k in range(4)))
+        rows.append((f"{len(others)} others, in all", *(("",) if again else ()), *total, ""))
+    headings = ("blocks (a micro-batch)", *(("recompute",) if again else ()), "forward", "backward", "comm.", "kept", "split")
+    return last_wrapped(headings, rows, ruled=False) if rows else ""
 
 
-def _shortened(block: BlockView) -> str:
-    return block.name if len(block.name) <= NAME else block.name[: NAME - 3] + "..."
+def _took(forward_s: float, backward_s: float, communication_s: float, kept_bytes: float) -> list[str]:
+    return [seconds_text(forward_s), seconds_text(backward_s), *(seconds_text(s) if s else "-" for s in (communication_s,)),
+            " ".join(in_own_unit(kept_bytes)) if kept_bytes else "-"]  # fmt: skip
+
+
+def _seconds(block: BlockView) -> float:
+    return block.count * (block.forward_s + block.backward_s + block.again_s)
+
+
+def _shortened(name: str) -> str:
+    """Of a path the end, of several the beginning."""
+    if len(name) <= NAME:
+        return name
+    return name[: NAME - 3] + "..." if " " in name else "..." + name[3 - NAME :]
 
 
 def _split(block: BlockView) -> str:
-    said = [
-        f"{axis}: {words[0].partition(' (')[0]}" + (f" +{len(words) - 1}" if len(words) > 1 else "") for axis, words in block.splits.items()
-    ]
-    return "; ".join(said) or "nothing"
+    said = {axis: [w if without_a_name(w) else w.partition(" (")[0] for w in words] for axis, words in block.splits.items()}
+    return "; ".join(f"{axis}: {few(words, 3)}" for axis, words in said.items()) or "nothing"
 
 
 def _memory(e: Explanation) -> str:
     limit = e.summary.memory_limit_bytes or max(stage.memory_bytes for stage in e.stages)
-    stages = sorted(e.stages, key=lambda s: -s.memory_bytes)[:STAGES] if len(e.stages) > STAGES else e.stages
-    several = len(e.stages) > 1
-    rows = [
-        (
-            *((s.rank,) if several else ()), bar(s.memory_bytes / limit), bytes_text(s.memory_bytes), share_text(s.memory_bytes / limit),
-            _terms(s),
-        )
-        for s in sorted(stages, key=lambda s: s.rank)
-    ]  # fmt: skip
-    low, high = e.summary.memory_interval_bytes
-    which = f" (the {STAGES} fullest of {len(e.stages)} pipeline ranks)" if len(e.stages) > STAGES else ""
-    heading = f"memory of a GPU{which or (' by pipeline rank' if several else '')}, of {bytes_text(limit)}; 80% interval of the fullest: "
-    heading += f"{bytes_text(low)} to {bytes_text(high)}"
-    return heading + "\n" + last_wrapped((*(("rank",) if several else ()), "", "", "", "most of it"), rows)
+    stages = sorted(e.stages, key=lambda s: -s.memory_bytes)[:STAGES]
+    rows = []
+    for s in sorted(stages, key=lambda s: s.rank):
+        rank = (counted_names("stage", s.stages),) if len(e.stages) > 1 else ()
+        used = " ".join(in_own_unit(s.memory_bytes))
+        rows.append((*rank, bar(s.memory_bytes / limit, NARROW if rank else BAR), used, share_text(s.memory_bytes / limit), _terms(s)))
+    which = f"; the {STAGES} fullest of {len(e.stages)} stages" if len(e.stages) > STAGES else ""
+    (low, high), unit = in_one_unit(*e.summary.memory_interval_bytes)
+    interval = f"{'the fullest: ' if len(rows) > 1 else ''}80% interval {low}-{high} {unit}"
+    heading = f"memory of a GPU, of {' '.join(in_own_unit(limit))} ({interval}){which}"
+    return heading + "\n" + last_wrapped(("",) * len(rows[0]), rows, ruled=False)
+
+
+def counted_names(noun: str, numbers: Sequence[int]) -> str:
+    """'stage 3', 'stages 0, 4'."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _terms(stage: StageView) -> str:
-    most = sorted(((name, n) for name, n in stage.memory.items() if n), key=lambda item: -item[1])
-    return ", ".join(f"{name} {bytes_text(n)}" for name, n in most[:3])
+    """The largest, in one unit."""
+    most = sorted(((name, n) for name, n in stage.memory.items() if n), key=lambda item: -item[1])[:3]
+    texts, unit = in_one_unit(*(n for _, n in most)) if most else ([], "")
+    return ", ".join(f"{name} {text}" for (name, _), text in zip(most, texts, strict=True)) + f" {unit}"
 
 
 def _time(e: Explanation) -> str:
-    rows = [(part.kind, bar(part.share), seconds_text(part.seconds), share_text(part.share)) for part in e.time if part.share >= 5e-4]
-    low, high = e.summary.step_interval_s
-    heading = f"time of a step, {seconds_text(e.summary.step_time_s)}"
-    heading += f"; 80% interval: {seconds_text(low)} to {seconds_text(high)}" if low < high else ""
-    return heading + "\n" + table(("spent on", "", "", ""), rows)
+    """In three columns, each downwards."""
+    parts = [part for part in e.time if part.share >= 5e-4]
+    cells = [(part.kind.replace(COMMUNICATION, "comm."), seconds_text(part.seconds), share_text(part.share)) for part in parts]
+    each = -(-len(cells) // 3)
+    columns = [cells[k : k + each] for k in range(0, len(cells), each)] if cells else []
+    rows = [[*itertools.chain(*row)] for row in itertools.zip_longest(*columns, fillvalue=("",) * 3)]
+    exposed = " (comm.: communication that nothing hides)" if any(part.kind.startswith(COMMUNICATION) for part in parts) else ""
+    heading = f"time of a step, {seconds_text(e.summary.step_time_s)}{exposed}"
+    return heading + (f"\n{table(('',) * 3 * len(columns), rows, ruled=False)}" if rows else "")
 
 
 def _limits(e: Explanation) -> str:
-    return listed("what limits it", [limit.text for limit in e.limits])
+    """The first few each on its own, of the others what they are."""
+    lines = [limit.text for limit in e.limits[:LIMITS]]
+    if others := [f"{limit.kind} ({share_text(limit.share)})" for limit in e.limits[LIMITS:]]:
+        lines.append(f"less: {', '.join(others)}")
+    return listed("what limits it", lines)
 
 
-def _reliefs(e: Explanation) -> str:
-    if not e.reliefs:
-        return ""
-    return "what would relieve it (each was planned)\n" + last_wrapped(("change", "a step", "", "plan"), [_relief(x) for x in e.reliefs])
+SECTIONS: tuple[tuple[Callable[[Explanation], str], ...], ...] = ((_layout,), (_blocks,), (_memory, _time), (_limits,))
 
 
-def _relief(x: Relief) -> tuple[str, ...]:
+def reliefs_text(e: Explanation) -> str:
+    rows = [_relief(x, e.plan) for x in e.reliefs[:RELIEFS]]
+    return last_cut(("what would relieve it", "a step", "", "the best plan then"), rows) if rows else ""
+
+
+def _relief(x: Relief, now: str) -> tuple[str, ...]:
     if x.step_time_s is None or x.speedup is None:
         return (x.change, "-", "-", x.why)
     gain = x.speedup - 1
     slower = f"{share_text(1 / x.speedup - 1)} slower{x.per}" if 1 - x.speedup > 0.01 else "no faster"
     said = f"{share_text(gain)} faster{x.per}" if gain >= 5e-4 else slower
-    return (x.change, seconds_text(x.step_time_s), said, x.plan)
+    return (x.change, seconds_text(x.step_time_s), said, _other(x.plan, now))
 
 
-def _families(e: Explanation) -> str:
+def _other(plan: str, now: str) -> str:
+    """The words of a plan (choice_words), or, where it is almost that of now, what is other in it."""
+    parts, before = plan.split(", "), now.split(", ")
+    added, left = [part for part in parts if part not in before], [part for part in before if part not in parts]
+    if not now or len(added) + len(left) > OTHER or len(added) == len(parts):
+        return plan
+    without = [part for part in left if not any(_noun(part) == _noun(new) for new in added)]
+    return ", ".join(["as now", *([f"but {', '.join(added)}"] if added else []), *(f"without {part}" for part in without)])
+
+
+def _noun(part: str) -> str:
+    """What a part of a plan's words is about: 'ZeRO' of 'ZeRO-3' and of 'no ZeRO', 'micro' of '2 micro-batches'."""
+    found = re.match(r"(?:no |[\d,]+ )?([A-Za-z]*)", part)
+    return found[1] if found else part
+
+
+def families_text(e: Explanation) -> str:
     if not e.families:
         return "" if not e.considered else listed("also considered", e.considered)
-    return "families of plans, each at its best\n" + last_wrapped(
-        ("family", "a step", "", "memory", "plan"), [_family(x, e.summary.step_time_s) for x in e.families]
-    )
+    rows = [_family(x, e.summary.step_time_s) for x in e.families]
+    return last_cut(("families of plans", "a step", "", "memory", "the best of each"), rows)
 
 
 def _family(x: Family, chosen_s: float) -> tuple[str, ...]:
     if x.step_time_s is None or x.memory_bytes is None:
-        return (x.name, "-", "refused", "-", x.why)
+        return (x.name, "-", "-", "-", x.why)
     more = x.step_time_s / chosen_s - 1 if chosen_s else 0.0
     said = "chosen" if x.chosen else "the same" if abs(more) < 5e-4 else f"+{share_text(more)}" if more > 0 else f"-{share_text(-more)}"
-    return (x.name, seconds_text(x.step_time_s), said, bytes_text(x.memory_bytes), x.plan)
+    said = f"x {more + 1:,.0f}" if more >= 10 else said
+    return (x.name, seconds_text(x.step_time_s), said, " ".join(in_own_unit(x.memory_bytes)), x.plan)
 
 
 def _operators(e: Explanation) -> str:
-    step = e.summary.step_time_s or 1.0
-    axes = dict.fromkeys(x.axis for x in e.operators)
-    lines = []
-    for axis in axes:
-        own = sorted((x for x in e.operators if x.axis == axis), key=lambda x: -x.seconds)
-        kinds = ", ".join(f"{x.kind.removeprefix('aten.').partition('.')[0]} x{x.count}" for x in own[:6])
-        more = f", ... (+{len(own) - 6} kinds)" if len(own) > 6 else ""
-        micro_batches = next((int(c.value.split()[0]) for c in e.choices if c.name == "micro-batches"), 1)
-        share = share_text(sum(x.seconds for x in own) * micro_batches / step)
-        lines.append(f"not split over {axis}, {share} of the step on every one of its ranks: {kinds}{more}")
-    return listed("operators to know about", lines)
+    """How many an axis leaves whole, what it cannot split, what has no rule: '-v' lists them."""
+    said = []
+    for how, words in HOWS.items():
+        own = [x for x in e.operators if x.how == how]
+        for axis in dict.fromkeys(x.axis for x in own):
+            over = [x for x in own if x.axis == axis]
+            where = f" over {axis}" if axis in {x.name for x in e.axes} else ""
+            share = sum(x.share for x in over)
+            of_step = f", {share_text(share)} of the step" if share else ""
+            why = f" ({over[0].why})" if how == "refused" and not share else ""  # else it is among the limits, or takes no time
+            said.append(f"{words}{where}: {_kinds(over)}{of_step}{why}")
+    none = [word for word, hows in NONE.items() if not any(x.how in hows for x in e.operators)]
+    return "; ".join([*said, f"none {', '.join(none[:-1])}{' or ' if none[1:] else ''}{none[-1]}"])
+
+
+def _kinds(operators: Sequence[OperatorView]) -> str:
+    """'49 (add, layer_norm)'."""
+    names = list(dict.fromkeys(operator_of(x.kind) for x in sorted(operators, key=lambda x: -x.seconds)))
+    return f"{sum(x.count for x in operators)} ({few(names, 3)})"
 
 
 def _sources(e: Explanation) -> str:
-    most = [(kind, s) for kind, s in e.depends_on.items() if s >= 0.01 * e.summary.step_time_s][:5]
-    depends = ", ".join(f"{kind} {share_text(s / e.summary.step_time_s)}" for kind, s in most) if e.summary.step_time_s else ""
-    lines = [("figures are", e.figures_are), *([("the step depends on", depends)] if depends else [])]
-    return "where figures come from\n" + pairs(lines)
-
-
-def _notes(e: Explanation) -> str:
-    return listed("notes", e.notes)
-
-
-# --------------------------------------------------------------------------------------------------------------- layout
-def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def listed(heading: str, lines: Sequence[str]) -> str:
-    return "\n".join([heading, *(wrapped(line, "    ", "  - ") for line in lines)]) if lines else ""
-
-
-def pairs(lines: Sequence[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(wrapped(text, " " * (width + 4), f"  {name:<{width}}  ") for name, text in lines)
-
-
-def last_wrapped(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table whose last column is broken into lines."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    left = max(15, WIDTH - 2 - sum(max(len(h), *(len(row[i]) for row in cells)) + 2 for i, h in enumerate(headings[:-1])))
-    broken = []
-    for row in cells:
-        lines = textwrap.wrap(row[-1], left, break_long_words=False, break_on_hyphens=False) or [""]
-        broken += [[*row[:-1], lines[0]], *([*[""] * (len(row) - 1), line] for line in lines[1:])]
-    return table(headings, broken)
-
-
-def bar(share: float) -> str:
-    """'######..........': a share of a whole."""
-    full = min(BAR, max(1 if share > 0 else 0, round(share * BAR)))
-    return "#" * full + "." * (BAR - full)
-
+    most = [(kind, s) for kind, s in e.depends_on.items() if s >= 0.01 * e.summary.step_time_s > 0][:3]
+    depends = ", ".join(f"{PACE if kind == LAUNCHES else kind} {share_text(s / e.summary.step_time_s)}" for kind, s in most)
+    return e.figures_are + (f"; the step depends on {depends}" if depends else "")

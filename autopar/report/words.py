@@ -33,13 +33,11 @@ def scale_text(low_s: float, high_s: float) -> str:
     return f"{low_s / factor:.3g}-{high_s / factor:.3g} {unit}"
 
 
-def rest_words(rest: str, ranks: int = 0, shard: int = 0) -> str:
-    """How parameters, gradients and optimizer states rest. Without ranks in one word."""
+def rest_words(rest: str, ranks: int, shard: int) -> str:
+    """How parameters, gradients and optimizer states rest, in a sentence."""
     row = rest_of(rest)
     if not row.states:
-        return "no ZeRO" if ranks == 1 else row.title if row.zero or ranks else "ZeRO-0"
-    if not ranks:
-        return row.title.partition(":")[0]
+        return f"none: parameters, gradients, optimizer states {row.title}"
     return row.title + (f", groups of {shard} of {ranks} ranks" if 1 < shard < ranks else "")
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from autopar.axes import LAYERS
-from autopar.measured import Compared
 from autopar.planner.plan import Plan
 from autopar.report.explanation import Explanation
 from autopar.report.timeline import (
@@ -27,8 +25,8 @@ from autopar.report.units import bytes_text, seconds_text
 from autopar.report.words import MEMORY_TERMS
 
 __all__ = [
-    "COLOURS", "Spec", "families_chart", "matrix_chart", "measured_chart", "memory_chart", "parts_chart", "pool_chart", "sweep_chart",
-    "timeline_chart",
+    "AXIS_COLOURS", "COLOURS", "MOST_BARS", "MS", "PALETTE", "Spec", "bars_of", "families_chart", "matrix_chart", "memory_chart",
+    "parts_chart", "pool_chart", "spec_of", "timeline_chart", "tooltip_of",
 ]  # fmt: skip
 
 Spec = dict[str, Any]
@@ -42,17 +40,18 @@ COLOURS = {
     FORWARD: "#56b4e9", BACKWARD: "#e69f00", WEIGHTS: "#f0e442", REDUCTION: "#cc79a7", UPDATE: "#009e73", BEFORE: "#999999",
     STEADY: "#7a9bb0",
 }  # fmt: skip
-_PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
+AXIS_COLOURS = {"tp": "#0072b2", "dp": "#009e73", "pp": "#e69f00", "cp": "#cc79a7", "ep": "#d55e00", "none": "#8a8a8a"}
+PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
 
 
-def _spec(values: Sequence[dict[str, Any]], **further: Any) -> Spec:
+def spec_of(values: Sequence[dict[str, Any]], **further: Any) -> Spec:
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json", "data": {"values": list(values)}, "width": "container",
         "autosize": {"type": "fit-x", "contains": "padding"}, **further,
     }  # fmt: skip
 
 
-def _said(field: str, title: str) -> Spec:
+def tooltip_of(field: str, title: str) -> Spec:
     return {"field": field, "title": title, "type": "nominal"}
 
 
@@ -71,7 +70,7 @@ def timeline_chart(made: StepTimeline) -> Spec:
         for bar in rank.few_bars(each)
     ]  # fmt: skip
     kinds = [kind for kind in COLOURS if any(v["kind"] == kind for v in values)]
-    return _spec(
+    return spec_of(
         values, height={"step": 22 if len(rows) <= 16 else 12},
         mark={"type": "bar", "stroke": "#00000055", "strokeWidth": 0.4, "cornerRadius": 1},
         encoding={
@@ -79,12 +78,12 @@ def timeline_chart(made: StepTimeline) -> Spec:
             "x": {"field": "start", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}},
             "x2": {"field": "end"},
             "color": {
-                "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top"},
+                "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top", "columns": 3},
                 "scale": {"domain": kinds, "range": [COLOURS[kind] for kind in kinds]},
             },
             "tooltip": [
-                _said("row", "rank"), _said("kind", "what"), _said("stage", "stage"), _said("micro", "micro-batch"), _said("from", "from"),
-                _said("takes", "takes"),
+                tooltip_of("row", "rank"), tooltip_of("kind", "what"), tooltip_of("stage", "stage"),
+                tooltip_of("micro", "micro-batch"), tooltip_of("from", "from"), tooltip_of("takes", "takes"),
             ],
         },
     )  # fmt: skip
@@ -128,10 +127,10 @@ def memory_chart(made: StepTimeline, plan: Plan) -> Spec | None:
             "x": {"field": "at", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}},
             "y": {"field": "gib", "type": "quantitative", "title": "GiB of a GPU"},
             "color": {
-                "field": "rank", "type": "nominal", "title": "pipeline rank", "sort": order, "legend": {"orient": "top"},
-                "scale": {"range": _PALETTE},
+                "field": "rank", "type": "nominal", "title": "pipeline rank", "sort": order, "legend": {"orient": "top", "columns": 4},
+                "scale": {"range": PALETTE},
             },
-            "tooltip": [_said("rank", "pipeline rank"), _said("when", "at"), _said("holds", "holds")],
+            "tooltip": [tooltip_of("rank", "pipeline rank"), tooltip_of("when", "at"), tooltip_of("holds", "holds")],
         },
     }  # fmt: skip
     layers: list[Spec] = [line]
@@ -140,10 +139,10 @@ def memory_chart(made: StepTimeline, plan: Plan) -> Spec | None:
         layers.append(
             {
                 "data": {"values": [limit]}, "mark": {"type": "rule", "strokeDash": [6, 4], "color": "#d55e00", "strokeWidth": 2},
-                "encoding": {"y": {"field": "gib", "type": "quantitative"}, "tooltip": [_said("says", "a plan")]},
+                "encoding": {"y": {"field": "gib", "type": "quantitative"}, "tooltip": [tooltip_of("says", "a plan")]},
             }
         )  # fmt: skip
-    return _spec(values, height=240, layer=layers)
+    return spec_of(values, height=240, layer=layers)
 
 
 def parts_chart(found: Explanation) -> Spec:
@@ -151,14 +150,14 @@ def parts_chart(found: Explanation) -> Spec:
     values = [
         {"kind": part.kind, "ms": part.seconds * MS, "takes": f"{seconds_text(part.seconds)} ({part.share:.1%})"} for part in found.time
     ]
-    return _bars(values, "kind", "ms", "ms of the step", [_said("kind", "what"), _said("takes", "takes")])
+    return bars_of(values, "kind", "ms", "ms of the step", [tooltip_of("kind", "what"), tooltip_of("takes", "takes")])
 
 
-def _bars(values: Sequence[Spec], name: str, amount: str, title: str, tooltip: list[Spec], marked: str | None = None) -> Spec:
-    colour: Spec = {"value": _PALETTE[0]}
+def bars_of(values: Sequence[Spec], name: str, amount: str, title: str, tooltip: list[Spec], marked: str | None = None) -> Spec:
+    colour: Spec = {"value": PALETTE[0]}
     if marked is not None:
-        colour = {"condition": {"test": f"datum.{marked}", "value": COLOURS[BACKWARD]}, "value": _PALETTE[0]}
-    return _spec(
+        colour = {"condition": {"test": f"datum.{marked}", "value": COLOURS[BACKWARD]}, "value": PALETTE[0]}
+    return spec_of(
         values, height={"step": 24}, mark={"type": "bar", "cornerRadius": 1},
         encoding={
             "y": {"field": name, "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}},
@@ -176,8 +175,8 @@ def families_chart(found: Explanation) -> Spec | None:
     ]
     if not values:
         return None
-    tooltip = [_said("name", "family"), _said("takes", "a step takes"), _said("plan", "plan")]
-    return _bars(values, "name", "ms", "ms of a step (what was chosen in orange)", tooltip, marked="chosen")
+    tooltip = [tooltip_of("name", "family"), tooltip_of("takes", "a step takes"), tooltip_of("plan", "plan")]
+    return bars_of(values, "name", "ms", "ms of a step (what was chosen in orange)", tooltip, marked="chosen")
 
 
 def pool_chart(found: Explanation) -> Spec:
@@ -197,10 +196,10 @@ def pool_chart(found: Explanation) -> Spec:
             "x": {"field": "gib", "type": "quantitative", "title": "GiB of a GPU", "stack": "zero"},
             "color": {
                 "field": "term", "type": "nominal", "sort": terms, "title": None, "legend": {"orient": "top", "columns": 4},
-                "scale": {"domain": terms, "range": _PALETTE},
+                "scale": {"domain": terms, "range": PALETTE},
             },
             "order": {"field": "order", "type": "quantitative"},
-            "tooltip": [_said("rank", "pipeline rank"), _said("term", "what"), _said("holds", "holds")],
+            "tooltip": [tooltip_of("rank", "pipeline rank"), tooltip_of("term", "what"), tooltip_of("holds", "holds")],
         },
     }  # fmt: skip
     layers: list[Spec] = [bars]
@@ -209,7 +208,7 @@ def pool_chart(found: Explanation) -> Spec:
         dashed = {"type": "rule", "strokeDash": [6, 4], "color": "#d55e00", "strokeWidth": 2}
         rule: Spec = {"mark": dashed, "data": {"values": [{"gib": limit / GIB}]}}
         layers.append({**rule, "encoding": {"x": {"field": "gib", "type": "quantitative"}}})
-    return _spec(values, height={"step": 24 if len(stages) <= 16 else 12}, layer=layers)
+    return spec_of(values, height={"step": 24 if len(stages) <= 16 else 12}, layer=layers)
 
 
 def matrix_chart(plan: Plan) -> tuple[Spec, str]:
@@ -242,13 +241,12 @@ def matrix_chart(plan: Plan) -> tuple[Spec, str]:
         values.append(
             {
                 "a": a, "b": b, "axis": axis, "from": _named(a, group), "to": _named(b, group),
-
                 "axes": ", ".join(x for x in mesh if x in counts), "link": "in a node" if same else "between nodes",
                 "spent": seconds_text(spent) if spent else "hidden, or little",
             }
         )  # fmt: skip
     axes = [axis for axis in mesh if any(v["axis"] == axis for v in values)]
-    spec = _spec(
+    spec = spec_of(
         values, height=340, mark={"type": "rect"},
         encoding={
             "x": {
@@ -258,15 +256,16 @@ def matrix_chart(plan: Plan) -> tuple[Spec, str]:
             "y": {"field": "b", "type": "ordinal", "title": None, "axis": {"labelOverlap": True}},
             "color": {
                 "field": "axis", "type": "nominal", "title": "mesh axis", "legend": {"orient": "top"},
-                "scale": {"domain": axes, "range": _PALETTE[: len(axes)]},
+                "scale": {"domain": axes, "range": [AXIS_COLOURS.get(axis, PALETTE[-1]) for axis in axes]},
             },
             "opacity": {
-                "field": "link", "type": "nominal", "title": None, "legend": {"orient": "top"},
+                "field": "link", "type": "nominal", "title": None,
+                "legend": {"orient": "top", "symbolFillColor": AXIS_COLOURS["none"], "symbolStrokeWidth": 0},
                 "scale": {"domain": ["in a node", "between nodes"], "range": [1.0, 0.5]},
             },
             "tooltip": [
-                _said("from", "from"), _said("to", "to"), _said("axes", "mesh axes"), _said("link", "link"),
-                _said("spent", "exposed in a step on that axis"),
+                tooltip_of("from", "from"), tooltip_of("to", "to"), tooltip_of("axes", "mesh axes"), tooltip_of("link", "link"),
+                tooltip_of("spent", "exposed in a step on that axis"),
             ],
         },
     )  # fmt: skip
@@ -284,50 +283,3 @@ def _stride(mesh: dict[str, int], axis: str) -> int:
 
 def _named(k: int, group: int) -> str:
     return ranks_text((k * group, (k + 1) * group - 1))
-
-
-def measured_chart(found: Compared) -> Spec:
-    """What was measured over what was predicted; 1 is as predicted."""
-    values = [
-        {"what": row.what.strip(), "ratio": row.ratio, "predicted": row.predicted_text, "measured": row.measured_text}
-        for row in found.rows
-        if row.ratio is not None
-    ]
-    tooltip = [_said("what", "what"), _said("predicted", "predicted"), _said("measured", "measured")]
-    spec = _bars(values, "what", "ratio", "measured over predicted", tooltip)
-    one = {"data": {"values": [{"ratio": 1.0}]}, "mark": {"type": "rule", "color": "#d55e00", "strokeWidth": 2}}
-    bars = {"mark": spec.pop("mark"), "encoding": spec.pop("encoding")}
-    return {**spec, "layer": [bars, {**one, "encoding": {"x": {"field": "ratio", "type": "quantitative"}}}]}
-
-
-def sweep_chart(points: Sequence[dict[str, Any]]) -> Spec | None:
-    """Step time over GPUs, of each memory, cluster and batch."""
-    values = [
-        {
-            "gpus": p["gpus"], "ms": p["step_time_s"] * MS, "series": _series(p), "takes": seconds_text(p["step_time_s"]),
-            "plan": p["plan"],
-        }
-        for p in points
-        if p["step_time_s"] is not None
-    ]  # fmt: skip
-    if not values:
-        return None
-    colour = itertools.cycle(_PALETTE)
-    names = list(dict.fromkeys(v["series"] for v in values))
-    return _spec(
-        values, height=240, mark={"type": "line", "point": True},
-        encoding={
-            "x": {"field": "gpus", "type": "quantitative", "title": "GPUs", "scale": {"type": "log", "base": 2}},
-            "y": {"field": "ms", "type": "quantitative", "title": "ms of a step", "scale": {"type": "log"}},
-            "color": {
-                "field": "series", "type": "nominal", "title": None, "legend": {"orient": "top"},
-                "scale": {"domain": names, "range": [next(colour) for _ in names]},
-            },
-            "tooltip": [_said("series", "of"), _said("takes", "a step takes"), _said("plan", "plan")],
-        },
-    )  # fmt: skip
-
-
-def _series(point: dict[str, Any]) -> str:
-    batch = f", batch {point['batch']}" if point.get("batch") else ""
-    return f"{point['cluster']}, {bytes_text(point['memory_limit_bytes'])}{batch}"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from autopar.ir import Program
 from autopar.measure.costs import OpCost
 from autopar.planner.account import generic
-from autopar.planner.plan import Plan
-from autopar.report.strategies import kind_of, splits_of
+from autopar.planner.plan import Plan, parse_strategy
+from autopar.report.strategies import kind_of, words_of
 
 __all__ = ["Leaf", "Node", "tree_of"]
 
@@ -106,12 +106,12 @@ def tree_of(plan: Plan, program: Program | None = None, costs: Mapping[str, OpCo
 
 def _words(plan: Plan, axis: str) -> dict[str, tuple[str, str]]:
     """Operator -> what the axis splits of it, and the strategy."""
-    made = plan.axes[axis]
-    found: dict[tuple[str, str], str] = {}
-    for split in splits_of(axis, made):
-        for kind in split.operators:
-            found[kind, split.strategy] = "" if split.split.startswith("not split") else split.split
-    return {name: (found.get((kind_of(name), text), ""), text) for name, text in made.ops.items()}
+    shapes = plan.account.shapes if plan.account else {}
+    found = {}
+    for name, text in plan.axes[axis].ops.items():
+        said = words_of(axis, kind_of(name), parse_strategy(text), shapes.get(name, ()))
+        found[name] = ("" if said.startswith("not split") else said, text)
+    return found
 
 
 def _counts(plan: Plan) -> dict[str, int]:
