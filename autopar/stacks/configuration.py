@@ -139,7 +139,7 @@ def pins_of(configuration: Configuration, gpus: int, batch: int | None) -> Pins:
 _WORDS: Mapping[str, str] = {
     "dp": "data parallel ranks", "tp": "tensor parallel ranks", "pp": "pipeline ranks", "micro_batch": "samples of a micro-batch",
     "micro_batches": "micro-batches", "schedule": "schedule", "virtual_stages": "stages on each rank", "zero": "ZeRO stage",
-    "shard": "ranks that a parameter's parts lie over", "recompute": "recompute", "sequence_parallel": "sequence parallel",
+    "shard": "ranks that share optimizer states", "recompute": "recompute", "sequence_parallel": "sequence parallel",
 }  # fmt: skip
 
 

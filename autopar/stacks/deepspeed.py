@@ -18,8 +18,6 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagr
 
 def _write(c: Configuration, cannot: Sequence[str]) -> str:
     zero: dict[str, Any] = {"stage": c.zero, "overlap_comm": True, "contiguous_gradients": True}
-    if c.zero == 3 and c.copies > 1:
-        zero["mics_shard_size"] = c.shard
     found: dict[str, Any] = {}
     if c.global_batch:
         found["train_batch_size"] = c.global_batch
@@ -67,7 +65,9 @@ def _read(data: Mapping[str, Any]) -> Configuration:
     optimizer = str(mapping_of(data.get("optimizer"), "optimizer").get("type", "AdamW")).lower()
     if not any(str(line).startswith("recompute") for line in data.get("cannot express") or ()):
         said.append("recompute is the model's to ask for, and is not in this file: priced without")
-    groups = count(zero.get("mics_shard_size"), "mics_shard_size") or count(zero.get("zero_hpz_partition_size"), "zero_hpz_partition_size")
+    groups = count(zero.get("mics_shard_size"), "mics_shard_size")  # of DeepSpeed before 0.19
+    if size(zero.get("zero_hpz_partition_size") or None, "zero_hpz_partition_size") > 1:
+        said.append("a second copy of the parameters in each node (zero_hpz_partition_size): priced without")
     return Configuration(
         dp=dp, tp=tp_size, pp=pp, global_batch=total, micro_batch=micro, micro_batches=steps, zero=stage,
         shard=groups if stage == 3 and groups and groups > 1 else None, sequence_parallel=False if tp_size > 1 else None,
@@ -77,7 +77,7 @@ def _read(data: Mapping[str, Any]) -> Configuration:
 
 DEEPSPEED = Stack(
     name="deepspeed", title="DeepSpeed", suffixes=(".json",),
-    limits=Limits(zeros=(0, 1, 2, 3), staged_zeros=(0, 1), sequence=(False,), schedules=("1f1b",), groups=True),
+    limits=Limits(zeros=(0, 1, 2, 3), staged_zeros=(0, 1), sequence=(False,), schedules=("1f1b",)),
     # buckets of 5e8 elements (zero/config.py: reduce_bucket_size), a float32 copy in the optimizer, FusedAdam
     recipe=lambda itemsize: mixed_precision(itemsize, bucket_bytes=500_000_000 * itemsize, optimizer_passes=1.0, local_batches=True),
     write=_write,

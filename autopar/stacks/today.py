@@ -8,6 +8,8 @@ from typing import Any
 
 from autopar.errors import Infeasible
 from autopar.planner.plan import Pins, Plan
+from autopar.planner.words import axis_words
+from autopar.report.columns import wrapped
 from autopar.report.units import bytes_text, seconds_text, table
 from autopar.stacks.configuration import Configuration, changes, configuration_of, pins_of
 from autopar.stacks.stack import Stack
@@ -57,7 +59,7 @@ def compared_text(found: Compared) -> str:
     for name, priced in _rows(found):
         if isinstance(priced, Plan):
             fullest = max(priced.memory_bytes)
-            mesh = " ".join(f"{axis}={n}" for axis, n in priced.mesh.items() if n > 1) or "one GPU"
+            mesh = ", ".join(axis_words(axis, n) for axis, n in reversed(list(priced.mesh.items())) if n > 1) or "one GPU"
             rows.append(
                 (
                     name,
@@ -70,15 +72,19 @@ def compared_text(found: Compared) -> str:
             )
         else:
             rows.append((name, "does not fit", "", "", "", ""))
-    parts = [_verdict(found), table(("", "mesh", "ZeRO", "micro-batches", "step", "memory"), rows)]
+    parts = [wrapped(_verdict(found)), table(("", "mesh", "ZeRO", "micro-batches", "step", "memory"), rows)]
     for name, priced in _rows(found):
         if isinstance(priced, str):
-            parts.append(f"{name}: {priced}")
+            parts.append("\n".join(wrapped(line, "    ") for line in f"{name}: {priced}".splitlines()))
+    said: dict[str, str] = {}
     for name, priced in _rows(found)[1:]:
         if isinstance(priced, Plan) and (lines := _changes(found, priced)):
-            parts.append(f"{name} changes\n" + table(("what", "today", "then"), lines))
+            listed = table(("what", "today", "then"), lines)
+            same = next((other for other, text in said.items() if text == listed), None)
+            parts.append(f"{name} changes the same" if same is not None else f"{name} changes\n{listed}")
+            said[name] = listed
     if found.configuration.said:
-        parts.append("read, and not priced as it stands\n" + "\n".join(f"  - {line}" for line in found.configuration.said))
+        parts.append("read, and not priced as it stands\n" + "\n".join(wrapped(x, "    ", "  - ") for x in found.configuration.said))
     return "\n\n".join(parts)
 
 
@@ -93,7 +99,8 @@ def _verdict(found: Compared) -> str:
     for name, priced in (("another configuration of it", found.within), ("autopar's own plan", found.free)):
         if isinstance(priced, Plan):
             share = priced.step_time_s / today_s
-            parts.append(f"{name} takes {share:.0%} of that" if share < 0.995 else f"{name} is no faster")
+            slower = f" ({seconds_text(priced.step_time_s)})" if share > 1.005 else ""  # by the recipe of its own software
+            parts.append(f"{name} takes {share:.0%} of that" if share < 0.995 else f"{name} is no faster{slower}")
     return "; ".join(parts)
 
 
