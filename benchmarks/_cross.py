@@ -1,47 +1,76 @@
 """Constants fitted without a source, or without a model's size, predict it.
 
-Constants of a chip: the achievable fractions of the operator classes and the host's time for a launch. Constants of a software: what its
-collectives take between nodes beyond the links (SOFTWARE_S). Both are fitted to step times of the runs that are left, each constant drawn
-towards what it would be without them: a fraction or a launch towards the mean of the other chips' (those of CLASSES where there are
-none), by the spread of an assumed figure; a software whose runs are all left out adds nothing to the links. The loss is the mean absolute
-logarithm of predicted over measured, at most CLIP of one run. Links are not fitted here: their constants come from datasheets and timings
-of collectives alone. Memory has two constants: the allocator's slack and the held gathers of a software that gathers without waiting.
+Constants of a chip: the achievable fractions of the operator classes. Constants of a software on a chip: the host's time for a launch, what
+it does once a step, and what its collectives take between nodes beyond the links (SOFTWARE_S), where its runs use several nodes. Both are
+fitted to step times of the runs that are left, each drawn towards what it would be without them: a fraction towards the other chips' and
+what CLASSES assumes (each the less, the less is known of it), a software's towards those of the other softwares that issue operators as it
+does. A software whose runs are all left out takes these. The loss is the mean absolute logarithm of predicted over measured, at most CLIP
+of one run. Links are not fitted here: their constants come from datasheets and timings of collectives alone. Memory has two constants: the
+allocator's slack and the held gathers of a software that gathers without waiting.
+
+How far a prediction may be off follows from what the runs that are left say of each constant: `Constants.spread`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy
 from numpy.typing import NDArray
 
-from benchmarks._fitted import Fitted, Point, constants_of
+from autopar.planner.interval import LAUNCHES as ISSUING
+from autopar.planner.interval import UPDATE, spread_of_kind
+from benchmarks._decoders import Decoder
+from benchmarks._fitted import ONCE, Fitted, Point, constants_of
 from benchmarks._forms import SOFTWARE_S, Form
-from benchmarks._runs import Run
+from benchmarks._runs import COMPILED_LAUNCH_S, MXNET, Run
 from cost_models.fit import search
 from cost_models.recipe import AUTOPAR
-from cost_models.uncertainty import SPREADS
+from cost_models.uncertainty import SPREADS, step_spread
 
-__all__ = ["CLASSES", "Constants", "Priced", "chip_of", "fitted", "memory_terms", "out_of_sample", "steps_s"]
+__all__ = ["CLASSES", "Constants", "Priced", "chip_of", "fitted", "memory_terms", "out_of_sample", "steps_s", "usual"]
 
 Vector = NDArray[numpy.float64]
 
-CLASSES = {"matmul": 0.7, "attention": 0.4, "conv": 0.45, "pointwise": 0.85, "other": 0.5, "launch_s": 2e-5}
-"""What large operators reach of a chip that nothing is known of (the assumed figures of the catalogue), and a launch by Python."""
+CLASSES = {"matmul": 0.7, "attention": 0.4, "conv": 0.63, "pointwise": 0.85, "other": 0.1}
+"""What large operators reach of a chip that nothing is known of. matmul, attention, pointwise: the assumed figures
+of the catalogue. conv: the median of DeepBench's convolutions in half precision, of 10 GFLOP or more, on V100 (data/kernels.csv). other:
+depthwise convolutions, by 12 timings of PyTorch's kernels on V100 (pytorch/pytorch, pull request 40801): 6 to 10% of the bandwidth."""
+
+EAGER, COMPILED = "PyTorch", "compiled programs"  # who issues operators
+LAUNCH_SPREAD = 0.7  # of the host's work for one operator: hosts and softwares differ
+ASSUMED = dict.fromkeys(CLASSES, SPREADS["assumed"])
+"""How far a constant of CLASSES may be off."""
+
+CONSTANT_OF = {UPDATE: "pointwise", "reduction": "pointwise", "gather": "pointwise"}
+"""Kind of seconds -> the constant that they depend on, where it is called otherwise."""
 
 CLIP = 0.4
-ROWS = 50  # of one source, for a chip: no sweep outweighs the others by its length
-SOFTWARE_START_S = 2e-4
-SOFTWARE_MOST_S = 5e-3
+ROWS = 100  # of one source, for a chip: no sweep outweighs the others by its length
+KERNELS: Mapping[str, Point] = {"a100": {"attention": 0.61}, "h100": {"attention": 0.35}, "v100": {"matmul": 0.79}}
+"""What timings of kernels say of a chip. matmul: the median of DeepBench's in half precision, of 10 GFLOP or more (data/kernels.csv).
+attention: FlashAttention-2 reaches 50 to 73% of an A100's rate (Dao 2023, abstract) and 35% of an H100's (Shah et al. 2024,
+"FlashAttention-3", abstract)."""
+
+LAUNCH = "launch_s"
+START_S = {LAUNCH: 2e-5, ONCE: 1e-2, **dict.fromkeys(SOFTWARE_S, 2e-4)}
+"""A launch by Python; of collectives, and of what is done once a step, nothing but the order of magnitude."""
+UNREAD_S = 2e-3
+"""Once a step, of trainers that read nothing back from the device: those of convolutional networks do not clip gradients by their norm, and
+a compiled program does that on the device."""
+MOST_S = {LAUNCH: 1e-3, ONCE: 0.5, **dict.fromkeys(SOFTWARE_S, 5e-3)}
 SLACK_ROWS = 10
+HELD = 0.5  # of the gathers that may be held; what is known is that it is none to all of them
 GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
-LAUNCH_SPREAD = 0.7  # of the host's work for one operator: hosts and softwares differ
 LAUNCHES = (1.0, 2.0, 4.0)  # times what is assumed, where fits begin: while the host is not what takes time, nothing says how fast it is
 SOFTWARE_SPREAD = 1.5  # nothing but the order of magnitude is assumed of them
+OTHERS = SPREADS["derived"]  # of a step of a software that is not known, by what others reach of the same chip
+ONCE_SPREAD = 0.8  # it is tens of milliseconds, or a few
 ROUNDS, HALVINGS, LONGEST, BY = 8, 4, 0.5, 0.02  # of the fit; the longest step and that of the slopes are of logarithms
 LEAST_ERROR, LEAST_GAIN = 0.01, 0.05  # of a run; of the whole loss
 
@@ -62,26 +91,63 @@ class Priced:
         return chip_of(self.form.gpu)
 
     @property
+    def software(self) -> str:
+        """Whose constants these are: hosts and networks differ between a software's clusters."""
+        return f"{self.run.software} on {self.chip}"
+
+    @property
+    def kind(self) -> str:
+        """Of what issues its operators."""
+        return COMPILED if self.run.compiled else MXNET if MXNET in self.run.software else EAGER
+
+    @property
+    def once_s(self) -> float:
+        """What is assumed of what is done once a step."""
+        return START_S[ONCE] if isinstance(self.run.dims, Decoder) and not self.run.compiled else UNREAD_S
+
+    @property
+    def across(self) -> bool:
+        """Whether constants of a software show in it."""
+        return SOFTWARE_S[0] in self.form.slopes
+
+    @property
     def counts(self) -> bool:
-        """Whether constants may be fitted to it."""
-        return not self.run.failed and not self.run.flagged and bool(self.run.step_time_s)
+        """Whether constants may be fitted to it: what the planner chose of it may not be what ran."""
+        return not (self.run.failed or self.run.flagged or self.run.chosen) and bool(self.run.step_time_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """chips: chip -> constant -> value; software: source -> constant -> value; slack, held: of memory, by source. first: chips by their own
-    runs alone, which others are drawn towards."""
+    """chips: chip -> constant -> value; software: that of Priced -> constant -> value; slack, held: of memory, by source. first, alone:
+    chips and softwares by their own runs alone, which others are drawn towards. known: chip -> constant -> its spread. said: software ->
+    (what issues its operators, the inverse variance of its launches)."""
 
     chips: Mapping[str, Point]
     software: Mapping[str, Point]
     slack: float
     held: Mapping[str, float]
     first: Mapping[str, Point] = field(default_factory=dict)
+    alone: Mapping[str, Point] = field(default_factory=dict)
+    known: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    said: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
-    def of(self, p: Priced) -> dict[str, float]:
+    def of(self, p: Priced, hardware_alone: bool = False) -> dict[str, float]:
+        """hardware_alone: collectives take what their links take, and nothing is done once a step but the update."""
         chip = self.chips[p.chip]
-        every = constants_of(p.run.cluster.gpu, self.software.get(p.source))
-        return {**every, **chip, "reduction": chip["pointwise"], "gather": GATHER_OF_POINTWISE * chip["pointwise"]}
+        every = {**constants_of(p.run.cluster.gpu), **chip, "reduction": chip["pointwise"]}
+        every["gather"] = GATHER_OF_POINTWISE * chip["pointwise"]
+        every |= self.software.get(p.software) or {**usual(self.software, self.said, p.kind)[0], ONCE: p.once_s}
+        return {**every, ONCE: 0.0, **dict.fromkeys(SOFTWARE_S, 0.0)} if hardware_alone else every
+
+    def spread(self, p: Priced, software_s: float, step_s: float) -> float:
+        """How far the step of a run may be off. software_s: of it, what the software's own constants add to the hardware's."""
+        mine = p.software in self.software
+        launches = usual(self.software, self.said, p.kind)[1]
+        launches = (launches**-2 + self.said.get(p.software, ("", 0.0))[1]) ** -0.5 if mine else launches
+        kinds = {**self.known.get(p.chip, {}), ISSUING: launches}
+        spreads = {kind: kinds.get(CONSTANT_OF.get(kind, kind), spread_of_kind(kind, p.run.cluster)) for kind in p.form.seconds}
+        unseen = math.hypot(SOFTWARE_SPREAD * software_s / step_s, OTHERS)  # kernels, too, are a software's own
+        return math.hypot(step_spread(p.form.seconds, spreads), 0.0 if mine else unseen)
 
 
 def chip_of(gpu: str) -> str:
@@ -89,9 +155,9 @@ def chip_of(gpu: str) -> str:
     return gpu.partition("-")[0]
 
 
-def steps_s(found: Sequence[Priced], constants: Constants) -> list[float]:
+def steps_s(found: Sequence[Priced], constants: Constants, hardware_alone: bool = False) -> list[float]:
     fitted = Fitted([p.form for p in found], [p.run.cluster.gpu for p in found])
-    return fitted.steps_s([constants.of(p) for p in found])
+    return fitted.steps_s([constants.of(p, hardware_alone) for p in found])
 
 
 def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict[str, int]:
@@ -101,7 +167,7 @@ def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict
     recipe, held = p.run.recipe, 0.0
     if recipe.held_gathers:
         held = max(0.0, terms["allocator_slack_bytes"] - recipe.allocator_slack * allocated) / recipe.held_gathers
-    return {**terms, "allocator_slack_bytes": round(constants.slack * allocated + held * constants.held.get(p.source, 0.0))}
+    return {**terms, "allocator_slack_bytes": round(constants.slack * allocated + held * constants.held.get(p.source, HELD))}
 
 
 def memory_bytes(p: Priced, constants: Constants) -> float:
@@ -118,21 +184,93 @@ def fitted(
     usable = [p for p in found if p.counts]
     every = sorted({p.chip for p in found} | set(chips or ()))
     again = every if chips is None or known is None else list(chips)
-    first = dict(known.first) if known else {}
-    if known is None or len(again) > 1:  # what a chip itself was by other runs does not matter to it
-        first |= {c: _chip([p for p in usable if p.chip == c], CLASSES)[0] for c in again}
-    of_chips, software = dict(known.chips if known else {}), dict(known.software if known else {})
+    first, alone = (dict(known.first), dict(known.alone)) if known else ({}, {})
+    of_chips, software = (dict(known.chips), dict(known.software)) if known else ({}, {})
+    for names in (first, alone, of_chips, software):  # what is fitted anew is not known
+        for name in [n for n in names if n.rpartition(" on ")[2] in again]:
+            del names[name]
+    begin_alone = replace(begin, chips=begin.first, software=begin.alone) if begin else None
     for chip in again:
-        others = [first[c] for c in every if c != chip and any(p.chip == c for p in usable)]
-        centre = {
-            name: math.exp(statistics.fmean(math.log(o[name]) for o in others)) if others else default for name, default in CLASSES.items()
-        }  # fmt: skip
         mine = [p for p in usable if p.chip == chip]
-        point, added = _chip(mine, centre, begin)
+        assumed = {p.software: ({**usual({}, {}, p.kind)[0], ONCE: p.once_s}, SOFTWARE_SPREAD) for p in mine}
+        first[chip], added = _chip(mine, {**CLASSES, **KERNELS.get(chip, {})}, assumed, begin_alone)
+        alone |= added
+    say, about = {chip: _said([p for p in usable if p.chip == chip]) for chip in every}, dict[str, tuple[str, float]]()
+    for name, runs in _by_software(usable).items():
+        about[name] = runs[0].kind, _said(runs).get(ISSUING, 0.0)
+    known_by = dict[str, Mapping[str, float]]()
+    for chip in every:
+        centre, spreads = _pooled([(first[c], say[c]) for c in every if c != chip and c in first], KERNELS.get(chip, {}))
+        known_by[chip] = {name: (spread**-2 + say[chip].get(name, 0.0)) ** -0.5 for name, spread in spreads.items()}
+        if chip not in again:
+            continue
+        mine = [p for p in usable if p.chip == chip]
+        towards = dict[str, tuple[Point, float]]()
+        for p in mine:
+            others = {name: point for name, point in alone.items() if not name.startswith(f"{p.source} ")}
+            if p.software not in towards:
+                launches, spread = usual(others, about, p.kind)
+                towards[p.software] = {**launches, ONCE: p.once_s}, spread
+        point, added = _chip(mine, centre, towards, begin, spreads)
         of_chips[chip] = {**centre, **point}
         software |= added
     slack, held = _memory(usable)
-    return Constants(chips=of_chips, software=software, slack=slack, held=held, first=first)
+    return Constants(
+        chips=of_chips, software=software, slack=slack, held=held, first=first, alone=alone, known=known_by, said=about,
+    )  # fmt: skip
+
+
+def _by_software(found: Sequence[Priced]) -> dict[str, list[Priced]]:
+    groups: dict[str, list[Priced]] = {}
+    for p in found:
+        groups.setdefault(p.software, []).append(p)
+    return groups
+
+
+def usual(points: Mapping[str, Point], said: Mapping[str, tuple[str, float]], kind: str) -> tuple[dict[str, float], float]:
+    """What softwares take: of launches the mean of those that issue operators in the same way, in which each counts by what its runs say
+    of them; of what is added to links the median, of all where none of that kind is known. And how far its launches may be off that."""
+    alike = [name for name in points if said.get(name, ("", 0.0))[0] == kind]
+    seen = [(math.log(COMPILED_LAUNCH_S if kind == COMPILED else START_S[LAUNCH]), SOFTWARE_SPREAD**-2)]
+    seen += [(math.log(points[n][LAUNCH]), 1 / ((LAUNCH_SPREAD / 2) ** 2 + 1 / said[n][1])) for n in alike if said.get(n, ("", 0.0))[1]]
+    total = sum(weight for _, weight in seen)
+    found = {LAUNCH: math.exp(sum(value * weight for value, weight in seen) / total)}
+    across = [points[n] for n in alike if SOFTWARE_S[0] in points[n]] or [p for p in points.values() if SOFTWARE_S[0] in p]
+    found |= {name: statistics.median(p[name] for p in across) for name in SOFTWARE_S} if across else {}
+    return found, math.hypot(LAUNCH_SPREAD / 2, total**-0.5)
+
+
+def _pooled(others: Sequence[tuple[Point, Mapping[str, float]]], kernels: Point) -> tuple[dict[str, float], dict[str, float]]:
+    """What a chip's constants are expected to be, and how far they may be off: what its kernels were measured to reach; else by the
+    others', where what is assumed of every chip counts as one observation, each other chip as one that is the less certain the less its
+    runs say (the second of each pair, inverse variances)."""
+    centre, spreads = {}, {}
+    for name, default in CLASSES.items():
+        if name in kernels:
+            centre[name], spreads[name] = kernels[name], SPREADS["derived"]
+            continue
+        between = ASSUMED[name] / 2
+        seen = [(math.log(point[name]), 1 / (between**2 + 1 / said[name])) for point, said in others if said.get(name)]
+        seen.append((math.log(default), ASSUMED[name] ** -2))
+        total = sum(weight for _, weight in seen)
+        centre[name] = math.exp(sum(value * weight for value, weight in seen) / total)
+        spreads[name] = math.hypot(between, total**-0.5) if len(seen) > 1 else ASSUMED[name]
+    return centre, spreads
+
+
+def _said(found: Sequence[Priced]) -> dict[str, float]:
+    """Constant -> the inverse variance of its logarithm by the runs of a chip. A source says of a constant as much as its seconds are of
+    the runs' steps; two sources are as good as apart."""
+    shares: dict[str, dict[str, list[float]]] = {}
+    for p in found:
+        total = sum(p.form.seconds.values()) or 1.0
+        for kind, seconds in p.form.seconds.items():
+            shares.setdefault(CONSTANT_OF.get(kind, kind), {}).setdefault(p.source, []).append(seconds / total)
+    sources = Counter(p.source for p in found)
+    return {
+        name: sum((sum(each) / sources[source] / SPREADS["fitted"]) ** 2 for source, each in of_sources.items())
+        for name, of_sources in shares.items()
+    }  # fmt: skip
 
 
 def out_of_sample(found: Sequence[Priced], left_out: Sequence[Priced], whole: Constants, *, few: bool = False) -> Constants:
@@ -140,11 +278,7 @@ def out_of_sample(found: Sequence[Priced], left_out: Sequence[Priced], whole: Co
     that change little, so that the fit may begin with them."""
     out = {id(p) for p in left_out}
     left = [p for p in found if id(p) not in out]
-    chips = sorted({p.chip for p in left_out})
-    constants = fitted(left, whole, chips, whole if few else None)
-    sources = {p.source for p in left if p.counts}
-    software = {source: values for source, values in constants.software.items() if source in sources}
-    return replace(constants, software=software)
+    return fitted(left, whole, sorted({p.chip for p in left_out}), whole if few else None)
 
 
 def _sampled(found: Sequence[Priced]) -> list[Priced]:
@@ -155,33 +289,43 @@ def _sampled(found: Sequence[Priced]) -> list[Priced]:
     return [rows[k * len(rows) // n] for rows in by_source.values() for n in (min(ROWS, len(rows)),) for k in range(n)]
 
 
-def _chip(found: Sequence[Priced], centre: Point, known: Constants | None = None) -> tuple[dict[str, float], dict[str, Point]]:
-    """A chip's constants by its runs, and those of the softwares whose collectives add to its links. known: where the fit begins."""
+def _chip(
+    found: Sequence[Priced], centre: Point, softwares: Mapping[str, tuple[Point, float]], known: Constants | None = None,
+    spreads: Point | None = None,
+) -> tuple[dict[str, float], dict[str, Point]]:
+    """A chip's constants by its runs, and those of their softwares. centre, softwares: what both are drawn
+    towards, the first by `spreads`. known: where the fit begins."""
     rows = _sampled(found)
     if not rows:
         return dict(centre), {}
-    added = sorted({p.source for p in rows if any(getattr(p.run.recipe, n) for n in SOFTWARE_S)})
+    owned = {
+        name: (LAUNCH, ONCE, *(SOFTWARE_S if any(p.across for p in runs) else ())) for name, runs in sorted(_by_software(rows).items())
+    }  # fmt: skip
     forms = Fitted([p.form for p in rows], [p.run.cluster.gpu for p in rows])
     measured = numpy.log([p.run.step_time_s or 1.0 for p in rows])
-    names = [*CLASSES, *(f"{s}.{n}" for s in added for n in SOFTWARE_S)]
+    constants_of_softwares = [(software, name) for software, names in owned.items() for name in names]
 
     def parts(logs: Vector) -> Constants:
-        point = dict(zip(names, numpy.exp(logs).tolist(), strict=True))
-        software = {s: {n: point[f"{s}.{n}"] for n in SOFTWARE_S} for s in added}
-        return Constants(chips={rows[0].chip: {name: point[name] for name in CLASSES}}, software=software, slack=0.0, held={})
+        values = numpy.exp(logs).tolist()
+        software: dict[str, dict[str, float]] = {}
+        for (of, name), value in zip(constants_of_softwares, values[len(CLASSES) :], strict=True):
+            software.setdefault(of, {})[name] = value
+        return Constants(chips={rows[0].chip: dict(zip(CLASSES, values, strict=False))}, software=software, slack=0.0, held={})
 
     def off(logs: Vector) -> Vector:
         constants = parts(logs)
         return numpy.log(forms.steps_s([constants.of(p) for p in rows])) - measured
 
-    start = numpy.log([*(centre[name] for name in CLASSES), *[SOFTWARE_START_S] * (len(names) - len(CLASSES))])
-    most = numpy.log([*(1e-3 if name == "launch_s" else 0.97 for name in CLASSES), *[SOFTWARE_MOST_S] * (len(names) - len(CLASSES))])
-    spreads = [LAUNCH_SPREAD if name == "launch_s" else SPREADS["assumed"] for name in CLASSES]
-    spread = numpy.array([*spreads, *[SOFTWARE_SPREAD] * (len(names) - len(CLASSES))])
-    begins = [start + math.log(factor) * (numpy.array(names) == "launch_s") for factor in LAUNCHES]
-    if known is not None and rows[0].chip in known.chips and set(added) <= set(known.software):
+    towards = {name: softwares.get(name, ({}, SOFTWARE_SPREAD)) for name in owned}
+    start = numpy.log([*(centre[n] for n in CLASSES), *({**START_S, **towards[s][0]}[n] for s, n in constants_of_softwares)])
+    most = numpy.log([*[0.97] * len(CLASSES), *(MOST_S[n] for _, n in constants_of_softwares)])
+    launches = numpy.array([*[False] * len(CLASSES), *(n == LAUNCH for _, n in constants_of_softwares)])
+    wide = [towards[s][1] if n == LAUNCH else ONCE_SPREAD if n == ONCE else SOFTWARE_SPREAD for s, n in constants_of_softwares]
+    spread = numpy.array([*((spreads or ASSUMED)[name] for name in CLASSES), *wide])
+    begins = [start + math.log(factor) * launches for factor in LAUNCHES]
+    if known is not None and rows[0].chip in known.chips and set(owned) <= set(known.software):
         chip = known.chips[rows[0].chip]
-        begins = [numpy.log([*(chip[n] for n in CLASSES), *(known.software[s][n] for s in added for n in SOFTWARE_S)])]
+        begins = [numpy.log([*(chip[n] for n in CLASSES), *(known.software[s].get(n, START_S[n]) for s, n in constants_of_softwares)])]
     constants = parts(closest(off, start, spread, most, begins))
     return dict(constants.chips[rows[0].chip]), dict(constants.software)
 
@@ -231,6 +375,6 @@ def _memory(found: Sequence[Priced]) -> tuple[float, dict[str, float]]:
         constants = Constants(chips={}, software={}, slack=point["slack"], held={s: point[s] for s in holds})
         return statistics.fmean(min(CLIP, abs(math.log(memory_bytes(p, constants) / (p.run.memory_bytes or 1.0)))) for p in rows)
 
-    start: Point = {"slack": AUTOPAR.allocator_slack, **dict.fromkeys(holds, 0.5)}
+    start: Point = {"slack": AUTOPAR.allocator_slack, **dict.fromkeys(holds, HELD)}
     point, _ = search(start, tuple(start), lambda at, name, factor: {**at, name: min(1.0, at[name] * factor)}, loss)
     return point["slack"], {s: point[s] for s in holds}

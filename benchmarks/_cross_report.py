@@ -12,8 +12,11 @@ from rich.table import Table
 
 from autopar.planner.plan import MemoryPlan
 from benchmarks._cross import Constants, Priced, fitted, memory_terms, out_of_sample, steps_s
+from benchmarks._fits import fit_table, fits
 from benchmarks._forms import figures_of
 from benchmarks._predict import Figures
+from benchmarks._scores import LEAST_GROUP, score, tau
+from benchmarks.regret import chosen, groups_of, regret_of
 
 __all__ = ["cross_validated"]
 
@@ -25,11 +28,13 @@ def cross_validated(found: Sequence[Priced], console: Console) -> dict[str, Any]
     with console.status("fitting"):
         whole = fitted(found)
         everything = _figures(found, whole)
-        sources, sizes = {}, {}
+        sources, sizes, without = {}, {}, list[Figures]()
         for source in sorted({p.source for p in found}):
             mine = [p for p in found if p.source == source]
             constants = out_of_sample(found, mine, whole)
-            sources[source] = {"in": _scores([everything[id(p)] for p in mine]), "out": _scores(list(_figures(mine, constants).values()))}
+            left_out = list(_figures(mine, constants).values())
+            without += left_out
+            sources[source] = {"in": _scores([everything[id(p)] for p in mine]), "out": _scores(left_out)}
             models = sorted({p.run.row["model"] for p in mine})
             apart = list[Figures]()
             for model in models if len(models) > 1 else []:
@@ -39,15 +44,22 @@ def cross_validated(found: Sequence[Priced], console: Console) -> dict[str, Any]
                 sizes[source] = {"models": len(models), "in": sources[source]["in"], "out": _scores(apart)}
     _table("without a source", sources, console)
     _table("without a model's size", sizes, console)
+    fit = {"in": fits(everything.values()), "out": fits(without)}
+    console.print(fit_table(fit["in"], "does it fit? In sample"), fit_table(fit["out"], "does it fit? Without the source"))
     _constants(whole, console)
-    return {"without_source": sources, "without_size": sizes, "chips": whole.chips, "software": whole.software, "slack": whole.slack}
+    return {
+        "without_source": sources, "without_size": sizes, "fit": fit, "chips": whole.chips, "software": whole.software,
+        "slack": whole.slack,
+    }  # fmt: skip
 
 
 def _figures(found: Sequence[Priced], constants: Constants) -> dict[int, Figures]:
     predicted = {}
-    for p, step_s in zip(found, steps_s(found, constants), strict=True):
+    without = steps_s(found, constants, hardware_alone=True)
+    for p, step_s, plain_s in zip(found, steps_s(found, constants), without, strict=True):
+        spread = constants.spread(p, step_s - plain_s, step_s)
         shown, fullest = (msgspec.convert(memory_terms(p, constants, which), MemoryPlan) for which in ("memory", "fullest"))
-        predicted[id(p)] = figures_of(p.run, p.form, step_s, shown, fullest)
+        predicted[id(p)] = figures_of(p.run, p.form, step_s, shown, fullest, spread)
     return predicted
 
 
@@ -61,9 +73,6 @@ def _scores(found: Sequence[Figures]) -> dict[str, Figure]:
 
 def _score(scored: Sequence[Figures], found: Sequence[Figures]) -> Figure:
     """found: with what did not run, among which a choice is made."""
-    from benchmarks.published import LEAST_GROUP, score, tau
-    from benchmarks.regret import chosen, groups_of, regret_of
-
     ran = [f for f in scored if not f.run.failed]
     timed = [(f, f.run.step_time_s) for f in ran if f.run.step_time_s]
     times = score([f.step_time_s / s - 1 for f, s in timed], [f.step_interval_s[0] <= s <= f.step_interval_s[1] for f, s in timed])
@@ -71,7 +80,7 @@ def _score(scored: Sequence[Figures], found: Sequence[Figures]) -> Figure:
     inside = [f.memory_interval_bytes[0] <= m <= f.memory_interval_bytes[1] for f, m in held]
     memory = score([f.memory_bytes / m - 1 for f, m in held], inside)
     groups: dict[object, list[tuple[float, float]]] = {}
-    for f, s in timed:
+    for f, s in ((f, s) for f, s in timed if not f.run.chosen):
         groups.setdefault(f.run.group, []).append((f.step_time_s, s))
     taus = [t for pairs in groups.values() if len(pairs) >= LEAST_GROUP and (t := tau(pairs)) is not None]
     regrets = [regret_of(chosen(g), g) for g in groups_of(found)] if found else []
@@ -110,8 +119,9 @@ def _cell(inside: float | None, outside: float | None, show: Callable[[float], s
 
 
 def _constants(whole: Constants, console: Console) -> None:
-    names = list(next(iter(whole.chips.values()), {}))
-    table = Table("chip", *names, title="constants, fitted to all runs")
-    for chip, point in whole.chips.items():
-        table.add_row(chip, *(f"{point[name]:.3g}" for name in names))
-    console.print(table)
+    for what, points in (("chip", whole.chips), ("software", whole.software)):
+        names = list(dict.fromkeys(name for point in points.values() for name in point))
+        table = Table(what, *names, title="constants, fitted to all runs")
+        for label, point in points.items():
+            table.add_row(label, *(f"{point[name]:.3g}" if name in point else "-" for name in names))
+        console.print(table)

@@ -1,8 +1,9 @@
 """Decoder-only transformers from their dimensions, for rebuilding published training runs on the meta device.
 
 A `Decoder` states what the tables of such runs state (layers, widths, vocabulary) and which of the usual forms its parts have. The
-module is written as the frameworks compute it: logits and their logarithms in float32, scores that are materialised unless the
-attention is fused. Names of shapes: B batch, L length, H hidden, N heads, D width of a head, F width of the MLP, V vocabulary.
+module is written as the frameworks compute it: logits and their logarithms in float32 unless the loss is fused, scores that are
+materialised unless the attention is. Names of shapes: B batch, L length, H hidden, N heads, D width of a head, F width of the MLP, V
+vocabulary, E experts, C places of an expert.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ __all__ = ["Decoder", "build", "decoder"]
 class Decoder:
     """The dimensions and forms of a decoder. gated: SwiGLU instead of GELU. norm: of what kind. bias: of the linear layers.
     positions: 'rotary', 'learned' (a table of `length` rows) or 'alibi' (a bias of the scores). fused_attention: scores are never
-    in memory. experts: of each second layer's MLP, 0 for none; each token goes to `top_k` of them."""
+    in memory. fused_loss: nor are logits and their logarithms in float32. experts: of each second layer's MLP, 0 for none; each token goes
+    to two of them."""
 
     layers: int
     hidden: int
@@ -37,7 +39,9 @@ class Decoder:
     bias: bool
     positions: Literal["rotary", "learned", "alibi"]
     fused_attention: bool = True
+    fused_loss: bool = False
     dropout: float = 0.0
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads or self.heads % self.kv_heads:
@@ -87,12 +91,44 @@ class _Mlp(nn.Module):
         return self.down(F.silu(self.gate(x_BLH)) * self.up(x_BLH))
 
 
-class _Layer(nn.Module):
+class _Experts(nn.Module):
+    """Each sample's tokens go to two of E experts, of which each takes C of a sample (Lepikhin et al. 2020, "GShard", algorithm 1, without
+    its auxiliary loss and its random second expert)."""
+
     def __init__(self, d: Decoder) -> None:
+        super().__init__()
+        self.experts = d.experts
+        self.gate = nn.Linear(d.hidden, d.experts, bias=False)
+        self.up_EHF = nn.Parameter(torch.empty(d.experts, d.hidden, d.ffn))
+        self.down_EFH = nn.Parameter(torch.empty(d.experts, d.ffn, d.hidden))
+
+    def forward(self, x_BLH: Tensor) -> Tensor:
+        shares_BLE = self.gate(x_BLH).float().softmax(-1)
+        to_BLEC = self._places(shares_BLE).to(x_BLH.dtype)
+        own_EBCH = torch.einsum("blec,blh->ebch", (to_BLEC > 0).to(x_BLH.dtype), x_BLH)
+        made_EBCF = F.gelu(torch.einsum("ebch,ehf->ebcf", own_EBCH, self.up_EHF), approximate="tanh")
+        return torch.einsum("blec,ebch->blh", to_BLEC, torch.einsum("ebcf,efh->ebch", made_EBCF, self.down_EFH))
+
+    def _places(self, shares_BLE: Tensor) -> Tensor:
+        """What each place of each expert has of each token."""
+        capacity = 2 * shares_BLE.shape[1] // self.experts
+        places = torch.arange(capacity, device=shares_BLE.device)
+        found, left, taken = torch.zeros((), device=shares_BLE.device), shares_BLE, torch.zeros((), device=shares_BLE.device)
+        for _ in range(2):
+            chosen_BLE = (left == left.amax(-1, keepdim=True)).to(shares_BLE.dtype)
+            place_BLE = (chosen_BLE.cumsum(1) + taken) * chosen_BLE - 1
+            taken = taken + chosen_BLE.sum(1, keepdim=True)
+            found = found + (shares_BLE * chosen_BLE)[..., None] * (place_BLE[..., None] == places).to(shares_BLE.dtype)
+            left = left * (1 - chosen_BLE)
+        return found
+
+
+class _Layer(nn.Module):
+    def __init__(self, d: Decoder, experts: bool = False) -> None:
         super().__init__()
         self.dropout = d.dropout
         self.before_attention, self.before_mlp = _norm(d), _norm(d)
-        self.attention, self.mlp = _Attention(d), _Mlp(d)
+        self.attention, self.mlp = _Attention(d), _Experts(d) if experts else _Mlp(d)
 
     def forward(self, x_BLH: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         x_BLH = x_BLH + F.dropout(self.attention(self.before_attention(x_BLH), rotary), self.dropout, self.training)
@@ -109,7 +145,7 @@ class _Model(nn.Module):
         self.d = d
         self.tokens = nn.Embedding(d.vocabulary, d.hidden)
         self.positions = nn.Embedding(d.length, d.hidden) if d.positions == "learned" else None
-        self.layers = nn.ModuleList(_Layer(d) for _ in range(d.layers))
+        self.layers = nn.ModuleList(_Layer(d, experts=bool(d.experts) and k % 2 == 1) for k in range(d.layers))
         self.norm = _norm(d)
         self.head = nn.Linear(d.hidden, d.vocabulary, bias=False)
         if d.tied:
@@ -126,7 +162,9 @@ class _Model(nn.Module):
         x_BLH = F.dropout(x_BLH, self.d.dropout, self.training)
         for layer in self.layers:
             x_BLH = layer(x_BLH, rotary)
-        logits = self.head(self.norm(x_BLH)).float()
+        logits = self.head(self.norm(x_BLH))
+        if not self.d.fused_loss:
+            logits = logits.float()
         return F.cross_entropy(logits.view(-1, self.d.vocabulary), labels.view(-1))
 
     def _angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,10 @@ from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import step_time_s
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
-__all__ = ["CONSTANTS", "Fitted", "Point", "constants_of"]
+__all__ = ["CONSTANTS", "ONCE", "Fitted", "Point", "constants_of"]
 
-CONSTANTS = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other", "launch_s", *SOFTWARE_S)
+ONCE = "once_s"  # what a software does once a step: a field of Recipe
+CONSTANTS = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other", "launch_s", ONCE, *SOFTWARE_S)
 TENSORS_PER_LAUNCH = 64  # as optimizer_time_s takes it
 Point = Mapping[str, float]
 Vector = NDArray[numpy.float64]
@@ -28,7 +29,7 @@ Vector = NDArray[numpy.float64]
 def constants_of(gpu: Gpu, software: Mapping[str, float] | None = None) -> dict[str, float]:
     """Those of the catalogue, and of a training software (by default it adds nothing to the links)."""
     found = {name: gpu.fraction(name) for name in OP_CLASSES if name != "view"}
-    return {**found, "launch_s": gpu.launch_s, **dict.fromkeys(SOFTWARE_S, 0.0), **(software or {})}
+    return {**found, "launch_s": gpu.launch_s, ONCE: 0.0, **dict.fromkeys(SOFTWARE_S, 0.0), **(software or {})}
 
 
 class Fitted:
@@ -105,7 +106,7 @@ class Fitted:
             forward_s, backward_s = sum(forwards[s] for s in rank.stages), sum(backwards[s] for s in rank.stages)
             sync = max(sync, _exposed_s(form, rank, figure, forward_s, backward_s) + figure[rank.ends])
         pipeline = step_time_s(form.schedule, forwards, backwards, form.micro_batches, figure[form.hop], len(form.ranks))
-        return max(figure[form.prologue], figure[form.prologue_host]) + pipeline + sync + update
+        return max(figure[form.prologue], figure[form.prologue_host]) + pipeline + sync + update + point[ONCE]
 
 
 def _exposed_s(form: Form, rank: OnRank, figure: Sequence[float], forward_s: float, backward_s: float) -> float:

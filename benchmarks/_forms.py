@@ -22,6 +22,7 @@ from autopar.ir import refs
 from autopar.measure import Pricer
 from autopar.measure.costs import dtype_of
 from autopar.planner.estimate import Estimator
+from autopar.planner.interval import seconds_by_kind
 from autopar.planner.modes import run_again
 from autopar.planner.partition import Partition
 from autopar.planner.plan import MemoryPlan
@@ -83,7 +84,8 @@ class Refused(msgspec.Struct, kw_only=True, tag=True):
 class Form(msgspec.Struct, kw_only=True, tag=True):
     """figures: seconds of each affine figure without launches and software; slopes: name -> its change by a second of that constant.
     stages: (part, again or -1, how often) of each; again: passes that run again. memory: terms in bytes of the stage whose memory the
-    source states, and of the fullest; step_time_s, spread: the prediction, and how far it may be off."""
+    source states, and of the fullest; step_time_s, spread: the prediction, and how far it may be off; seconds: the step by what it
+    depends on (autopar.planner.interval)."""
 
     key: str
     gpu: str
@@ -103,6 +105,7 @@ class Form(msgspec.Struct, kw_only=True, tag=True):
     slopes: dict[str, list[float]]
     step_time_s: float
     spread: float
+    seconds: dict[str, float]
     memory: dict[str, int]
     fullest: dict[str, int]
 
@@ -134,12 +137,12 @@ class Forms:
     def of(self, p: Prediction) -> Form:
         if any(x.is_cast for x in p.candidate.estimator.params.values()):
             raise NotImplementedError("parameters that are cast where they are used have no form")
-        e, part, recipe = p.candidate.estimator, p.candidate.part, p.candidate.estimator.recipe
-        plain = dataclasses.replace(recipe, **dict.fromkeys(SOFTWARE_S, 0.0))
+        e, part = p.candidate.estimator, p.candidate.part
+        plain = dataclasses.replace(e.recipe, **dict.fromkeys(SOFTWARE_S, 0.0))
         form, figures = _read(self._varied(e, plain, 0.0), part)
         slopes = {}
         varied: dict[str, tuple[Recipe, float]] = {"launch_s": (plain, VARIED_S)}
-        if any(getattr(recipe, name) for name in SOFTWARE_S):
+        if p.run.gpus > p.run.cluster.gpus_per_node:  # inside a node these constants are of nothing
             varied |= {name: (dataclasses.replace(plain, **{name: VARIED_S}), 0.0) for name in SOFTWARE_S}
         for name, (other, launch_s) in varied.items():
             values = _read(self._varied(e, other, launch_s), part)[1]
@@ -150,7 +153,7 @@ class Forms:
         fullest = max((s.memory for s in p.candidate.stages), key=lambda m: m.total_bytes)
         return msgspec.structs.replace(
             form, key=key_of(p.run), gpu=p.run.cluster.gpu.name, figures=figures, slopes=slopes, step_time_s=p.step_time_s,
-            spread=p.spread, memory=msgspec.to_builtins(shown), fullest=msgspec.to_builtins(fullest),
+            spread=p.spread, seconds=seconds_by_kind(p.candidate), memory=msgspec.to_builtins(shown), fullest=msgspec.to_builtins(fullest),
         )  # fmt: skip
 
     def _varied(self, e: Estimator, recipe: Recipe, launch_s: float) -> Estimator:
@@ -227,6 +230,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
             "master_itemsize": rules.master_itemsize, "passes": rules.optimizer_passes,
         },
         parts=parts, again=again, stages=stages, ranks=ranks, figures=[], slopes={}, step_time_s=0.0, spread=0.0, memory={}, fullest={},
+        seconds={},
     )  # fmt: skip
     return form, found.values
 
@@ -258,16 +262,17 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
 
 
 def figures_of(
-    run: Run, form: Form, step_time_s: float | None = None, memory: MemoryPlan | None = None, full: MemoryPlan | None = None
-) -> Figures:
-    """The prediction, or another one of the step, of memory, and of that of the fullest stage, by the same form."""
+    run: Run, form: Form, step_time_s: float | None = None, memory: MemoryPlan | None = None, full: MemoryPlan | None = None,
+    spread: float | None = None,
+) -> Figures:  # fmt: skip
+    """The prediction, or another one of the step and its spread, of memory, and of that of the fullest stage, by the same form."""
     shown = msgspec.structs.replace(memory or msgspec.convert(form.memory, MemoryPlan), framework_context_bytes=0)
     fullest = full or msgspec.convert(form.fullest, MemoryPlan)
-    step_s = form.step_time_s if step_time_s is None else step_time_s
+    step_s, off = form.step_time_s if step_time_s is None else step_time_s, form.spread if spread is None else spread
     return Figures(
         run=run, step_time_s=step_s, memory_bytes=shown.total_bytes, fullest_bytes=fullest.total_bytes,
-        fullest_interval_bytes=fullest.interval_bytes, step_interval_s=interval(step_s, form.spread),
-        memory_interval_bytes=shown.interval_bytes, spread=form.spread,
+        fullest_interval_bytes=fullest.interval_bytes, step_interval_s=interval(step_s, off),
+        memory_interval_bytes=shown.interval_bytes, spread=off,
     )  # fmt: skip
 
 

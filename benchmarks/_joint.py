@@ -210,7 +210,7 @@ def enumerated(problem: Problem, store: Restricted, limit_bytes: int) -> Answer:
                             break
                         if max(s.memory.upper_bytes for s in candidate_of(estimator, part).stages) <= limit_bytes:
                             best_s = step_s
-                            at = f"{mesh.sizes()} m={m}{choice.scheduled} rest={rest.name} shard={shard}"
+                            at = f"{mesh.sizes()} m={m} {choice.schedule} stages={choice.chunks} rest={rest.name} shard={shard}"
                             what = f"{at} cuts={part.cuts} modes={part.modes} {name}"
                             break
     return Answer(step_s=best_s if what else None, what=what)

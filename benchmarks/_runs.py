@@ -11,7 +11,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,11 +25,13 @@ from autopar.planner import Pins
 from benchmarks import _cnns as cnn
 from benchmarks._decoders import Decoder, decoder
 from benchmarks._network import with_network
-from cost_models import Cluster, load_cluster
+from cost_models import Cluster, UnknownHardware, load_cluster
+from cost_models.cluster import Gpu, load_gpu
 from cost_models.recipe import NANOTRON, WHOLE, Recipe
 
-__all__ = ["COLUMNS", "Run", "Skip", "Software", "read"]
+__all__ = ["COLUMNS", "DATA", "Run", "Skip", "Software", "load", "read"]
 
+DATA = Path(__file__).parent / "data" / "runs"
 COLUMNS = (
     "source", "model", "family", "n_layers", "hidden", "n_heads", "n_kv_heads", "ffn", "vocab", "tied_emb", "seq_len", "gpu",
     "n_gpus", "gpus_per_node", "inter_link", "global_batch", "micro_batch", "grad_accum", "dp", "tp", "pp", "vpp", "cp", "ep",
@@ -42,17 +46,23 @@ class Skip(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """What a training software does that its tables do not say. fused_attention: scores are never in memory. dropout: its default.
+    """What a training software does that its tables do not say. fused_attention: scores are never in memory. fused_loss: nor are logits in
+    float32. dropout: its default.
     stages: of equal numbers of layers, or filled one after the other until each has its share of the parameters of layers and head.
-    recipe: how it carries a plan out, as far as its rows do not state it."""
+    compiled: a step is one program that no interpreter issues operator by operator. recipe: how it carries a plan out, as far as its rows
+    do not state it."""
 
     fused_attention: bool = True
+    fused_loss: bool = False
     dropout: float = 0.0
     stages: Literal["layers", "parameters"] = "layers"
+    compiled: bool = False
     recipe: Recipe = Recipe(optimizer_passes=1.0, local_batches=True)
 
 
 CURRENT = Software()
+MXNET = "MXNet"
+MICRO_BATCHES = "micro-batches"
 # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward; kernels of its
 # own for scale, mask and softmax, bias and GELU, dropout and sum (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
 # on GPU Clusters", section 4.2)
@@ -63,8 +73,9 @@ MEGATRON = Software(
 )
 
 SOFTWARE: dict[str, Software] = {
-    # torch 1.13 and 2.0: FlashAttention in Triton, of the first version
-    "llm-foundry": Software(recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5, unit_bytes=WHOLE)),  # FSDP: a block at once
+    # torch 1.13 and 2.0: FlashAttention in Triton, of the first version; flash-attn's cross-entropy (loss_fn: fused_crossentropy, the
+    # default of its MPT); FSDP gathers a block at once
+    "llm-foundry": Software(fused_loss=True, recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5, unit_bytes=WHOLE)),
     # nanotron places pipeline blocks by their cost
     "ultrascale": Software(
         stages="parameters",
@@ -76,14 +87,23 @@ SOFTWARE: dict[str, Software] = {
     "megatron-gpt3": MEGATRON,
     "megatron-seqpar": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, regathers=True)),
     # XLA of 2021: scores in memory; gradients are reduced tensor by tensor where they are made, without overlap
-    "alpa": Software(fused_attention=False, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True)),
+    "alpa": Software(
+        fused_attention=False, compiled=True, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True)
+    ),
+    # Megatron under DeepSpeed's engine, whose defaults are reduction without overlap, in buckets of 5e8 numbers (deepspeed.ai,
+    # "DeepSpeed Configuration JSON": overlap_comm, reduce_bucket_size)
+    "deepspeed-zero": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, bucket_bytes=10**9)),
 }
+
+COMPILED_LAUNCH_S = 4e-6
+"""Of a host that launches kernels from compiled code: 3.8 us each (NVIDIA, "Getting started with CUDA graphs", 2019)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One row, rebuilt. key: what its captured program depends on (all rows of one key share one). batch: of the capture. measured:
-    step_time_s and memory_bytes (None where the source does not print them); first_stage: the memory is that of rank 0."""
+    """One row, rebuilt. key: what its captured program depends on (all rows of one key share one). micro_batch: samples, at most where
+    their number is the planner's to choose. measured: step_time_s and memory_bytes (None where the source does not print them).
+    first_stage: the memory is that of rank 0. chosen: what its source does not state, and the planner chooses; '' for nothing."""
 
     row: Mapping[str, str]
     number: int
@@ -103,6 +123,7 @@ class Run:
     first_stage: bool
     failed: bool
     flagged: str
+    chosen: str = ""
 
     @property
     def group(self) -> tuple[str, str, str, int, int]:
@@ -110,9 +131,19 @@ class Run:
         return self.row["source"], self.row["model"], self.row["seq_len"], self.gpus, self.global_batch
 
     @property
+    def software(self) -> str:
+        """What carried it out: its source, and the framework where a source has several."""
+        return f"{self.row['source']} ({MXNET})" if MXNET in self.row["extra"] else self.row["source"]
+
+    @property
+    def compiled(self) -> bool:
+        return SOFTWARE.get(self.row["source"], CURRENT).compiled
+
+    @property
     def parallelism(self) -> str:
         zero = f" zero{self.pins.zero}" if self.pins.zero else ""
-        return f"dp{self.pins.dp} tp{self.pins.tp} pp{self.pins.pp}{zero} mb{self.micro_batch}"
+        split = f"pp{self.pins.pp}" if self.pins.dp is None else f"dp{self.pins.dp} tp{self.pins.tp} pp{self.pins.pp}{zero}"
+        return f"{split} mb{self.micro_batch if self.pins.micro_batches else '?'}"
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -126,35 +157,36 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def rebuilt(row: Mapping[str, str], number: int) -> Run:
-    """A row as a Run. Skip where it does not say enough, or asks for what plans cannot express."""
+    """A row as a Run. Skip where it does not say enough, or asks for what plans cannot express. What one dimension is missing of is the
+    planner's to choose: how the GPUs are divided between data and tensor parallel, or how many micro-batches there are."""
     software = SOFTWARE.get(row["source"], CURRENT)
     for column, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
         if _int(row, column, 1) != 1:
             raise Skip(f"{what} cannot be planned yet")
-    gpus = _need(row, "n_gpus")
-    dp, tp, pp = (_need(row, name) for name in ("dp", "tp", "pp"))
-    if dp * tp * pp != gpus:
-        raise Skip("dp x tp x pp is not the number of GPUs")
-    batch, micro = _need(row, "global_batch"), _int(row, "micro_batch", 0)
-    micro = micro or batch // dp // _need(row, "grad_accum")
-    if micro < 1 or batch % (dp * micro):
-        raise Skip("the global batch does not divide into the micro-batches")
+    if "offload" in row["sharding"].lower():
+        raise Skip("offload of optimizer states to the host cannot be planned yet")
+    gpus, batch = _need(row, "n_gpus"), _need(row, "global_batch")
+    dp, tp, pp, micro, count, chosen = _layout(row, gpus, batch)
     dtype = _dtype(row["precision"])
     dims, image = _dims(row, software)
     each = _int(row, "vpp", 1)
     if each > 1 and pp == 1:
         raise Skip("several stages on each rank, and no pipeline")
-    zero = _zero(row["sharding"]) if dp > 1 else 0
+    zero = 0 if dp == 1 else None if dp is None else _zero(row["sharding"])
     pins = Pins(
-        dp=dp, tp=tp, pp=pp, micro_batches=batch // dp // micro, zero=zero, shard=dp if zero else None,
+        dp=dp, tp=tp, pp=pp, micro_batches=count, zero=zero, shard=dp if zero else None,
         recompute=_recompute(row["act_ckpt"]), schedule="interleaved" if each > 1 else "1f1b", virtual_stages=each if each > 1 else None,
-        sequence_parallel=None if tp == 1 else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp * each, software),
+        sequence_parallel=None if tp in (None, 1) else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp * each, software),
     )  # fmt: skip
     optimizer = "sgd_momentum" if not isinstance(dims, Decoder) else "adamw"
-    memory = _float(row, "peak_mem")
+    memory = _float(row, "peak_mem") if chosen != MICRO_BATCHES else None  # it depends on them
     unit = next((size for mark, size in _UNITS.items() if row["peak_mem_unit"].lower().startswith(mark)), None)
     if memory and unit is None:
         raise Skip(f"the unit of memory {row['peak_mem_unit']!r} is not known")
+    cluster = _cluster(row)
+    if software.compiled:
+        cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, launch_s=COMPILED_LAUNCH_S))
+    context = cluster.gpu.context_bytes if "with the framework's context" in row["peak_mem_kind"] else 0
     step = _float(row, "step_time_s")
     if row["status"] == "ok" and step is None and memory is None:
         raise Skip("neither a step time nor a memory figure is printed")
@@ -162,10 +194,26 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
         row=row, number=number, dims=dims, dtype=dtype,
         key=(dims, dtype, image, micro if image else 0, row["gpu"], row["gpus_per_node"], row["inter_link"]),
         image=image, gpus=gpus, global_batch=batch, micro_batch=micro, pins=pins, recipe=_recipe(row, software, dtype),
-        optimizer=optimizer, cluster=_cluster(row), step_time_s=step, memory_bytes=memory * unit if memory and unit else None,
+        optimizer=optimizer, cluster=cluster, step_time_s=step, memory_bytes=memory * unit - context if memory and unit else None,
         first_stage="rank 0" in row["peak_mem_kind"] or "first" in row["peak_mem_kind"], failed=row["status"] != "ok",
-        flagged=_doubts(row["flags"]),
+        flagged=_doubts(row["flags"]), chosen=chosen,
     )  # fmt: skip
+
+
+def load(paths: Iterable[Path], limit: int | None = None) -> tuple[list[Run], Counter[str], int]:
+    """(runs that can be rebuilt, reasons for those that cannot, rows in all). Skip if a file is no table of runs."""
+    runs, skipped, total = list[Run](), Counter[str](), 0
+    for path in paths:
+        rows = list(enumerate(read(path), 2))  # as an editor numbers the lines
+        if limit is not None and limit < len(rows):
+            rows = [rows[k * len(rows) // limit] for k in range(limit)]
+        total += len(rows)
+        for number, row in rows:
+            try:
+                runs.append(rebuilt(row, number))
+            except Skip as reason:
+                skipped[str(reason)] += 1
+    return runs, skipped, total
 
 
 def model_of(run: Run, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -198,6 +246,31 @@ def _need(row: Mapping[str, str], name: str) -> int:
     if value is None or value < 1:
         raise Skip(f"{name} is not stated")
     return int(value)
+
+
+def _layout(row: Mapping[str, str], gpus: int, batch: int) -> tuple[int | None, int | None, int, int, int | None, str]:
+    """(dp, tp, pp, samples of a micro-batch on a rank, how many micro-batches, what is the planner's to choose)."""
+    pp, micro, count = _need(row, "pp"), _int(row, "micro_batch", 0), _int(row, "grad_accum", 0)
+    if not row["dp"] and not row["tp"] and gpus > pp:
+        if not _chosen_by_a_solver(row["sharding"]):
+            raise Skip("dp is not stated")
+        if gpus % pp or batch % _need(row, "grad_accum"):
+            raise Skip("the global batch does not divide into the micro-batches")
+        return None, None, pp, batch // count, count, "data and tensor parallel"
+    dp, tp = (1, 1) if not row["dp"] and not row["tp"] else (_need(row, "dp"), _need(row, "tp"))
+    if dp * tp * pp != gpus:
+        raise Skip("dp x tp x pp is not the number of GPUs")
+    if not micro and not count and not batch % dp and row["family"].lower() != "cnn":  # batch norm is each micro-batch's own
+        return dp, tp, pp, batch // dp, None, MICRO_BATCHES
+    micro = micro or batch // dp // _need(row, "grad_accum")
+    if micro < 1 or batch % (dp * micro):
+        raise Skip("the global batch does not divide into the micro-batches")
+    return dp, tp, pp, micro, batch // dp // micro, ""
+
+
+def _chosen_by_a_solver(sharding: str) -> bool:
+    """Whether how the GPUs are divided was chosen by the run's own software."""
+    return sharding.lower().startswith("auto")
 
 
 def _doubts(flags: str) -> str:
@@ -244,7 +317,7 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
     summed = 4 if half and ("fp32 grad" in text or "amp" in text) else None
     compiled = row.get("compile", "").lower() not in ("", "0", "no", "none", "false", "eager")
     # MXNet's networks of these tables add and rectify within the kernels of its batch norm
-    recipe = dataclasses.replace(software.recipe, fuses=software.recipe.fuses or compiled or "MXNet" in row["extra"])
+    recipe = dataclasses.replace(software.recipe, fuses=software.recipe.fuses or compiled or MXNET in row["extra"])
     if "no gradient bucketing" in row["extra"]:
         recipe = dataclasses.replace(recipe, bucket_bytes=WHOLE, overlaps_reduction=False)
     return dataclasses.replace(
@@ -260,11 +333,10 @@ def _dims(row: Mapping[str, str], software: Software) -> tuple[Decoder | cnn.Cnn
         if described is None:
             raise Skip(f"the network {row['model']!r} is not one of those that can be rebuilt")
         return described, cnn.image_of(row["model"], extra=row["extra"])
-    if "moe" in family:
-        raise Skip("mixtures of experts are not rebuilt yet")
-    if not family.startswith(("gpt", "llama")):
+    if not family.startswith(("gpt", "llama", "moe")):
         raise Skip(f"the family {row['family']!r} is not known")
     llama = family.startswith("llama")
+    experts = _experts(row) if "moe" in family else 0
     heads = _need(row, "n_heads")
     if _need(row, "hidden") % heads or heads % _int(row, "n_kv_heads", heads):
         raise Skip("the heads do not divide the hidden size, or one another")
@@ -272,9 +344,20 @@ def _dims(row: Mapping[str, str], software: Software) -> tuple[Decoder | cnn.Cnn
         layers=_need(row, "n_layers"), hidden=_need(row, "hidden"), heads=heads, kv_heads=_int(row, "n_kv_heads", heads),
         ffn=_need(row, "ffn"), vocabulary=_need(row, "vocab"), length=_need(row, "seq_len"), tied=_int(row, "tied_emb", 0) == 1,
         gated=llama, norm="rms" if llama else "layer", bias=not (llama or "mpt" in family), positions="rotary" if llama else "learned",
-        fused_attention=software.fused_attention or "flash" in row["extra"].lower(), dropout=software.dropout,
+        fused_attention=software.fused_attention or "flash" in row["extra"].lower(), dropout=software.dropout, experts=experts,
+        fused_loss=software.fused_loss,
     )  # fmt: skip
     return dims, 0
+
+
+def _experts(row: Mapping[str, str]) -> int:
+    """Of each second layer, whose tokens are grouped by sample."""
+    stated = dict(part.strip().split("=") for part in row["extra"].split(";") if part.count("=") == 1)
+    if "every second layer" not in row["extra"] or not stated.get("experts", "").isdigit():
+        raise Skip("how many experts there are in which layers is not stated")
+    if stated.get("expert_group", row["seq_len"]) != row["seq_len"].partition(".")[0]:
+        raise Skip("experts whose tokens are grouped otherwise than by sample are not rebuilt")
+    return int(stated["experts"])
 
 
 _UNITS = {"mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
@@ -296,7 +379,21 @@ def _cluster_of(gpu: str, per_node: int, inter: str) -> Cluster:
         name = next((c for mark, c in _CLUSTERS.items() if mark in gpu), "")
     if not name:
         raise Skip(f"the GPU {gpu!r} is not in the catalogue")
-    return with_network(load_cluster(name), inter)
+    cluster = load_cluster(name)
+    return with_network(dataclasses.replace(cluster, gpu=_board(cluster.gpu, gpu)), inter)
+
+
+def _board(usual: Gpu, text: str) -> Gpu:
+    """The board of a chip that has the memory that a source states; the machine's usual one where it states none, or one that is not in
+    the catalogue."""
+    stated = re.search(r"(\d+)\s*GB", text)
+    chip, _, size = usual.name.rpartition("-")
+    if stated is None or "not stated" in text or not size.endswith("gb") or size == f"{stated[1]}gb":
+        return usual
+    try:
+        return load_gpu(f"{chip}-{stated[1]}gb")
+    except UnknownHardware:
+        return usual
 
 
 def _blocks(dims: Decoder | cnn.Cnn, pp: int, software: Software) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ from benchmarks import _traps_recapture as _recapture
 from benchmarks import _traps_rules as _rules
 from benchmarks import _traps_settings as _settings
 from benchmarks import _traps_state as _state
+from benchmarks import _traps_together as _together
 from benchmarks import _traps_tools as _tools
 from benchmarks import _traps_training as _training
 from benchmarks import _traps_wrapped as _wrapped
@@ -22,4 +23,4 @@ from benchmarks._traps_kit import PROGRAMS
 __all__ = ["PROGRAMS"]
 
 del _calls, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random, _rules, _settings, _state
-del _recapture, _tools, _training, _wrapped
+del _recapture, _together, _tools, _training, _wrapped

@@ -25,8 +25,8 @@ from rich.table import Table
 from autopar.planner.estimate import Times
 from autopar.planner.plan import MemoryPlan
 from benchmarks._predict import Prediction, predictions, repriced
-from benchmarks._runs import Skip
-from benchmarks.published import DATA, load, score
+from benchmarks._runs import DATA, Skip, load
+from benchmarks._scores import score
 from benchmarks.regret import groups_of, summary
 from cost_models import Cluster
 from cost_models.cluster import Gpu, Link

@@ -78,6 +78,9 @@ def layouts(paths: Iterable[Path]) -> tuple[list[Run], dict[str, str]]:
             except Skip as reason:
                 skipped.setdefault(f"{row['model']} ({row['source']})", str(reason))
                 continue
+            if run.chosen:
+                skipped.setdefault(f"{row['model']} ({row['source']})", f"{run.chosen} are not stated")
+                continue
             key = (row["source"], row["model"], row["gpu"], run.gpus)
             if key not in found or run.global_batch > found[key].global_batch:
                 found[key] = run

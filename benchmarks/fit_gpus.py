@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._predict import Prediction, predictions, repriced
-from benchmarks._runs import Skip
-from benchmarks.published import DATA, load
+from benchmarks._runs import DATA, Skip, load
 from cost_models import Cluster, UnknownHardware
 from cost_models.cluster import OP_CLASSES, Gpu, load_gpu
 from cost_models.fit import search

@@ -1,4 +1,5 @@
-"""Generated bad inputs: command lines, cluster files, plan files, targets, names, environments, checkpoints. Counts what comes of them.
+"""Generated bad inputs: command lines, cluster files, plan files, targets, names, environments, checkpoints, questions about a plan,
+configurations of other softwares, recorded runs. Counts what comes of them.
 
 Each input is drawn from a seed of its own (--only N runs one again), by mutating a valid input or from lists of what people and attackers
 type, and is given to the command line or to the function that reads it, in this process. What may come of it is a result or an error that
@@ -10,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -22,16 +21,15 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _hostile_inputs as inputs
+from benchmarks._hostile_kinds import KINDS, Given, expected
 
 __all__ = ["main"]
 
 CPU_S, WALL_S = 60, 600
-KINDS = ("command", "cluster", "plan", "target", "name", "environment", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
@@ -112,38 +110,7 @@ class _Runner:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._home / "out")
         for folder in ("home", "out", "given"):
             (self._home / folder).mkdir()
-        import torch
-        import torch.distributed.checkpoint as dcp
-        from torch import nn
-
-        import autopar
-        from autopar.capture import capture
-        from cost_models.cluster import CATALOGUE, load_cluster
-        from cost_models.write import cluster_toml
-
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.b(self.a(x).relu()).square().mean()
-
-        self._model = Net()
-        batch = (torch.randn(8, 4),)
-        self._captured = capture(self._model, batch)
-        self._plans = []
-        for pins in ({"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "micro_batches": 2}):
-            plan = autopar.plan(self._model, 2, example_inputs=batch, cluster="cpu", pins=pins)
-            self._plans.append(json.loads(plan.to_json()))
-        plan.save(self._home / "given" / "plan.json")
-        self._optimizer = torch.optim.AdamW(self._model.parameters())
-        self._model(*batch).backward()
-        self._optimizer.step()
-        autopar.save(self._home / "given" / "checkpoint", self._model, self._optimizer, step=3, text="x", rng=torch.get_rng_state())
-        dcp.save({"model": self._model.state_dict(), "step": 3}, checkpoint_id=self._home / "given" / "foreign", no_dist=True)
-        self._clusters = [path.read_text() for path in sorted((CATALOGUE / "clusters").glob("*.toml"))]
-        self._clusters += [cluster_toml(load_cluster(name)) for name in ("cpu", "dgx-h100", "p3.16xlarge")] * 3  # all in one text
+        self._given = Given(self._home / "given")
         sys.addaudithook(self._audit)
 
     # ------------------------------------------------------------------------------------------------------------- watching
@@ -173,21 +140,21 @@ class _Runner:
 
     def _one(self, number: int) -> dict[str, Any]:
         draw = random.Random(f"{self._seed} {number}")
-        kind = KINDS[number % len(KINDS)]
+        kind = tuple(KINDS)[number % len(KINDS)]
         out = self._home / "out"
         shutil.rmtree(out)
         out.mkdir()
         self._out, self._seen = str(out), []
         before, modules, paths = dict(os.environ), set(sys.modules), list(sys.path)
         came, text = "result", ""
-        what, do = getattr(self, f"_{kind}")(draw, out)
+        what, do = KINDS[kind](self._given, draw, out)
         try:
             with _limits(), warnings.catch_warnings(), self._watched():
                 warnings.simplefilter("ignore")
                 do()
         except _Hang:
             came, text = "hang", traceback.format_exc()
-        except _expected() as error:
+        except expected() as error:
             came, text = "error", f"{type(error).__name__}: {error}"
         except BaseException:  # noqa: BLE001  (whatever it is, it is counted)
             came, text = "traceback", traceback.format_exc()
@@ -213,185 +180,6 @@ class _Runner:
             yield
         finally:
             self._watching = False
-
-    # ------------------------------------------------------------------------------------------------- the kinds of inputs
-    def _command(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        from autopar import cli
-
-        source = out / "model.py"
-        source.write_text(inputs.target_source(draw), errors="replace")
-        given = str(self._home / "given")
-        target = f"{source}:build"
-        valid = {
-            "plan": [target, "--gpus", "2", "--cluster", "cpu"], "explain": [f"{given}/plan.json"], "verify": [target],
-            "diff": [f"{given}/plan.json", f"{given}/plan.json"], "export": [f"{given}/checkpoint", "-o", str(out / "m.safetensors")],
-            "import": [f"{given}/checkpoint", "-o", str(out / "c")], "profile": [], "demo": [], "doctor": [],
-        }  # fmt: skip
-        arguments = inputs.command(draw, valid, [target, f"{source}:none", "math:pi", "math:sqrt"])
-        os.chdir(out)
-
-        def do() -> None:
-            stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
-            code: object = 0
-            with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-                try:
-                    cli.main(arguments)
-                except SystemExit as stop:
-                    code = stop.code
-                stdout.flush()
-            if code not in (0, 1, 2, 3, 4, None):
-                raise AssertionError(f"exit code {code!r}")
-            stderr.seek(0)
-            said = stderr.read()
-            if code not in (0, None) and not said.strip():
-                raise AssertionError(f"exit code {code} and not a word")
-            if code not in (0, None):
-                raise _Said(said)
-
-        return arguments, do
-
-    def _cluster(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        from autopar.compiler import plan_of
-
-        data = inputs.mutated_toml(draw, draw.choice(self._clusters))
-        path = out / "cluster.toml"
-        path.write_bytes(data)
-        return data, lambda: _ignored(plan_of(self._captured, 2, cluster=str(path)))
-
-    def _plan(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        from autopar.compiler import emit
-        from autopar.planner import Plan
-        from autopar.report.diff import diff_text, differences
-        from autopar.report.text import plan_json, plan_text
-
-        data = inputs.mutated_json(draw, draw.choice(self._plans))
-        path = out / "plan.json"
-        path.write_bytes(data)
-
-        def do() -> None:
-            plan = Plan.load(path)
-            plan_text(plan)
-            diff_text(list(differences(plan_json(plan), plan_json(plan))), ("a", "b"))
-            plan.save(path)
-            emit(self._captured, plan)
-
-        return data, do
-
-    def _target(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        from autopar.targets import load_target
-
-        source = inputs.target_source(draw)
-        path = out / "model.py"
-        path.write_text(source, errors="replace")
-        place = draw.choice((str(path), str(path), str(path), inputs.name(draw), "model", draw.choice(inputs.TEXTS)))
-        target = f"{place}:{draw.choice(('build', 'build', 'build', 'M', 'none', draw.choice(inputs.TEXTS)))}"
-        os.chdir(out)
-        return target, lambda: _ignored(load_target(target))
-
-    def _name(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        import autopar
-        from autopar.checkpoint.exchange import export_model, import_model
-        from autopar.planner import Plan
-
-        text = inputs.name(draw).replace("/etc/passwd", "etc").lstrip("/") or "."
-        where = f"{out}/{text.replace('..', '.')}"
-        checkpoint = self._home / "given" / "checkpoint"
-        plan = Plan.load(self._home / "given" / "plan.json")
-        how: dict[str, Callable[[], Any]] = {
-            "load a plan": lambda: Plan.load(where), "save a plan": lambda: plan.save(where),
-            "save": lambda: autopar.save(where, self._model), "load": lambda: autopar.load(where, self._model),
-            "export to": lambda: export_model(checkpoint, where), "export of": lambda: export_model(where, out / "m.safetensors"),
-            "import of": lambda: import_model(where, out / "c"), "import to": lambda: import_model(out / "none.safetensors", where),
-        }  # fmt: skip
-        which = draw.choice(list(how))
-        return (which, text), lambda: _ignored(how[which]())
-
-    def _environment(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        import autopar
-        from autopar.debug import said
-        from autopar.plan_cache import cache_folder
-        from autopar.run.deferred import world_size
-        from autopar.run.watchdog import timeout_s
-
-        given = inputs.environment(draw)
-        os.chdir(out)
-
-        def do() -> None:
-            os.environ.update(given)
-            said(5, lambda: "")
-            timeout_s()
-            cache_folder()
-            world_size()
-            if draw.random() < 0.1:
-                autopar.compile(self._model, 2)
-
-        return given, do
-
-    def _checkpoint(self, draw: random.Random, out: Path) -> tuple[object, Callable[[], None]]:
-        import torch
-
-        import autopar
-        from autopar.checkpoint.exchange import export_model
-
-        folder = out / "checkpoint"
-        shutil.copytree(self._home / "given" / "checkpoint", folder)
-        if draw.random() < 0.25:
-            return self._foreign(draw, folder)
-        index, *others = (folder / "checkpoint.json", *folder.glob("data-*"))
-        how = draw.randrange(6)
-        if how < 3:
-            index.write_bytes(inputs.mutated_json(draw, json.loads(index.read_text())))
-        elif how == 3:
-            index.write_bytes(inputs.mutated_bytes(draw, index.read_bytes()))
-        elif how == 4:
-            others[0].write_bytes(inputs.mutated_bytes(draw, others[0].read_bytes()))
-        else:
-            index.unlink()
-            (folder / ".metadata").write_bytes(inputs.mutated_bytes(draw, pickle.dumps(_Pickled())))
-        model = type(self._model)()
-        optimizer = torch.optim.AdamW(model.parameters()) if draw.random() < 0.5 else None
-
-        def do() -> None:
-            if draw.random() < 0.3:
-                export_model(folder, out / "m.safetensors")
-            else:
-                autopar.load(folder, model, optimizer)
-
-        return how, do
-
-
-    def _foreign(self, draw: random.Random, folder: Path) -> tuple[object, Callable[[], None]]:
-        """A checkpoint of torch.distributed.checkpoint."""
-        import autopar
-
-        shutil.rmtree(folder)
-        shutil.copytree(self._home / "given" / "foreign", folder)
-        path = draw.choice(inputs.valid_files(folder))
-        path.write_bytes(inputs.mutated_bytes(draw, path.read_bytes()))
-        model = type(self._model)()
-        return path.name, lambda: _ignored(autopar.load(folder, model))
-
-
-class _Said(Exception):
-    """A command has ended with a code for an error, and said why."""
-
-
-class _Pickled:
-    """Runs a program where it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch executed",)
-
-
-def _expected() -> tuple[type[BaseException], ...]:
-    from autopar.errors import AutoparError
-    from cost_models.cluster import HardwareFileError, UnknownHardware
-
-    return (AutoparError, HardwareFileError, UnknownHardware, _Said)
-
-
-def _ignored(_: object) -> None:
-    """What was returned is looked at by nobody."""
 
 
 def _too_long(*_: object) -> None:

@@ -1,14 +1,20 @@
 """The planner's choice beside the other plans of its space, all of them run on this machine: time, memory, order, regret.
 
     python -m benchmarks measured [--models gpt,vit] [--workers 2,4] [--links loopback,10gbit] [--plans 8] [--steps 6] [--repeats 2]
+        [--measure roofline]
 
 Each worker has its share of the cores, and a network card of the stated rate (benchmarks/_shaped.py; latency is this machine's own: its
-kernel has no queue that delays). The machine is profiled as it is, all workers at once; a small model is planned for what was found; the
-plan that the planner chooses and the fastest others of its space, as many as --plans, are trained, in turns, and so are DDP, FSDP2 and
-plans after Megatron's and GPipe's manner, pinned by hand. A step is the median of all timed ones of the slowest worker, memory the growth
-of the fullest worker's resident set from before the model was built to the peak of the timed steps. spread: of the medians of repeats; a
-difference within it is not called one. regret: 1 - best measured / measured of the choice. cpu: the share of the cores that the workers
-had while they were timed; where it is low other processes were at work, and times mean little.
+kernel has no queue that delays). The machine is profiled as it is, all workers at once, and a small model is planned for what was found
+(--measure live: with the operators of the best candidates measured one by one). The plan that the planner chooses and the fastest others
+of its space, as many as --plans, are trained, in turns, and so are plans after Megatron's and GPipe's manner that autopar runs, and what
+people write by hand with torch's own engines (benchmarks/_by_hand.py), where that computes the same model.
+
+A step takes as long as its slowest worker; of a repeat the lower quartile of its timed steps counts, of the repeats the least: other
+processes only add. spread: the largest repeat over the least; a difference within it is not called one. memory: the growth of the
+fullest worker's resident set from before the model was built, after a smaller one was trained, to the peak of a step, in a run of its own
+in which what is freed goes back to the system at once (which makes steps slower). regret: 1 - best measured / measured of the choice.
+cpu: the share of the cores that the workers had while they were timed; where it is low other processes were at work, and times mean
+little. --out FILE keeps the figures of each group as soon as they are there.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers share the cores
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))  # glibc: what tensors free goes back to the system (mallopt(3))
 
 import argparse
+import functools
 import itertools
 import json
 import signal
@@ -27,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +42,23 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.measure.profile import Sizes, profile
-from autopar.measure.resident import forget_peak, give_back, now_bytes, peak_bytes
+from autopar.measure.resident import forget_peak, give_back, give_back_at_once, now_bytes, peak_bytes
 from autopar.planner import Pins, Plan
 from autopar.planner.answer import plan_of
 from autopar.planner.search import Search
 from autopar.run import WorkerPool
+from benchmarks._by_hand import ENGINES, ByHand
+from benchmarks._scores import tau
 from benchmarks._shaped import LINKS, Place, shaped
-from benchmarks._small import MODELS, build
-from benchmarks.published import tau
+from benchmarks._small import MODELS, Mlp, build
 from cost_models import Cluster, load_cluster
 
-__all__ = ["Row", "main", "summary"]
+__all__ = ["Row", "lower_quartile", "main", "summary"]
 
 WARM_UP = 2
 SIZES = Sizes(largest=1024, nbytes=(2**10, 2**14, 2**18, 2**22))  # a profile of seconds
@@ -62,27 +66,28 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "megatron": {"pp": 1, "dp": 1, "zero": 0, "recompute": "none"},
     "gpipe": {"dp": 1, "tp": 1, "schedule": "gpipe", "recompute": "none"},
 }
-ENGINES = ("ddp", "fsdp2")
+NONE_BY_HAND = "nobody writes it by hand"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a worker trains: an engine of torch, or the plan of a file."""
+    """What a worker trains: an engine of torch, or the plan of a file. weighed: for its memory, not for its time."""
 
     model: str
     who: str
     plan_file: str
     steps: int
+    weighed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """Of one worker. cpu_s: of its process while steps were timed."""
+    """Of one worker: the seconds of each timed step. cpu_s: of its process while they were timed."""
 
-    step_s: float
-    memory_bytes: float
-    cpu_s: float
-    wall_s: float
+    steps_s: tuple[float, ...] = ()
+    memory_bytes: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
     refused: str = ""
 
 
@@ -107,8 +112,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--workers", default="2", help="comma-separated numbers of processes")
     parser.add_argument("--links", default="loopback", help=f"comma-separated, of {', '.join(LINKS)}")
     parser.add_argument("--plans", type=int, default=8, help="so many of the fastest of the space, by the prediction")
+    parser.add_argument("--measure", default="roofline", choices=("live", "roofline"), help="where times of operators come from")
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="a file of one JSON line for each group, which is added to")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     args = parser.parse_args(argv)
     models, links = ([n for n in text.split(",") if n] for text in (args.models, args.links))
@@ -126,8 +133,11 @@ def main(argv: list[str]) -> int:
                 for model in models:
                     status.update(f"{model}, {workers} workers on {link}")
                     name = f"{model}, {workers} workers, {link}"
-                    found[name] = run(model, cluster, place, args.plans, args.steps, args.repeats)
+                    found[name] = run(model, cluster, place, args.plans, args.steps, args.repeats, args.measure)
                     console.print(_table(name, found[name]))
+                    if args.out is not None:
+                        with args.out.open("a", encoding="utf-8") as file:
+                            print(json.dumps({"group": name, **summary(found[name]), "rows": [asdict(r) for r in found[name]]}), file=file)
     except AutoparError as error:
         print(error, file=sys.stderr)
         return 1
@@ -139,37 +149,43 @@ def main(argv: list[str]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- one model
-def run(model: str, cluster: Cluster, place: Place, most: int, steps: int, repeats: int) -> list[Row]:
+def run(model: str, cluster: Cluster, place: Place, most: int, steps: int, repeats: int, measure: str) -> list[Row]:
     """The plans of one model, and the engines."""
     with tempfile.TemporaryDirectory() as folder:
-        plans = _plans(model, cluster, place.workers, most)
+        plans = _plans(model, cluster, place.workers, most, measure)
         for number, (_, plan) in enumerate(plans):
             plan.save(Path(folder) / f"{number}.json")
         jobs = [Job(model=model, who="autopar", plan_file=f"{folder}/{n}.json", steps=steps) for n in range(len(plans))]
         jobs += [Job(model=model, who=who, plan_file="", steps=steps) for who in ENGINES]
         times: list[list[list[Ran]]] = [[] for _ in jobs]
         for _ in range(repeats):
-            for number, job in enumerate(jobs):
-                with WorkerPool(place.workers, enter=place) as pool:  # fresh processes: their memory begins with nothing
+            with WorkerPool(place.workers, enter=place) as pool:
+                for number, job in enumerate(jobs):
                     times[number].append(pool.run(train, job))
+        with WorkerPool(place.workers, enter=place) as pool:
+            memory = [max(r.memory_bytes for r in pool.run(train, replace(job, steps=1, weighed=True))) for job in jobs]
     cores = min(place.workers, len(os.sched_getaffinity(0)))
-    rows = [_row(name, plan, name == "chosen", each, cores) for (name, plan), each in zip(plans, times, strict=False)]
-    return rows + [_row(who, None, False, each, cores) for who, each in zip(ENGINES, times[len(plans) :], strict=True)]
+    named = [*plans, *((f"by hand: {who}", None) for who in ENGINES)]
+    rows = [
+        _row(name, plan, name == "chosen", each, nbytes, cores) for (name, plan), each, nbytes in zip(named, times, memory, strict=True)
+    ]
+    return [row for row in rows if row.refused != NONE_BY_HAND]
 
 
-def _plans(model: str, cluster: Cluster, workers: int, most: int) -> list[tuple[str, Plan]]:
+def _plans(model: str, cluster: Cluster, workers: int, most: int, measure: str) -> list[tuple[str, Plan]]:
     """The planner's choice, the fastest others, and those after the manner of others; each once."""
     program = capture(*build(model)).program
 
     def search(**pins: Any) -> Search:
         return Search(
             program=program, gpus=workers, cluster=cluster, memory_limit_bytes=int(cluster.gpu.memory_bytes), optimizer="adamw",
-            precision="fp32", pins=Pins(**pins),
+            precision="fp32", pins=Pins(**pins), measure=measure,
         )  # fmt: skip
 
     free = search()
     plans = [("chosen", search().best())]
-    plans += [(_said(p), p) for p in (plan_of(free, c) for c in itertools.islice(free.candidates(), most))]
+    others = list(itertools.islice(free.candidates(), most))
+    plans += [(_said(p), p) for p in (plan_of(free, c) for c in (free.measured(others) if measure == "live" else others))]
     for name, pins in BY_HAND.items():
         asked: dict[str, Any] = {**pins, **({"tp": workers} if name == "megatron" else {"pp": workers})}
         try:
@@ -185,16 +201,16 @@ def _said(plan: Plan) -> str:
     return f"{axes} zero{plan.zero} mb{plan.micro_batches} {plan.schedule if plan.mesh['pp'] > 1 else ''}{again}".strip()
 
 
-def _row(name: str, plan: Plan | None, chosen: bool, repeats: Sequence[Sequence[Ran]], cores: int) -> Row:
+def _row(name: str, plan: Plan | None, chosen: bool, repeats: Sequence[Sequence[Ran]], memory_bytes: float, cores: int) -> Row:
     """repeats: of each, the workers."""
     refused = next((r.refused for ranks in repeats for r in ranks if r.refused), "")
-    steps = [max(r.step_s for r in ranks) for ranks in repeats]
+    steps = [] if refused else [lower_quartile([max(each) for each in zip(*(r.steps_s for r in ranks), strict=True)]) for ranks in repeats]
     wall_s = sum(max(r.wall_s for r in ranks) for ranks in repeats)
     return Row(
         name=f"chosen: {_said(plan)}" if chosen and plan else name, chosen=chosen, predicted_s=plan and plan.step_time_s,
         predicted_bytes=plan and max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages),
-        step_s=None if refused else statistics.median(steps), spread=max(steps) / min(steps) - 1 if not refused else 0.0,
-        memory_bytes=None if refused else min(max(r.memory_bytes for r in ranks) for ranks in repeats),
+        step_s=None if refused else min(steps), spread=max(steps) / min(steps) - 1 if not refused else 0.0,
+        memory_bytes=None if refused else memory_bytes,
         cpu=sum(r.cpu_s for ranks in repeats for r in ranks) / wall_s / cores if wall_s else 0.0, refused=refused,
     )  # fmt: skip
 
@@ -202,21 +218,19 @@ def _row(name: str, plan: Plan | None, chosen: bool, repeats: Sequence[Sequence[
 # ------------------------------------------------------------------------------------------------------------- on a worker
 def train(job: Job) -> Ran:
     """The steps of a job on this worker."""
-    warm = nn.Linear(8, 8)
-    torch.optim.AdamW(warm.parameters()).zero_grad()
-    give_back()
-    before = now_bytes() or 0
-    torch.manual_seed(0)
-    model, batch = build(job.model)
     try:
-        if job.who == "autopar":
-            model = autopar.compile(model, example_inputs=batch, plan=job.plan_file)
-        else:
-            batch = {name: value.chunk(dist.get_world_size())[dist.get_rank()].contiguous() for name, value in batch.items()}
-            model = DistributedDataParallel(model) if job.who == "ddp" else _fsdp2(model)
+        if job.weighed:
+            give_back_at_once()
+        _load_code(job.who)
+        give_back()
+        before = now_bytes() or 0
+        torch.manual_seed(0)
+        made = _made(job.who, *build(job.model), job.plan_file)
     except (AutoparError, RuntimeError, ValueError) as error:
-        return Ran(step_s=0.0, memory_bytes=0.0, cpu_s=0.0, wall_s=0.0, refused=f"{type(error).__name__}: {error}".splitlines()[0])
-    optimizer, times, cpu_s = torch.optim.AdamW(model.parameters()), list[float](), 0.0
+        return Ran(refused=f"{type(error).__name__}: {error}".splitlines()[0])
+    except _NotByHand:
+        return Ran(refused=NONE_BY_HAND)
+    optimizer, times, cpu_s = torch.optim.AdamW(made.parameters), list[float](), 0.0
     start = time.perf_counter()
     for step in range(WARM_UP + job.steps):
         if step == WARM_UP:
@@ -226,25 +240,44 @@ def train(job: Job) -> Ran:
             cpu_s, start = time.process_time(), time.perf_counter()
         dist.barrier()
         began = time.perf_counter()
-        model(**batch).backward()
+        made.compute()
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - began)
     wall_s = time.perf_counter() - start
     memory = float((peak_bytes() or 0) - before)
-    return Ran(step_s=statistics.median(times[WARM_UP:]), memory_bytes=memory, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
+    return Ran(steps_s=tuple(times[WARM_UP:]), memory_bytes=memory, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
 
 
-def _fsdp2(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for child in [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)][:1]:
-        for layer in child.children():
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+class _NotByHand(Exception):
+    """The engine has no plan for the model."""
+
+
+@functools.cache
+def _load_code(who: str) -> None:
+    """Trains a small model, once."""
+    batch = {name: torch.ones(16, 8) for name in ("x", "y")}
+    made = _made(who, Mlp(8, dist.get_world_size()), batch, None)
+    made.compute()
+    torch.optim.AdamW(made.parameters).step()
+
+
+def _made(who: str, model: nn.Module, batch: dict[str, torch.Tensor], plan_file: str | None) -> ByHand:
+    """plan_file: None for data parallel."""
+    if who != "autopar":
+        if (found := ENGINES[who](model, batch)) is None:
+            raise _NotByHand
+        return found
+    how: dict[str, Any] = {"plan": plan_file} if plan_file else {"pins": {"dp": dist.get_world_size(), "zero": 0}}
+    compiled = autopar.compile(model, example_inputs=batch, **how)
+    return ByHand(lambda: compiled(**batch).backward(), compiled.parameters())
 
 
 # ------------------------------------------------------------------------------------------------------------------ figures
+def lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 4]
+
+
 def summary(rows: Sequence[Row]) -> dict[str, float | int | None]:
     """step, memory: median relative errors of the predictions; beside: the choice's step over that of the best engine by hand."""
     ran = [r for r in rows if r.step_s]

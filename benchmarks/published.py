@@ -6,13 +6,15 @@ Each row is rebuilt (its dimensions as a module on the meta device), captured, a
 of one model share the capture. Rows that cannot be rebuilt are counted with the reason; rows that their source flags as doubtful are
 listed and not scored. --limit takes N rows spread evenly over each file. Relative errors: |predicted - measured| / measured; bias: the
 median of predicted / measured - 1; inside: the share of measured figures within the predicted interval of 80%. kendall_tau: agreement in
-the order of step times within a group (model, GPUs, global batch), the median over groups of at least three runs. fit: of runs that ran,
-and of those that did not, the shares that are predicted not to fit. Without --data: the tables that the project carries.
+the order of step times within a group (model, GPUs, global batch), the median over groups of at least three runs. fit: of runs that ran, of
+those that did not, and of those of them that certainly ran out of memory, the shares that are predicted not to fit; and of those that are
+predicted so, how many did not run. Where a source leaves one dimension out (the micro-batches, or how a solver divided the GPUs) it is the
+planner's to choose; such rows are in no group. Without --data: the tables that the project carries.
 
 --forms FILE keeps what was priced, and takes from it what is there, so that a long table can be priced in parts; it holds good as long as
 neither the planner nor the cost models change. --cross-validate: constants of chips, of softwares and of memory are fitted anew to all
 runs, to all but those of one source, and to all but those of one model's size, and the runs that were left out are predicted by them
-(benchmarks/_cross.py says how; the step, order, memory and regret of each are printed in and out of sample).
+(benchmarks/_cross.py says how; the step, order, memory and regret of each, and what is said to fit, are printed in and out of sample).
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -32,76 +33,15 @@ from rich.table import Table
 
 from benchmarks._cross import Priced
 from benchmarks._cross_report import cross_validated
+from benchmarks._fits import fit_table, fits
 from benchmarks._forms import Form, Forms, Refused, figures_of, keep, kept, key_of
 from benchmarks._predict import Figures, predictions
-from benchmarks._runs import Run, Skip, read, rebuilt
+from benchmarks._runs import DATA, Run, Skip, load
+from benchmarks._scores import LEAST_GROUP, Score, score, tau
 
-__all__ = ["DATA", "Score", "fits", "load", "main", "score", "tau"]
+__all__ = ["main"]
 
-DATA = Path(__file__).parent / "data" / "runs"
-LEAST_GROUP = 3
 WORST = 12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
-    """Of relative errors: their median, their 90th percentile, and the median of the signed ones; inside: the share of the measured
-    figures within their interval."""
-
-    count: int
-    median_ape: float
-    p90_ape: float
-    bias: float
-    inside: float | None = None
-
-    def record(self) -> dict[str, float | None]:
-        return {
-            "count": self.count, "median_ape": self.median_ape, "p90_ape": self.p90_ape, "bias": self.bias, "inside": self.inside,
-        }  # fmt: skip
-
-
-def score(signed: Sequence[float], inside: Sequence[bool] = ()) -> Score | None:
-    """None where there is nothing to score. inside: whether each measured figure lies in its interval, where there are intervals."""
-    if not signed:
-        return None
-    sizes = sorted(abs(e) for e in signed)
-    p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
-    return Score(
-        count=len(sizes), median_ape=statistics.median(sizes), p90_ape=p90, bias=statistics.median(signed),
-        inside=statistics.fmean(inside) if inside else None,
-    )  # fmt: skip
-
-
-def tau(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's tau-b of (predicted, measured) pairs; None where either is the same throughout."""
-    concordant = discordant = ties_a = ties_b = 0
-    for i, (a, b) in enumerate(pairs):
-        for c, d in pairs[:i]:
-            if a == c or b == d:
-                ties_a, ties_b = ties_a + (a == c and b != d), ties_b + (b == d and a != c)
-            elif (a < c) == (b < d):
-                concordant += 1
-            else:
-                discordant += 1
-    total = concordant + discordant
-    scale = ((total + ties_a) * (total + ties_b)) ** 0.5
-    return (concordant - discordant) / scale if scale else None
-
-
-def load(paths: Iterable[Path], limit: int | None = None) -> tuple[list[Run], Counter[str], int]:
-    """(runs that can be rebuilt, reasons for those that cannot, rows in all). Skip if a file is no table of runs."""
-    runs, skipped, total = list[Run](), Counter[str](), 0
-    for path in paths:
-        rows = list(enumerate(read(path), 2))  # as an editor numbers the lines
-        if limit is not None and limit < len(rows):
-            rows = [rows[k * len(rows) // limit] for k in range(limit)]
-        total += len(rows)
-        for number, row in rows:
-            try:
-                runs.append(rebuilt(row, number))
-            except Skip as reason:
-                skipped[str(reason)] += 1
-    return runs, skipped, total
 
 
 def main(argv: list[str]) -> int:
@@ -133,7 +73,7 @@ def main(argv: list[str]) -> int:
     doubtful = [p for p in found if p.run.flagged]
     scored = [p for p in found if not p.run.flagged]
     _report(scored, doubtful, skipped, console)
-    _fit_table(fit, console)
+    console.print(fit_table(fit))
     taus = [t for group in _groups(scored).values() if len(group) >= LEAST_GROUP and (t := _tau_of(group)) is not None]
     times, memories = _times(scored), _memories(scored)
     record = {
@@ -179,26 +119,10 @@ def _memories(found: Iterable[Figures]) -> Score | None:
     return score([p.memory_bytes / m - 1 for p, m in ran], inside)
 
 
-def fits(found: Iterable[Figures]) -> dict[str, dict[str, float]]:
-    """Of the runs of each status: how many, and the shares of them that are predicted not to fit into the GPU's memory, by the prediction
-    and by the upper end of its interval."""
-    groups: dict[str, list[Figures]] = {}
-    for p in found:
-        groups.setdefault("ran" if not p.run.failed else p.run.row["status"], []).append(p)
-    return {
-        status: {
-            "count": len(group),
-            "too_large": statistics.fmean(p.fullest_bytes > p.run.cluster.gpu.memory_bytes for p in group),
-            "too_large_at_the_end": statistics.fmean(p.fullest_interval_bytes[1] > p.run.cluster.gpu.memory_bytes for p in group),
-        }
-        for status, group in sorted(groups.items())
-    }
-
-
 def _groups(found: Iterable[Figures]) -> dict[tuple[object, ...], list[Figures]]:
     groups: dict[tuple[object, ...], list[Figures]] = {}
     for p in found:
-        if p.run.step_time_s:
+        if p.run.step_time_s and not p.run.chosen:
             groups.setdefault(p.run.group, []).append(p)
     return groups
 
@@ -214,9 +138,10 @@ def _report(scored: list[Figures], doubtful: list[Figures], skipped: Counter[str
         "GPU": lambda p: p.run.row["gpu"],
         "model": lambda p: p.run.row["model"],
         "GPUs": lambda p: p.run.gpus,
-        "tensor parallel": lambda p: p.run.pins.tp,
+        "tensor parallel": lambda p: p.run.pins.tp or "chosen",
         "stages": lambda p: p.run.pins.pp,
-        "ZeRO": lambda p: p.run.pins.zero,
+        "ZeRO": lambda p: "chosen" if p.run.pins.zero is None else p.run.pins.zero,
+        "the planner's choice": lambda p: p.run.chosen or "nothing",
     }
     table = Table("", "", "runs", "time: median", "90%", "bias", "inside", "memory: median", "90%", "bias", "inside")
     for name, key in views.items():
@@ -238,13 +163,6 @@ def _report(scored: list[Figures], doubtful: list[Figures], skipped: Counter[str
             if count:
                 table.add_row(str(count), reason)
         console.print(table)
-
-
-def _fit_table(fit: dict[str, dict[str, float]], console: Console) -> None:
-    table = Table("runs that", "", "predicted not to fit", "at the upper end", title="does it fit?")
-    for status, f in fit.items():
-        table.add_row(status, str(f["count"]), f"{f['too_large']:.1%}", f"{f['too_large_at_the_end']:.1%}")
-    console.print(table)
 
 
 def _cells(s: Score | None) -> tuple[str, str, str, str]:

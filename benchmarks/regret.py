@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._predict import Figures, predictions
-from benchmarks._runs import Run, Skip
-from benchmarks.published import DATA, load
+from benchmarks._runs import DATA, Run, Skip, load
 
 __all__ = ["ADVICE", "Group", "groups_of", "main", "regret_of"]
 
@@ -90,7 +89,7 @@ ADVICE: dict[str, Callable[[Run], tuple[float, ...]]] = {
 def groups_of(found: Sequence[Figures]) -> list[Group]:
     """The choices that there are, without plans whose measurement is doubted."""
     by_key: dict[tuple[str, str, str, int, int], list[Figures]] = {}
-    for p in found:
+    for p in (p for p in found if not p.run.chosen):  # what the planner chose is no choice
         if p.run.failed or (not p.run.flagged and p.run.step_time_s):
             by_key.setdefault(p.run.group, []).append(p)
     groups = [

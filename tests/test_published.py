@@ -19,9 +19,10 @@ import torch
 from autopar.planner import Pins
 from benchmarks import published, regret
 from benchmarks._decoders import Decoder
+from benchmarks._fits import CERTAIN, fits, ran_out
 from benchmarks._predict import Figures, Prediction, predictions
-from benchmarks._runs import COLUMNS, Run, Skip, read, rebuilt
-from benchmarks.published import load, score, tau
+from benchmarks._runs import COLUMNS, COMPILED_LAUNCH_S, Run, Skip, load, read, rebuilt
+from benchmarks._scores import score, tau
 from benchmarks.regret import ADVICE, Group, chosen, groups_of, regret_of, summary
 
 pytestmark = pytest.mark.pure
@@ -73,12 +74,54 @@ def test_what_a_row_says_is_heard() -> None:
     units = {unit: rebuilt(row(peak_mem_unit=unit), 2).memory_bytes for unit in ("GiB", "MiB", "GB")}
     assert units == {"GiB": 3 * 2.0**30, "MiB": 3 * 2.0**20, "GB": 3e9}
     assert rebuilt(row(peak_mem_kind="rank 0, allocated"), 2).first_stage
+    boards = {"V100-32GB": "v100-32gb", "V100-16GB": "v100-16gb", "A100-80GB": "a100-80gb", "A100 40 GB": "a100-40gb"}
+    boards["H100-96GB"] = "h100-sxm"
+    assert {gpu: rebuilt(row(gpu=gpu), 2).cluster.gpu.name for gpu in boards} == boards
+    assert rebuilt(row(gpu="A100-40GB(not stated)"), 2).cluster.gpu == rebuilt(row(gpu="A100"), 2).cluster.gpu
     assert rebuilt(row(precision="bf16, fp32 grad accum"), 2).recipe.accumulates
     assert rebuilt(row(status="oom", step_time_s="", peak_mem=""), 2).failed
     cnn = rebuilt(row(family="cnn", model="resnet50", precision="fp16 amp"), 2)
     assert not isinstance(cnn.dims, Decoder) and (cnn.image, cnn.optimizer, cnn.dtype) == (224, "sgd_momentum", torch.float16)
 
 
+def test_experts_are_rebuilt() -> None:
+    dims = rebuilt(row(family="moe", extra=f"experts=4; expert_group=32; {EVERY_SECOND}"), 2).dims
+    assert isinstance(dims, Decoder) and (dims.experts, dims.layers, dims.ffn) == (4, 2, 128)
+
+
+def test_what_a_software_is_known_for_is_heard() -> None:
+    """A compiled program is issued without an interpreter; frameworks of one source are told apart; memory with the framework's own."""
+    alpa, other = rebuilt(row(source="alpa"), 2), rebuilt(row(), 2)
+    assert alpa.compiled and alpa.cluster.gpu.launch_s == COMPILED_LAUNCH_S < other.cluster.gpu.launch_s and not other.compiled
+    assert rebuilt(row(source="both", extra="MXNet (not PyTorch)"), 2).software != rebuilt(row(source="both"), 2).software == "both"
+    whole = rebuilt(row(peak_mem_kind="fullest GPU, with the framework's context"), 2)
+    assert (other.memory_bytes or 0) - (whole.memory_bytes or 0) == other.cluster.gpu.context_bytes > 0
+    fused = rebuilt(row(source="llm-foundry"), 2).dims
+    assert isinstance(fused, Decoder) and fused.fused_loss and isinstance(other.dims, Decoder) and not other.dims.fused_loss
+
+
+def test_what_one_dimension_is_missing_of_is_the_planner_s_choice() -> None:
+    """How the GPUs are divided where a solver did that, or how many micro-batches there are; such a row is no choice of a group."""
+    solver = rebuilt(row(n_gpus=4, dp="", tp="", sharding="auto_sharding", micro_batch="", grad_accum=1), 2)
+    assert (solver.pins.dp, solver.pins.tp, solver.pins.pp, solver.pins.zero, solver.pins.micro_batches) == (None, None, 1, None, 1)
+    assert (solver.chosen, solver.micro_batch) == ("data and tensor parallel", 8)
+    one = rebuilt(row(n_gpus=1, dp="", tp="", sharding="auto_sharding", micro_batch="", grad_accum=1), 2)
+    assert (one.pins.dp, one.pins.tp, one.pins.zero, one.chosen) == (1, 1, 0, "")
+    batches = rebuilt(row(micro_batch="", grad_accum=""), 2)
+    assert (batches.pins.micro_batches, batches.chosen, rebuilt(row(), 2).chosen) == (None, "micro-batches", "")
+    assert batches.micro_batch == 4, "of which all numbers of them can be made"
+    assert batches.memory_bytes is None and rebuilt(row(), 2).memory_bytes is not None, "it depends on them"
+    for run in (solver, batches):
+        pinned = rebuilt(row(n_gpus=run.gpus, dp=run.gpus, micro_batch=8 // run.gpus), 2)
+        steps = {id(r): p.step_time_s for r, p in predictions([run, pinned]) if isinstance(p, Prediction)}
+        assert steps[id(run)] <= steps[id(pinned)]
+    ran = [plan(k, k, micro_batch=b) for k, b in ((1.0, 4), (2.0, 8), (3.0, 1))]
+    free = plan(0.5, 0.5)
+    object.__setattr__(free.run, "chosen", "micro-batches")
+    assert [len(g.found) for g in groups_of([*ran, free])] == [3]
+
+
+EVERY_SECOND = "MoE every second layer"
 UNSUPPORTED = [
     ({"vpp": 2}, "several stages on each rank, and no pipeline"),
     ({"cp": 2}, "context parallelism cannot be planned yet"),
@@ -88,7 +131,9 @@ UNSUPPORTED = [
     ({"n_gpus": ""}, "n_gpus is not stated"),
     ({"dp": 0}, "dp is not stated"),
     ({"hidden": ""}, "hidden is not stated"),
-    ({"micro_batch": "", "grad_accum": ""}, "grad_accum is not stated"),
+    ({"micro_batch": "", "grad_accum": "", "act_ckpt": ""}, "recomputation is not stated"),
+    ({"micro_batch": "", "grad_accum": "", "family": "cnn", "model": "resnet50"}, "grad_accum is not stated"),
+    ({"dp": "", "tp": ""}, "dp is not stated"),
     ({"hidden": "many"}, "hidden is no number"),
     ({"precision": "fp8"}, "fp8 cannot be planned yet"),
     ({"precision": ""}, "the precision is not stated"),
@@ -97,7 +142,10 @@ UNSUPPORTED = [
     ({"sharding": "a new way"}, "the sharding 'a new way' cannot be planned"),
     ({"act_ckpt": "selective"}, "selective recomputation cannot be planned yet"),
     ({"act_ckpt": ""}, "recomputation is not stated"),
-    ({"family": "gpt-moe"}, "mixtures of experts are not rebuilt yet"),
+    ({"family": "gpt-moe"}, "how many experts there are in which layers is not stated"),
+    ({"family": "moe", "extra": "experts=8"}, "how many experts there are in which layers is not stated"),
+    ({"family": "moe", "extra": f"experts=8; expert_group=64; {EVERY_SECOND}"}, "grouped otherwise than by sample"),
+    ({"sharding": "ZeRO-2 with offload", "dp": 1, "tp": 2}, "offload of optimizer states to the host cannot be planned yet"),
     ({"family": "rnn"}, "the family 'rnn' is not known"),
     ({"family": "cnn", "model": "mystery"}, "the network 'mystery' is not one of those that can be rebuilt"),
     ({"gpu": "TPUv4"}, "the GPU 'TPUv4' is not in the catalogue"),
@@ -185,9 +233,32 @@ def test_a_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert answer["memory"]["median_ape"] == pytest.approx(statistics.median(map(abs, memory)))
     inside = [p.step_interval_s[0] <= (p.run.step_time_s or 0.0) <= p.step_interval_s[1] for p in found if p.run.step_time_s]
     assert answer["time"]["inside"] == pytest.approx(statistics.fmean(inside))
-    assert answer["fit"].keys() == {"ran", "oom"} and answer["fit"]["oom"]["count"] == 1
+    assert answer["fit"].keys() == {"ran", "oom"} and "precision" not in answer["fit"] and answer["fit"]["oom"]["count"] == 1
     assert answer["fit"]["ran"]["too_large"] == 0.0
     assert answer["kendall_tau"] is None, "all were measured to take the same"
+
+
+def test_runs_that_certainly_ran_out() -> None:
+    """By an estimate of their own source, or by a line through the memory of the same run with smaller micro-batches."""
+
+    def runs(*gib: float, failed: int, **changes: object) -> list[Run]:
+        changes = {"n_gpus": 1, "dp": 1, "global_batch": 64, **changes}
+        sizes = [row(**{**changes, "micro_batch": 2**k, "peak_mem": g}) for k, g in enumerate(gib)]
+        out = {"status": "oom", "step_time_s": "", "peak_mem": ""}
+        return [rebuilt(r, 2) for r in [*sizes, row(**{**changes, **out, "micro_batch": failed})]]
+
+    cases = [((20, 40), 4, True), ((20, 30), 4, False), ((20, 30), 8, True), ((60,), 4, False), ((20, 40, 41), 8, False)]
+    for gib, failed, certain in cases:
+        found = runs(*gib, failed=failed)
+        assert ran_out(found) == ({id(found[-1])} if certain else set()), (gib, failed)
+    few = runs(20, 40, failed=64, pp=2, n_gpus=2)
+    assert not ran_out(few), "fewer micro-batches than stages keep less than the line says"
+    estimated = rebuilt(row(status="oom", step_time_s="", peak_mem=90), 2)
+    assert ran_out([estimated]) == {id(estimated)} and not ran_out([rebuilt(row(status="oom", step_time_s="", peak_mem=70), 2)])
+    assert not ran_out([rebuilt(row(peak_mem=90), 2)]), "it ran"
+    too_large = [Plan(r, 1.0, 2.0**40) for r in (estimated, rebuilt(row(), 2))]
+    shares = fits(cast(Any, too_large))
+    assert shares[CERTAIN]["too_large"] == shares["ran"]["too_large_at_the_end"] == 1.0 and shares["precision"]["too_large"] == 0.5
 
 
 def test_the_order_of_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
