@@ -1,6 +1,7 @@
 # make test   set up once, then lint, types and tests
 # make demo   set up once, then the whole pipeline on a small GPT-2 and four local workers
 # make gpu    set up once, then what needs a GPU: the tests marked gpu, autopar profile, a training beside plain torch (gpu.json)
+# make stacks set up once, then the tests of plans for other softwares, beside these softwares' own parsers (in a folder of their own)
 # make lint   ruff and mypy alone
 # make setup  the virtual environment alone; done again only when pyproject.toml or constraints.txt change
 
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13 python3.14,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
 
-.PHONY: setup test lint demo gpu clean
+.PHONY: setup test lint demo gpu stacks clean
 
 setup: $(STAMP)
 
@@ -28,8 +29,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+# Three files of tests at a time on two cores, since many tests wait for processes. Their hundreds of processes read compiled sources.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Without what they train with, and out of the way: what finds deepspeed beside it behaves otherwise.
+$(VENV)/stacks: tests/stacks.txt $(STAMP)
+	rm -rf $@
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --target $@ -r tests/stacks.txt
+
+stacks: $(VENV)/stacks
+	PYTHONPATH=$(abspath $(VENV)/stacks) $(BIN)/python -m pytest -n 0 -rs tests/test_stacks.py $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	$(BIN)/autopar demo

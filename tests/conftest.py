@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parent / "golden"
 LONG = (
     "test_run_launch.py", "test_checkpoint.py", "test_parts.py", "test_autocast.py", "test_verify.py", "test_local_batches.py",
-    "test_examples.py", "test_trainer.py", "test_training_tools.py",
+    "test_examples.py", "test_trainer.py", "test_training_tools.py", "test_faults.py", "test_torchrun_faults.py", "test_soundness.py",
 )  # fmt: skip
 KINDS = ("pure", "fake", "gloo", "gpu")
 
