@@ -233,10 +233,14 @@ class Search(Question):
 
     def _could_fit(self, choice: Choice, rank: Rank | str | None = None) -> bool:
         """Whether what rests on the fullest rank leaves room. rank: of this choice, if it is known."""
-        alike = frozenset[str]()
-        if isinstance(rank, Rank) and rank.data is not None:
-            alike = frozenset(p.value for p in self.known.folded.params if rank.data.leaves.get(p.value) == I)
-        return self._least.bytes(choice, alike) <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+        nbytes = self._least.bytes(choice, self._alike(rank))
+        return nbytes <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+
+    def _alike(self, rank: Rank | str | None) -> frozenset[str]:
+        """The parameters that all data-parallel ranks are known to use for the same work."""
+        if not isinstance(rank, Rank) or rank.data is None:
+            return frozenset()
+        return frozenset(p.value for p in self.known.folded.params if rank.data.leaves.get(p.value) == I)
 
     def _say_what_lacks(self, hopeless: list[Choice]) -> None:
         """Of choices that cannot fit, the leanest first, as many as are listed where nothing fits."""
@@ -247,9 +251,9 @@ class Search(Question):
             estimator = self.estimator(rank, choice)
             if isinstance(estimator, str):
                 self.refused[estimator] = None
-            else:
-                fits = self.draft(choice, estimator)
-                assert fits is None, f"{choice} fits though what rests on a rank leaves no room"
+            elif self.draft(choice, estimator) is not None:  # its pieces would just fit, by a bound that what rests alone is above
+                nbytes = self._least.bytes(choice, self._alike(rank))
+                self.note_shortfall(choice, estimator, self._least.upper_bytes(nbytes, self._batch_bytes(choice.mesh)))
 
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
@@ -317,7 +321,7 @@ def _no_better(form: Estimator, first: Estimator) -> bool:
             return False
     if any(x < y for a, b in zip(form.seconds(), first.seconds(), strict=True) for x, y in zip(a, b, strict=True)):
         return False
-    pairs = dict.fromkeys(zip(form.pieces, first.pieces, strict=True))
+    pairs = dict.fromkeys(zip(form.plain, first.plain, strict=True))
     return all(len(a.modes) == len(b.modes) and all(map(operator.ge, _costs(a), _costs(b))) for a, b in pairs)
 
 

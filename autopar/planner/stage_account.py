@@ -57,6 +57,11 @@ class Piece:
         """The piece with this mode alone."""
         return replace(self, modes=(mode,))
 
+    def with_more(self, share: float) -> Piece:
+        """What is saved counts for so much more than itself."""
+        received, sent = self.received_bytes * (1 + share), self.sent_bytes * (1 + share)
+        return replace(self, received_bytes=received, sent_bytes=sent, modes=tuple(m.with_more(share) for m in self.modes))
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.forward_s, self.backward_s, self.rest_bytes, self.gradient_bytes, self.sent_bytes, self.trains, self.modes[:1]))
