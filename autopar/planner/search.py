@@ -123,6 +123,7 @@ class Search(Question):
         self._numbers = numbers = itertools.count()
         self.unsure = set[Choice]()
         self._fastest: dict[Choice, Estimator] = {}
+        self._with_leaner = set[Choice]()
         queue: list[_Entry] = []
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
         for choice in self.space.choices():
@@ -195,8 +196,7 @@ class Search(Question):
         self.said.cut += 1
         worth_s = WORTH * min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
         draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
-        known = entry.choice in bounds
-        if (draft == NO_BETTER or draft is None or draft.part.recomputed) and not known:
+        if draft == NO_BETTER or draft is None or draft.part.recomputed:
             self._leaner(entry, queue)
         if draft == NO_BETTER:
             bounds[entry.choice] = max(entry.least_s, worth_s)
@@ -213,8 +213,12 @@ class Search(Question):
             bounds.pop(entry.choice, None)
 
     def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
-        """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster."""
+        """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster: they are tried,
+        once for a choice."""
         assert entry.estimator is not None
+        if entry.choice in self._with_leaner:
+            return
+        self._with_leaner.add(entry.choice)
         for choice in self.space.leaner(entry.choice, entry.estimator.prices):
             self.said.choices += 1
             least_s = self._least.step_s(choice, self.batch_size)
@@ -224,6 +228,8 @@ class Search(Question):
         """Price the choice as it will run."""
         found = self.exact(entry.choice)
         entry.draft = None
+        if found is None or found.part.recomputed:
+            self._leaner(entry, queue)
         if found is None:
             if entry.choice not in self.unsure:
                 bounds.pop(entry.choice, None)
