@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 import sysconfig
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import autopar
 from autopar.capture import capture
 from autopar.compiler import plan_of
 from autopar.errors import AutoparError
-from autopar.measure.resident import forget_peak, give_back, now_bytes, peak_bytes
+from autopar.measure.resident import forget_peak, give_back, give_back_at_once, now_bytes, peak_bytes
 from autopar.report.text import plan_text
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 
@@ -40,7 +41,8 @@ TOLERANCE = 1e-3  # relative, of every step's loss in float32: sums are taken in
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """One training run. memory_bytes: growth of the resident set (CPU) or allocated memory (GPU) from before the model was built to the
-    peak of the timed steps, None where the system does not tell. A smaller model has been trained then, so that code is not counted."""
+    peak of its steps, None where the system does not tell. A smaller model has been trained then, so that code is not counted. It is of
+    another run, of few steps, in which the allocator of a CPU gives back at once what is not in use, and is slower for it."""
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
@@ -102,11 +104,13 @@ def run_demo(*, gpus: int, steps: int, folder: Path, pins: autopar.Pins | None =
     console.print(f"\nplanned in {seconds_text(took)}\n")
 
     single = train_single(batches)
-    console.print(f"starting {gpus} workers, each of which captures the model and takes its part")
+    console.print(f"starting {gpus} workers, each of which captures the model and takes its part; then again, for the memory alone")
     workers = autopar.launch(train_worker, batches, str(plan_file), str(folder), gpus=gpus)
+    (alone,) = autopar.launch(memory_of_one, batches, gpus=1)
+    each = autopar.launch(memory_of_worker, batches, str(plan_file), gpus=gpus)
     outcome = Outcome(
-        gpus=gpus, single=single, parallel=workers[0],
-        fullest_memory_bytes=max((w.memory_bytes for w in workers if w.memory_bytes is not None), default=None),
+        gpus=gpus, single=replace(single, memory_bytes=alone), parallel=replace(workers[0], memory_bytes=each[0]),
+        fullest_memory_bytes=max((nbytes for nbytes in each if nbytes is not None), default=None),
         predicted_step_time_s=plan.step_time_s,
         predicted_memory_bytes=max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages),
         written=tuple(str(path) for path in sorted(folder.iterdir())),
@@ -168,29 +172,53 @@ def _inputs(batch: Tensor) -> dict[str, Tensor]:
 def train_single(batches: Tensor) -> Measured:
     """The model as it is, on this process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _train(_small().to(device), batches[: WARM_UP + 1, :, :SMALL_SEQUENCE], None, "", device)  # loads its code
-    give_back()
-    before = now_bytes()
-    return _train(build_model().to(device), batches, before, "one process", device)
+    return _train(build_model().to(device), batches, "one process", device)
 
 
 def train_worker(batches: Tensor, plan_file: str, folder: str) -> Measured:
     """The compiled model, on one worker of several; the loop is the same."""
-    few = batches[: WARM_UP + 1, :, :SMALL_SEQUENCE]
-    small = autopar.compile(_small(), example_inputs=_inputs(few[0]), pins={"pp": 1})  # loads its code
-    _train(small, few, None, "", str(small.device))
-    del small
-    give_back()
-    before = now_bytes()
     model = autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=plan_file)
     rank = torch.distributed.get_rank()
     if rank == 0:
         (Path(folder) / "module.py").write_text(model.source, encoding="utf-8")
     words = f"{torch.distributed.get_world_size()} workers" if rank == 0 else ""
-    return _train(model, batches, before, words, str(model.device))
+    return _train(model, batches, words, str(model.device))
 
 
-def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: str, device: str) -> Measured:
+def memory_of_one(batches: Tensor) -> int | None:
+    """Of the model as it is, on a process of its own."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return _grown(lambda: _small().to(device), lambda: build_model().to(device), batches, device)
+
+
+def memory_of_worker(batches: Tensor, plan_file: str) -> int | None:
+    """Of the compiled model, on one worker of several."""
+
+    def small() -> nn.Module:
+        few = _inputs(batches[0, :, :SMALL_SEQUENCE])
+        return autopar.compile(_small(), example_inputs=few, pins={"pp": 1})
+
+    def large() -> nn.Module:
+        return autopar.compile(build_model(), example_inputs=_inputs(batches[0]), plan=plan_file)
+
+    return _grown(small, large, batches, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _grown(small: Callable[[], nn.Module], large: Callable[[], nn.Module], batches: Tensor, device: str) -> int | None:
+    """Bytes by which the memory of this process grows while a model is built and trained, after a small one has loaded the code."""
+    give_back_at_once()
+    _train(small(), batches[:WARM_UP, :, :SMALL_SEQUENCE], "", device)
+    give_back()
+    before = now_bytes()
+    model = large()
+    give_back()  # what it took to capture and to build
+    forget_peak()
+    _train(model, batches[: WARM_UP + 1], "", device)
+    peak = peak_bytes()
+    return None if peak is None or before is None else peak - before
+
+
+def _train(model: nn.Module, batches: Tensor, words: str, device: str) -> Measured:
     """The training loop. words: what the progress bar says; nothing for no bar."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, times = [], []
@@ -198,10 +226,7 @@ def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: 
     columns = (words_column, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column)
     with Progress(*columns, console=Console(stderr=True), disable=not words) as progress:
         task = progress.add_task(words, total=len(batches), loss="")
-        for i, batch in enumerate(batches):
-            if i == WARM_UP:
-                give_back()  # what it took to capture and to build
-                forget_peak()
+        for batch in batches:
             start = time.perf_counter()
             loss = model(**{name: value.to(device) for name, value in _inputs(batch).items()})
             loss = loss if isinstance(loss, Tensor) else loss.loss
@@ -211,9 +236,7 @@ def _train(model: nn.Module, batches: Tensor, memory_before: int | None, words: 
             losses.append(loss.item())
             times.append(time.perf_counter() - start)
             progress.update(task, advance=1, loss=f"{losses[-1]:.4f}")
-    peak = peak_bytes()
-    memory = None if peak is None or memory_before is None else peak - memory_before
-    return Measured(losses=tuple(losses), step_times_s=tuple(times), memory_bytes=memory)
+    return Measured(losses=tuple(losses), step_times_s=tuple(times), memory_bytes=None)
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -228,7 +251,7 @@ def outcome_text(outcome: Outcome) -> str:
     words = f"{outcome.gpus} workers"
     curves = table(("step", "one process", "loss", words, "loss", "difference"), rows)
     tokens = BATCH * SEQUENCE
-    kind = "allocated" if torch.cuda.is_available() else "resident set, growth to its peak"
+    kind = "allocated" if torch.cuda.is_available() else "resident set, growth to its peak; what is freed is given back at once"
     memory = bytes_text(outcome.fullest_memory_bytes) if outcome.fullest_memory_bytes is not None else "not told by this system"
     figures = table(
         ("", "one process", words, "predicted"),
