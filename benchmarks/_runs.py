@@ -308,7 +308,7 @@ def _recompute(text: str) -> str:
         return "full"
     if low.startswith("none"):
         return "none"
-    raise Skip("selective recomputation cannot be planned yet" if "selective" in low else "recomputation is not stated")
+    raise Skip("what runs again selectively is not stated" if "selective" in low else "recomputation is not stated")
 
 
 def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> Recipe:
