@@ -140,7 +140,7 @@ UNSUPPORTED = [
     ({"precision": "int3"}, "the precision 'int3' is not known"),
     ({"sharding": "WHIMSICAL"}, "the sharding .WHIMSICAL. cannot be planned"),
     ({"sharding": "a new way"}, "the sharding 'a new way' cannot be planned"),
-    ({"act_ckpt": "selective"}, "selective recomputation cannot be planned yet"),
+    ({"act_ckpt": "selective"}, "what runs again selectively is not stated"),
     ({"act_ckpt": ""}, "recomputation is not stated"),
     ({"family": "gpt-moe"}, "how many experts there are in which layers is not stated"),
     ({"family": "moe", "extra": "experts=8"}, "how many experts there are in which layers is not stated"),
