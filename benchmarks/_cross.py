@@ -65,6 +65,7 @@ UNREAD_S = 2e-3
 a compiled program does that on the device."""
 MOST_S = {LAUNCH: 1e-3, ONCE: 0.5, **dict.fromkeys(SOFTWARE_S, 5e-3)}
 SLACK_ROWS = 10
+BEYOND = "beyond_bytes"  # of MemoryPlan: no memory, but how far an interval reaches
 HELD = 0.5  # of the gathers that may be held; what is known is that it is none to all of them
 GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
@@ -164,7 +165,7 @@ def steps_s(found: Sequence[Priced], constants: Constants, hardware_alone: bool 
 def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict[str, int]:
     """The terms of MemoryPlan of the stage that the source states, or of the 'fullest' one, by these constants."""
     terms = dict(p.form.memory if which == "memory" else p.form.fullest)
-    allocated = sum(n for name, n in terms.items() if name not in ("framework_context_bytes", "allocator_slack_bytes"))
+    allocated = sum(n for name, n in terms.items() if name not in ("framework_context_bytes", "allocator_slack_bytes", BEYOND))
     recipe, held = p.run.recipe, 0.0
     if recipe.held_gathers:
         held = max(0.0, terms["allocator_slack_bytes"] - recipe.allocator_slack * allocated) / recipe.held_gathers
@@ -173,7 +174,7 @@ def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict
 
 def memory_bytes(p: Priced, constants: Constants) -> float:
     """Of the stage that the source states, without the framework's own."""
-    return float(sum(n for name, n in memory_terms(p, constants).items() if name != "framework_context_bytes"))
+    return float(sum(n for name, n in memory_terms(p, constants).items() if name not in ("framework_context_bytes", BEYOND)))
 
 
 # ------------------------------------------------------------------------------------------------------------------ fit
