@@ -36,10 +36,11 @@ __all__ = ["CLASSES", "Constants", "Priced", "chip_of", "fitted", "memory_terms"
 
 Vector = NDArray[numpy.float64]
 
-CLASSES = {"matmul": 0.7, "attention": 0.4, "conv": 0.63, "pointwise": 0.85, "other": 0.1}
+CLASSES = {"matmul": 0.7, "attention": 0.4, "conv": 0.67, "pointwise": 0.85, "other": 0.1}
 """What large operators reach of a chip that nothing is known of. matmul, attention, pointwise: the assumed figures
-of the catalogue. conv: the median of DeepBench's convolutions in half precision, of 10 GFLOP or more, on V100 (data/kernels.csv). other:
-depthwise convolutions, by 12 timings of PyTorch's kernels on V100 (pytorch/pytorch, pull request 40801): 6 to 10% of the bandwidth."""
+of the catalogue. conv: the median of DeepBench's convolutions in half precision, of 10 GFLOP or more, on V100 (data/kernels.csv), when
+their results are written at three quarters of the bandwidth. other: depthwise convolutions, by 12 timings of PyTorch's kernels on
+V100 (pytorch/pytorch, pull request 40801): 6 to 10% of the bandwidth."""
 
 EAGER, COMPILED = "PyTorch", "compiled programs"  # who issues operators
 LAUNCH_SPREAD = 0.7  # of the host's work for one operator: hosts and softwares differ
@@ -51,10 +52,10 @@ CONSTANT_OF = {UPDATE: "pointwise", "reduction": "pointwise", "gather": "pointwi
 
 CLIP = 0.4
 ROWS = 100  # of one source, for a chip: no sweep outweighs the others by its length
-KERNELS: Mapping[str, Point] = {"a100": {"attention": 0.61}, "h100": {"attention": 0.35}, "v100": {"matmul": 0.79}}
-"""What timings of kernels say of a chip. matmul: the median of DeepBench's in half precision, of 10 GFLOP or more (data/kernels.csv).
-attention: FlashAttention-2 reaches 50 to 73% of an A100's rate (Dao 2023, abstract) and 35% of an H100's (Shah et al. 2024,
-"FlashAttention-3", abstract)."""
+KERNELS: Mapping[str, Point] = {"a100": {"attention": 0.61}, "h100": {"attention": 0.35}, "v100": {"matmul": 0.86}}
+"""What timings of kernels say of a chip. matmul: the median of DeepBench's in half precision, of 10 GFLOP or more, as conv above.
+attention, in forward: FlashAttention-2 reaches 50 to 73% of an A100's rate (Dao 2023, abstract) and 35% of an H100's (Shah et al.
+2024, "FlashAttention-3", abstract)."""
 
 LAUNCH = "launch_s"
 START_S = {LAUNCH: 2e-5, ONCE: 1e-2, **dict.fromkeys(SOFTWARE_S, 2e-4)}
@@ -64,6 +65,7 @@ UNREAD_S = 2e-3
 a compiled program does that on the device."""
 MOST_S = {LAUNCH: 1e-3, ONCE: 0.5, **dict.fromkeys(SOFTWARE_S, 5e-3)}
 SLACK_ROWS = 10
+BEYOND = "beyond_bytes"  # of MemoryPlan: no memory, but how far an interval reaches
 HELD = 0.5  # of the gathers that may be held; what is known is that it is none to all of them
 GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
@@ -163,7 +165,7 @@ def steps_s(found: Sequence[Priced], constants: Constants, hardware_alone: bool 
 def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict[str, int]:
     """The terms of MemoryPlan of the stage that the source states, or of the 'fullest' one, by these constants."""
     terms = dict(p.form.memory if which == "memory" else p.form.fullest)
-    allocated = sum(n for name, n in terms.items() if name not in ("framework_context_bytes", "allocator_slack_bytes"))
+    allocated = sum(n for name, n in terms.items() if name not in ("framework_context_bytes", "allocator_slack_bytes", BEYOND))
     recipe, held = p.run.recipe, 0.0
     if recipe.held_gathers:
         held = max(0.0, terms["allocator_slack_bytes"] - recipe.allocator_slack * allocated) / recipe.held_gathers
@@ -172,7 +174,7 @@ def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict
 
 def memory_bytes(p: Priced, constants: Constants) -> float:
     """Of the stage that the source states, without the framework's own."""
-    return float(sum(n for name, n in memory_terms(p, constants).items() if name != "framework_context_bytes"))
+    return float(sum(n for name, n in memory_terms(p, constants).items() if name not in ("framework_context_bytes", BEYOND)))
 
 
 # ------------------------------------------------------------------------------------------------------------------ fit

@@ -37,7 +37,7 @@ class Fitted:
 
     def __init__(self, forms: Sequence[Form], gpus: Sequence[Gpu]) -> None:
         self.forms, self.gpus = forms, gpus
-        compute, compute_s, memory, memory_s, times, passes = [], [], [], [], [], []
+        compute, compute_s, written_s, memory, memory_s, times, passes = [], [], [], [], [], [], []
         links, hosts, gathers, scatters, rows = [], [], [], [], []
         self._first_pass, self._first_figure, figures = [], [], 0
         place = {name: k for k, name in enumerate((*(c for c in OP_CLASSES if c != "view"), ""))}
@@ -46,9 +46,10 @@ class Fitted:
             self._first_figure.append(figures)
             every = [(p.forward, p.gathers[0], -1) for p in form.parts] + [(p.backward, p.gathers[1], p.scatters) for p in form.parts]
             for each, gathered, scattered in [*every, *((a, -1, -1) for a in form.again)]:
-                for c, c_s, m, m_s, n in each.ops:
+                for c, c_s, w_s, m, m_s, n in each.ops:
                     compute.append(place[c])
                     compute_s.append(c_s)
+                    written_s.append(w_s)
                     memory.append(place[m])
                     memory_s.append(m_s)
                     times.append(n)
@@ -60,7 +61,9 @@ class Fitted:
                 rows.append(row)
             figures += len(form.figures)
         self._compute, self._memory, self._pass = (numpy.array(x, dtype=int) for x in (compute, memory, passes))
-        self._compute_s, self._memory_s, self._times = (numpy.array(x, dtype=float) for x in (compute_s, memory_s, times))
+        self._compute_s, self._written_s, self._memory_s, self._times = (
+            numpy.array(x, dtype=float) for x in (compute_s, written_s, memory_s, times)
+        )  # fmt: skip
         self._links, self._hosts, self._gathers, self._scatters, self._row = (
             numpy.array(x, dtype=int) for x in (links, hosts, gathers, scatters, rows)
         )  # fmt: skip
@@ -83,8 +86,9 @@ class Fitted:
         figures = self._figures.copy()
         for name, slope in self._slopes.items():
             figures += slope * numpy.array([p[name] for p in points])[self._figure_row]
+        computing, streaming = (fractions[self._op_row, of] for of in (self._compute, self._memory))
         ops_s = self._times * numpy.maximum(
-            self._compute_s / fractions[self._op_row, self._compute], self._memory_s / fractions[self._op_row, self._memory]
+            self._compute_s / computing + self._written_s / streaming, self._memory_s / streaming
         )  # fmt: skip
         device = numpy.bincount(self._pass, ops_s, minlength=len(self._links)) + figures[self._links]
         seconds = numpy.maximum(device, figures[self._hosts])

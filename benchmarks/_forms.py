@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,13 +28,13 @@ from autopar.planner.partition import Partition
 from autopar.planner.plan import MemoryPlan
 from autopar.planner.price import Ledger
 from autopar.planner.prologue import prologue_parts_s
-from benchmarks._predict import Figures, Prediction
-from benchmarks._runs import Run
+from benchmarks._predict import Figures, Prediction, predictions
+from benchmarks._runs import Run, Skip
 from cost_models.compute import demand
 from cost_models.recipe import Recipe
 from cost_models.uncertainty import interval
 
-__all__ = ["SOFTWARE_S", "Form", "Forms", "Refused", "figures_of", "keep", "kept", "key_of"]
+__all__ = ["SOFTWARE_S", "Form", "Forms", "Refused", "figures_of", "forms_of", "keep", "kept", "key_of"]
 
 SOFTWARE_S = ("between_nodes_s", "contended_step_s", "contended_hop_s")
 """What a software's collectives take beyond the links: fields of Recipe."""
@@ -43,10 +43,10 @@ VARIED_S = 1e-3  # by which a constant is changed, to see what is affine in it
 
 
 class Pass(msgspec.Struct, kw_only=True, array_like=True):
-    """A piece's operators in one direction. ops: (compute class or '', seconds at peak, memory class, seconds at peak, how many).
-    links, host: numbers of affine figures: the device's seconds in collectives, and the host's for everything."""
+    """A piece's operators in one direction. ops: (compute class or '', seconds at peak, of writing its result, memory class, seconds at
+    peak, how many). links, host: numbers of affine figures: the device's seconds in collectives, and the host's for everything."""
 
-    ops: list[tuple[str, float, str, float, float]]
+    ops: list[tuple[str, float, float, str, float, float]]
     links: int
     host: int
 
@@ -238,7 +238,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
 def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _Figures) -> Pass:
     """way: 0 forward, 1 backward."""
     program, gpu = ledger.program, e.cluster.gpu
-    ops: dict[tuple[str, float, str, float], float] = {}
+    ops: dict[tuple[str, float, float, str, float], float] = {}
     links_s = host_s = 0.0
     for k in span:
         op, cost = program.ops[k], ledger.costs[k]
@@ -253,10 +253,9 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
         if way == 1 and (op.no_grad or not any(t.grad for t in outs)):
             continue
         links_s += seconds - e.pricer.counted_s(cost.counts, dtype)[way]
-        work = e.pricer.work(cost.counts)
-        if way < len(work):
-            asked = demand(cost.counts.op_class, *work[way], dtype, gpu)
-            key = (asked.compute_class or "", asked.compute_s, asked.memory_class, asked.memory_s)
+        for kernel in (*e.pricer.work(cost.counts, dtype), (), ())[way]:
+            asked = demand(kernel.op_class, kernel.flops, kernel.nbytes, dtype, gpu, kernel.written)
+            key = (asked.compute_class or "", asked.compute_s, asked.written_s, asked.memory_class, asked.memory_s)
             ops[key] = ops.get(key, 0.0) + 1
     return Pass(ops=[(*key, n) for key, n in ops.items()], links=found.add(links_s), host=found.add(host_s))
 
@@ -290,3 +289,22 @@ def keep(path: Path, form: Form | Refused) -> None:
     """Adds a form to a file."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(form) + b"\n")
+
+
+def forms_of(
+    runs: Sequence[Run], path: Path | None = None, say: Callable[[int, int], None] = lambda done, of: None
+) -> Iterator[tuple[Run, Form | Refused]]:
+    """The form of each run, in order, when all are priced. path: of forms that are taken from there, and added to it. say(done, of): called
+    before each that is priced anew."""
+    known = {form.key: form for form in kept(path)} if path is not None else {}
+    new = [run for run in runs if key_of(run) not in known]
+    forms, program = Forms(), None
+    for count, (run, found) in enumerate(predictions(new), 1):
+        say(count, len(new))
+        if run.key != program:
+            forms, program = Forms(), run.key
+        form = Refused(key=key_of(run), reason=str(found)) if isinstance(found, Skip) else forms.of(found)
+        known[form.key] = form
+        if path is not None:
+            keep(path, form)
+    yield from ((run, known[key_of(run)]) for run in runs)

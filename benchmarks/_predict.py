@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+import torch
 from msgspec import structs
 
 from autopar.capture import capture
+from autopar.ir import Program
 from autopar.measure import Pricer
 from autopar.planner import Pins
 from autopar.planner.candidate import Candidate
@@ -16,6 +19,8 @@ from autopar.planner.estimate import Times
 from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
+from benchmarks._cnns import Cnn
+from benchmarks._decoders import Decoder
 from benchmarks._runs import Run, Skip, model_of
 from cost_models import Cluster
 from cost_models.recipe import Recipe
@@ -23,6 +28,7 @@ from cost_models.uncertainty import interval
 
 __all__ = ["ANY_MEMORY", "Figures", "Prediction", "predictions", "repriced", "search_of"]
 
+CAPTURED = 64  # programs that are kept: a table has rows of a model on one kind of GPU after those on another
 ANY_MEMORY = 2**50  # rows that ran are priced even where they would not fit by our account
 
 
@@ -68,12 +74,15 @@ def search_of(group: list[Run]) -> Search:
     """A search of the program that all runs of a group share, captured with a batch that every micro-batch divides."""
     first = group[0]
     batch = first.micro_batch if first.image else 4 * math.lcm(*{run.micro_batch for run in group})  # batch norm is each rank's own
-    model, inputs = model_of(first, batch)
-    captured = capture(model, inputs)
     return Search(
-        program=captured.program, gpus=first.gpus, cluster=first.cluster, memory_limit_bytes=ANY_MEMORY, optimizer=first.optimizer,
-        precision="fp32", pins=Pins(), recipe=first.recipe,
+        program=_captured(first.dims, first.dtype, first.image, batch), gpus=first.gpus, cluster=first.cluster,
+        memory_limit_bytes=ANY_MEMORY, optimizer=first.optimizer, precision="fp32", pins=Pins(), recipe=first.recipe,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=CAPTURED)
+def _captured(dims: Decoder | Cnn, dtype: torch.dtype, image: int, batch: int) -> Program:
+    return capture(*model_of(dims, dtype, image, batch)).program
 
 
 def _predict(run: Run, shared: Search) -> Prediction | Skip:

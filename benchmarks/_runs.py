@@ -73,9 +73,9 @@ MEGATRON = Software(
 )
 
 SOFTWARE: dict[str, Software] = {
-    # torch 1.13 and 2.0: FlashAttention in Triton, of the first version; flash-attn's cross-entropy (loss_fn: fused_crossentropy, the
-    # default of its MPT); FSDP gathers a block at once
-    "llm-foundry": Software(fused_loss=True, recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.5, unit_bytes=WHOLE)),
+    # torch 1.13 and 2.0: FlashAttention in Triton, over which the second version is 1.3 to 2.5 times as fast (Dao 2023, section 4.1);
+    # flash-attn's cross-entropy (loss_fn: fused_crossentropy, the default of its MPT); FSDP gathers a block at once
+    "llm-foundry": Software(fused_loss=True, recipe=dataclasses.replace(CURRENT.recipe, attention_speed=0.55, unit_bytes=WHOLE)),
     # nanotron places pipeline blocks by their cost
     "ultrascale": Software(
         stages="parameters",
@@ -86,13 +86,18 @@ SOFTWARE: dict[str, Software] = {
     "megatron-2020": MEGATRON,
     "megatron-gpt3": MEGATRON,
     "megatron-seqpar": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, regathers=True)),
-    # XLA of 2021: scores in memory; gradients are reduced tensor by tensor where they are made, without overlap
+    # XLA of 2021: scores in memory; gradients are reduced tensor by tensor where they are made, without overlap. Which of cuDNN's
+    # algorithms its autotuner found room for is not known: those that need no memory are taken
     "alpa": Software(
-        fused_attention=False, compiled=True, recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True)
+        fused_attention=False,
+        compiled=True,
+        recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True, winograd=False),
     ),
-    # Megatron under DeepSpeed's engine, whose defaults are reduction without overlap, in buckets of 5e8 numbers (deepspeed.ai,
-    # "DeepSpeed Configuration JSON": overlap_comm, reduce_bucket_size)
-    "deepspeed-zero": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, bucket_bytes=10**9)),
+    # Megatron-LM 1.1.5 under DeepSpeed's engine, which had ZeRO-3 beside tensor parallelism (microsoft/DeepSpeedExamples,
+    # Megatron-LM-v1.1.5-ZeRO3): its own kernels are there on demand alone, and its scripts do not ask for them (--bias-gelu-fusion, ...).
+    # The engine's defaults are reduction without overlap, in buckets of 5e8 numbers (deepspeed.ai, "DeepSpeed Configuration JSON":
+    # overlap_comm, reduce_bucket_size)
+    "deepspeed-zero": dataclasses.replace(MEGATRON, recipe=dataclasses.replace(MEGATRON.recipe, fuses=False, bucket_bytes=10**9)),
 }
 
 COMPILED_LAUNCH_S = 4e-6
@@ -216,14 +221,14 @@ def load(paths: Iterable[Path], limit: int | None = None) -> tuple[list[Run], Co
     return runs, skipped, total
 
 
-def model_of(run: Run, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model on the meta device with inputs of that batch."""
-    if isinstance(run.dims, Decoder):
-        ids = torch.zeros(batch, run.dims.length, dtype=torch.long, device="meta")
-        return decoder(run.dims, run.dtype), {"ids": ids, "labels": ids}
+def model_of(dims: Decoder | cnn.Cnn, dtype: torch.dtype, image: int, batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model on the meta device with inputs of that batch. image: their side, of a convolutional network."""
+    if isinstance(dims, Decoder):
+        ids = torch.zeros(batch, dims.length, dtype=torch.long, device="meta")
+        return decoder(dims, dtype), {"ids": ids, "labels": ids}
     with torch.device("meta"):
-        model = run.dims.build().to(run.dtype).train()
-        images = torch.zeros(batch, 3, run.image, run.image, dtype=run.dtype)
+        model = dims.build().to(dtype).train()
+        images = torch.zeros(batch, 3, image, image, dtype=dtype)
         return model, {"images": images, "labels": torch.zeros(batch, dtype=torch.long)}
 
 
@@ -316,8 +321,12 @@ def _recipe(row: Mapping[str, str], software: Software, dtype: torch.dtype) -> R
     half = dtype != torch.float32
     summed = 4 if half and ("fp32 grad" in text or "amp" in text) else None
     compiled = row.get("compile", "").lower() not in ("", "0", "no", "none", "false", "eager")
-    # MXNet's networks of these tables add and rectify within the kernels of its batch norm
-    recipe = dataclasses.replace(software.recipe, fuses=software.recipe.fuses or compiled or MXNET in row["extra"])
+    # MXNet's networks of these tables add and rectify within the kernels of its batch norm, and keep channels last, in half precision
+    # alone (--fuse-bn-relu, --fuse-bn-add-relu, --conv-layout NHWC in MxNet/Classification/RN50v1.5/runner of the same repository)
+    by_mxnet = MXNET in row["extra"] and half
+    recipe = dataclasses.replace(
+        software.recipe, fuses=software.recipe.fuses or compiled or by_mxnet, channels_last="nhwc" in text or by_mxnet
+    )  # fmt: skip
     if "no gradient bucketing" in row["extra"]:
         recipe = dataclasses.replace(recipe, bucket_bytes=WHOLE, overlaps_reduction=False)
     return dataclasses.replace(
@@ -418,5 +427,3 @@ def _blocks(dims: Decoder | cnn.Cnn, pp: int, software: Software) -> tuple[int, 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:
     return _cluster_of(row["gpu"], _int(row, "gpus_per_node", 8), row["inter_link"])
-
-

@@ -1,67 +1,55 @@
-"""Fits the constants of a GPU, and of the links between its nodes, to published training runs; writes nothing.
+"""Fits the constants of a GPU to published training runs; writes nothing.
 
-    python -m benchmarks fit_gpus GPU [GPU ...] [--data FILE.csv ...] [--constants A,B] [--limit N] [--json]
+    python -m benchmarks fit_gpus GPU [GPU ...] [--data FILE.csv ...] [--constants A,B] [--limit N] [--forms FILE] [--json]
 
 Several GPUs are boards of one chip, which share its constants; the search starts from the first one's. The runs are those of
-`published` on these GPUs, none that their source doubts. A constant is a field of the GPU (launch_s), a class
-of operators (matmul, attention, pointwise: reduction follows it, gather at 0.7 of it), or inter.FIELD of the link between nodes. The
-loss is the mean absolute logarithm of predicted over measured step time, at most 0.4 of one run: some runs of any sweep were slow for
-reasons of their own, and must not decide. Plans are priced once; then only times are evaluated.
+`published` on these GPUs, none that their source doubts or of which the planner chose a part. A constant is launch_s or a class
+of operators (matmul, attention, conv, other, pointwise: reduction follows it, gather at 0.7 of it); launch_s is that of an interpreter, and
+not of compiled programs. What a software adds is its recipe's. The loss is the mean absolute logarithm of predicted over measured step
+time, at most 0.4 of one run: some runs of any sweep were slow for reasons of their own, and must not decide. Plans are priced once; then
+only times are evaluated. --forms FILE: as of `published`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._predict import Prediction, predictions, repriced
+from benchmarks._cross import GATHER_OF_POINTWISE, Priced
+from benchmarks._fitted import ONCE, Fitted, Point, constants_of
+from benchmarks._forms import SOFTWARE_S, Form, forms_of
 from benchmarks._runs import DATA, Skip, load
-from cost_models import Cluster, UnknownHardware
-from cost_models.cluster import OP_CLASSES, Gpu, load_gpu
+from cost_models import UnknownHardware
+from cost_models.cluster import load_gpu
 from cost_models.fit import search
 
-__all__ = ["CONSTANTS", "changed", "loss_of", "main"]
+__all__ = ["CONSTANTS", "loss_of", "main"]
 
 CONSTANTS = ("matmul", "attention", "conv", "pointwise", "other", "launch_s")
 CLIP = 0.4
 ROWS = 150
-GATHER_OF_POINTWISE = 0.7
-
-Point = Mapping[str, float]
+MOST = 0.97  # of a peak
 
 
-def changed(cluster: Cluster, point: Point) -> Cluster:
-    """The cluster with these constants."""
-    fractions, fields, link = dict(cluster.gpu.fractions), dict[str, float](), dict[str, float]()
-    for name, value in point.items():
-        if name.startswith("inter."):
-            link[name.removeprefix("inter.")] = value
-        elif name in fractions:
-            fractions[name] = value
-        else:
-            fields[name] = value
-    if "pointwise" in point:
-        fractions |= {"reduction": point["pointwise"], "gather": GATHER_OF_POINTWISE * point["pointwise"]}
-    gpu = dataclasses.replace(cluster.gpu, fractions=tuple(fractions.items()), **fields)  # type: ignore[arg-type]
-    return dataclasses.replace(cluster, gpu=gpu, inter=dataclasses.replace(cluster.inter, **link))  # type: ignore[arg-type]
-
-
-def loss_of(found: Sequence[Prediction]) -> Callable[[Point], float]:
+def loss_of(found: Sequence[Priced]) -> Callable[[Point], float]:
     """Constants -> loss over these runs."""
+    fitted = Fitted([p.form for p in found], [p.run.cluster.gpu for p in found])
+    own = [constants_of(p.run.cluster.gpu, {name: getattr(p.run.recipe, name) for name in (ONCE, *SOFTWARE_S)}) for p in found]
     measured = [p.run.step_time_s or 1.0 for p in found]
 
     def loss(point: Point) -> float:
-        times = repriced(found, lambda cluster: changed(cluster, point))
-        return statistics.fmean(min(CLIP, abs(math.log(t.step_s / m))) for t, m in zip(times, measured, strict=True))
+        if "pointwise" in point:
+            point = {**point, "reduction": point["pointwise"], "gather": GATHER_OF_POINTWISE * point["pointwise"]}
+        points = [{**c, **point, **({"launch_s": c["launch_s"]} if p.run.compiled else {})} for p, c in zip(found, own, strict=True)]
+        return statistics.fmean(min(CLIP, abs(math.log(s / m))) for s, m in zip(fitted.steps_s(points), measured, strict=True))
 
     return loss
 
@@ -72,6 +60,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data", type=Path, action="append", help="a CSV of runs; may be given more than once")
     parser.add_argument("--constants", default=",".join(CONSTANTS), help="comma-separated")
     parser.add_argument("--limit", type=int, default=ROWS, help="so many rows of each file")
+    parser.add_argument("--forms", type=Path, help="a file of what was priced, which is added to")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     args = parser.parse_args(argv)
     console = Console(stderr=args.json, width=120)
@@ -82,19 +71,18 @@ def main(argv: list[str]) -> int:
     except (OSError, Skip, UnknownHardware, UnicodeDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
+    if unknown := [name for name in names if name not in CONSTANTS]:
+        print(f"no constant is called {', '.join(unknown)}", file=sys.stderr)
+        return 2
     wanted = {gpu.name for gpu in gpus}
-    runs = [r for r in runs if r.cluster.gpu.name in wanted and not r.failed and not r.flagged and r.step_time_s]
+    runs = [r for r in runs if r.cluster.gpu.name in wanted and not (r.failed or r.flagged or r.chosen) and r.step_time_s]
     if not runs:
         print(f"no row that can be rebuilt is of {', '.join(args.gpus)}", file=sys.stderr)
         return 2
-    start = {name: _value(gpus[0], runs[0].cluster, name) for name in names}
-    if unknown := [name for name, value in start.items() if value is None]:
-        print(f"no constant is called {', '.join(unknown)}", file=sys.stderr)
-        return 2
     with console.status("pricing"):
-        found = [p for _, p in predictions(runs) if not isinstance(p, Skip)]
-    loss = loss_of(found)
-    before: Point = {name: value for name, value in start.items() if value is not None}
+        found = [Priced(run=run, form=form) for run, form in forms_of(runs, args.forms) if isinstance(form, Form)]
+    loss, every = loss_of(found), constants_of(gpus[0])
+    before: Point = {name: every[name] for name in names}
     with console.status("fitting"):
         after, least = search(before, names, _moved, loss)
     title = f"{', '.join(args.gpus)}: {len(found)} runs, loss {loss(before):.4f} -> {least:.4f}"
@@ -106,18 +94,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _value(gpu: Gpu, cluster: Cluster, name: str) -> float | None:
-    if name in OP_CLASSES:
-        return gpu.fraction(name)
-    holder, field = (cluster.inter, name.removeprefix("inter.")) if name.startswith("inter.") else (gpu, name)
-    value = getattr(holder, field, None)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def _moved(point: Point, name: str, factor: float) -> Point | None:
     value = point[name] * factor
-    is_share = name in OP_CLASSES or name.endswith("fraction")
-    return None if is_share and value > 0.97 else {**point, name: value}
+    return None if name != "launch_s" and value > MOST else {**point, name: value}
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from rich.table import Table
 from benchmarks._cross import Priced
 from benchmarks._cross_report import cross_validated
 from benchmarks._fits import fit_table, fits
-from benchmarks._forms import Form, Forms, Refused, figures_of, keep, kept, key_of
-from benchmarks._predict import Figures, predictions
+from benchmarks._forms import Form, figures_of, forms_of
+from benchmarks._predict import Figures
 from benchmarks._runs import DATA, Run, Skip, load
 from benchmarks._scores import LEAST_GROUP, Score, score, tau
 
@@ -88,24 +88,12 @@ def main(argv: list[str]) -> int:
 
 def _priced(runs: list[Run], skipped: Counter[str], console: Console, path: Path | None) -> Iterable[Priced]:
     """path: of forms that are there already, and are kept."""
-    known = {form.key: form for form in kept(path)} if path is not None else {}
-    new = [run for run in runs if key_of(run) not in known]
-    forms, program = Forms(), None
     with console.status("pricing") as status:
-        for count, (run, found) in enumerate(predictions(new), 1):
-            status.update(f"pricing {count} of {len(new)}")
-            if run.key != program:
-                forms, program = Forms(), run.key
-            form = Refused(key=key_of(run), reason=str(found)) if isinstance(found, Skip) else forms.of(found)
-            known[form.key] = form
-            if path is not None:
-                keep(path, form)
-    for run in runs:
-        form = known[key_of(run)]
-        if isinstance(form, Form):
-            yield Priced(run=run, form=form)
-        else:
-            skipped[form.reason] += 1
+        for run, form in forms_of(runs, path, lambda done, of: status.update(f"pricing {done} of {of}")):
+            if isinstance(form, Form):
+                yield Priced(run=run, form=form)
+            else:
+                skipped[form.reason] += 1
 
 
 def _times(found: Iterable[Figures]) -> Score | None:

@@ -61,11 +61,10 @@ class OperatorTime:
     bytes_moved: float
     dtype: str
     measured_s: float
+    written: float = 0.0
 
 
-def search(
-    point: P, names: Sequence[str], moved: Callable[[P, str, float], P | None], loss: Callable[[P], float]
-) -> tuple[P, float]:
+def search(point: P, names: Sequence[str], moved: Callable[[P, str, float], P | None], loss: Callable[[P], float]) -> tuple[P, float]:
     """Pattern search from `point`. moved(point, name, factor): the point with one constant multiplied, None where that is not
     allowed. Returns the best point and its loss."""
     best = loss(point)
@@ -139,7 +138,7 @@ def gpu_loss(times: Sequence[OperatorTime]) -> Callable[[Gpu], float]:
 
     def loss(gpu: Gpu) -> float:
         return statistics.fmean(
-            abs(math.log(op_time_s(t.op_class, t.flops, t.bytes_moved, t.dtype, gpu) / t.measured_s)) for t in times
+            abs(math.log(op_time_s(t.op_class, t.flops, t.bytes_moved, t.dtype, gpu, t.written) / t.measured_s)) for t in times
         )
 
     return loss

@@ -28,7 +28,9 @@ class Recipe:
     backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
     of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4). fuses:
-    pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand). stops_early: what runs
+    pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand). channels_last: values
+    between convolutions lie as matrix units take them; else each such convolution converts what it reads and writes. winograd: convolutions
+    on vector units use Winograd's algorithm where there is one, which wants memory for it (compute.WINOGRAD). stops_early: what runs
     again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end.
 
     What a software's own work adds to a link's times, 0 for the link alone: between_nodes_s: to each collective between nodes;
@@ -53,6 +55,8 @@ class Recipe:
     held_gathers: float = 0.0
     attention_speed: float = 1.0
     fuses: bool = False
+    channels_last: bool = False
+    winograd: bool = True
     stops_early: bool = False
     between_nodes_s: float = 0.0
     contended_step_s: float = 0.0
@@ -63,8 +67,8 @@ class Recipe:
     def of_operators(self) -> tuple[float, ...]:
         """What the times of a rank's operators and of the collectives between them depend on."""
         return (
-            self.regathers, self.fuses, self.attention_speed, self.stops_early, self.between_nodes_s, self.contended_step_s,
-            self.contended_hop_s,
+            self.regathers, self.fuses, self.channels_last, self.winograd, self.attention_speed, self.stops_early,
+            self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -89,8 +93,8 @@ WHOLE = 2**50
 # nanotron gathers ZeRO-1's parameters when the optimizer is done; the last four are fitted to its sweep on 1-32 nodes of H100: what its
 # collectives take beyond nccl-tests on the same links, and what it does once a step
 NANOTRON = Recipe(
-    optimizer_passes=1.0, local_batches=True, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False, between_nodes_s=3.7e-4,
-    contended_step_s=2.2e-4, contended_hop_s=1.1e-3, once_s=7e-3,
+    optimizer_passes=1.0, local_batches=True, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False, between_nodes_s=3.5e-4,
+    contended_step_s=2.4e-4, contended_hop_s=4.9e-4, once_s=1.3e-2,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from benchmarks import fit_gpus
 from benchmarks._predict import Prediction, predictions, repriced
 from benchmarks._runs import rebuilt
 from cost_models.cluster import load_gpu
+from tests.test_forms import changed
 from tests.test_published import row, table
 
 pytestmark = pytest.mark.pure
@@ -23,7 +24,7 @@ def test_constants_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture
     start = load_gpu("h100-sxm")
     made_with = {"matmul": 0.8 * start.fraction("matmul"), "launch_s": 2.0 * start.launch_s}
     found = [p for _, p in predictions([rebuilt(r, i) for i, r in enumerate(ROWS)]) if isinstance(p, Prediction)]
-    times = repriced(found, lambda cluster: fit_gpus.changed(cluster, made_with))
+    times = repriced(found, lambda cluster: changed(cluster, made_with))
     measured = [{**ROWS[p.run.number], "step_time_s": str(t.step_s)} for p, t in zip(found, times, strict=True)]
     path = table(tmp_path / "runs.csv", measured)
     assert fit_gpus.main(["h100-sxm", "h200", "--data", str(path), "--constants", "matmul,launch_s", "--json"]) == 0

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.ir import Program, TensorType
-from autopar.measure import Pricer
+from autopar.ir import Op, Program, Ref, TensorType, refs
+from autopar.measure import Counts, Pricer, count
 from autopar.planner import Pins
 from autopar.planner.axis import AxisProblem, group_cost
 from autopar.planner.bounds import Least
@@ -161,6 +161,56 @@ def test_a_program_that_arithmetic_binds() -> None:
     gpu = machine(flops=1e9).gpu
     assert kernel_time_s("matmul", 4e9, 0.0, "float32", gpu) == 4.0, "products in float32 do not use TF32"
     assert kernel_time_s("conv", 4e9, 0.0, "float32", gpu) == 0.5
+
+
+def test_a_result_is_written_when_it_has_been_computed() -> None:
+    gpu = machine(flops=1e9, memory=1e9).gpu
+    assert kernel_time_s("matmul", 4e9, 3e9, "float32", gpu, 1e9) == 5.0
+    assert kernel_time_s("matmul", 1e9, 3e9, "float32", gpu, 1e9) == 3.0, "memory binds it"
+    assert kernel_time_s("attention", 4e9, 3e9, "float32", gpu, 1e9) == 4.0, "one kernel of many small products"
+    assert kernel_time_s("matmul", 4e9, 3e9, "float32", dataclasses.replace(gpu, host=True), 1e9) == 4.0
+    program = program_of("wide")
+    product = next(op for op in program.ops if op.target == "aten.linear.default")
+    counts = count(product, tuple(program.types[r] for r in refs(product)), tuple(program.types[o] for o in product.outputs if o))
+    forward, backward = Pricer(machine(), {}, None, Recipe()).work(counts, "float32")
+    assert [k.written for k in (*forward, *backward)] == [counts.bytes_written, counts.bytes_read], "a gradient of each operand"
+
+
+def convolution(kernel: int = 3, stride: int = 1) -> Counts:
+    op = Op(target="aten.conv2d.default", args=(Ref("x"), Ref("w"), None, (stride, stride), (0, 0)), kwargs=(), outputs=("y",))
+    x, w = (TensorType(shape, torch.float32, True) for shape in ((1, 2, 9, 9), (4, 2, kernel, kernel)))
+    side = (9 - kernel) // stride + 1
+    return count(op, (x, w), (TensorType((1, 4, side, side), torch.float32, True),))
+
+
+def test_convolutions_on_matrix_units_convert_what_they_read_and_write_unless_channels_are_last() -> None:
+    counts, cluster = convolution(), machine(memory=1.0)
+    moved = counts.bytes_read + counts.bytes_written
+    found = [Pricer(cluster, {}, None, Recipe(channels_last=last)).counted_s(counts, "float32") for last in (False, True)]
+    assert found == [(3 * moved, 6 * moved), (moved, 2 * moved)]
+    of_vectors = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, rates=(("float32", FAST),)))
+    assert Pricer(of_vectors, {}, None, Recipe()).counted_s(counts, "float32") == (moved, 2 * moved)
+
+
+def test_winograds_algorithm_saves_multiplications_on_vector_units() -> None:
+    cluster = machine(flops=1.0)
+    vectors = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, rates=(("float32", 1.0),)))
+    plain = convolution()
+
+    def seconds(cluster: Cluster, counts: Counts = plain, **rules: Any) -> float:
+        return Pricer(cluster, {}, None, Recipe(**rules)).counted_s(counts, "float32")[0]
+
+    assert seconds(vectors) == pytest.approx(plain.flops / 2.25)
+    assert seconds(vectors, winograd=False) == pytest.approx(plain.flops)
+    assert seconds(cluster) == pytest.approx(plain.flops / 8), "matrix units multiply directly"
+    for other in (convolution(kernel=1), convolution(stride=2)):
+        assert seconds(vectors, other) == pytest.approx(other.flops)
+
+
+def test_attention_is_slower_in_backward() -> None:
+    counts = Counts(op_class="attention", flops=100.0, backward_flops=250.0, bytes_read=0, bytes_written=0, saved_inputs=(0,))
+    pricer = Pricer(machine(flops=1.0), {}, None, Recipe(attention_speed=0.5))
+    assert pricer.counted_s(counts, "float32") == pytest.approx((200.0, 500.0 / 0.8))
 
 
 @pytest.mark.parametrize("n", [2, 4])

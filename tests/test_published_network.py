@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks._network import with_network
 from cost_models import load_cluster
+from cost_models.cluster import load_link
 
 pytestmark = pytest.mark.pure
 
@@ -27,11 +28,29 @@ pytestmark = pytest.mark.pure
         ("InfiniBand NDR 400 Gb/s", 8 * 400),  # a port's rate
         ("InfiniBand 1600 Gb/s", 1600),  # no port has it
         ("RoCE 800 Gb/s", 800),
+        ("Ethernet 25 Gb/s", 25),  # less than a link of the machine's own
+        ("2x 100 Gb/s Ethernet", 200),
     ],
 )
 def test_rates_of_a_node(text: str, gigabits: float) -> None:
     found = with_network(load_cluster("dgx-a100"), text)
     assert found.node_bandwidth_bytes_per_s == gigabits * 1e9 / 8
+
+
+@pytest.mark.parametrize(
+    "text,links,link",
+    [
+        ("InfiniBand 800 Gb/s per node", 4, "infiniband-200"),  # the machine's own
+        ("1600Gbps/node RoCE", 8, "infiniband-200"),
+        ("Ethernet 25 Gb/s", 1, "ethernet-25"),
+        ("100 Gb/s Ethernet per GPU", 8, "ethernet-100"),
+        ("EFA 400 Gb/s per node", 4, "efa-100"),
+        ("800 Gb/s per node", 4, "infiniband-200"),
+    ],
+)
+def test_kinds_of_links(text: str, links: int, link: str) -> None:
+    found = with_network(load_cluster("dgx-a100"), text)
+    assert (found.links_per_node, found.inter) == (links, load_link(link))
 
 
 def test_a_rate_of_each_gpu_is_that_of_the_gpus_that_a_node_has() -> None:

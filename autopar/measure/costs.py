@@ -18,7 +18,7 @@ from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s
-from cost_models.compute import kernel_time_s, op_time_s
+from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, kernel_time_s, on_matrix_units, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer", "dtype_of"]
@@ -26,6 +26,15 @@ __all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer", "dtype_of"]
 BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torch DDP's bucket_cap_mb default, 25 MiB)
 
 GATHER = "autopar.C.all_gather"
+
+
+class Kernel(NamedTuple):
+    """What a device runs at once: a class of operators, FLOPs, bytes moved, and of these the result of a product or convolution."""
+
+    op_class: str
+    flops: float
+    nbytes: float
+    written: float = 0.0
 
 
 class _Exchanges(NamedTuple):
@@ -146,22 +155,36 @@ class Pricer:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
 
-    def work(self, c: Counts, *, parts: float = 1, nbytes: float | None = None) -> tuple[tuple[float, float], ...]:
-        """(FLOPs, bytes moved) of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""
+    def work(self, c: Counts, dtype: str, *, parts: float = 1, nbytes: float | None = None) -> tuple[tuple[Kernel, ...], ...]:
+        """The kernels of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""
         if c.op_class == "view":
             return ()
         moved = c.bytes_read + c.bytes_written if nbytes is None else nbytes
-        parts = parts * self.recipe.attention_speed if c.op_class == "attention" else parts
-        forward = (c.flops / parts, moved)
+        parts, converted = parts * self.speed(c, dtype), 0.0
+        if c.op_class == "conv" and not self.recipe.channels_last and on_matrix_units("conv", dtype, self.cluster.gpu):
+            converted = 2.0 * moved  # each operand and the result is read and written once more
+        read = moved * c.bytes_read / ((c.bytes_read + c.bytes_written) or 1)
+        forward = _kernels(c.op_class, c.flops / parts, moved, moved - read, converted)
         if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
             return (forward,)
-        return forward, (c.backward_flops / parts, 2.0 * moved)
+        if c.op_class == "attention" and not self.cluster.gpu.host:
+            parts *= ATTENTION_BACKWARD
+        return forward, _kernels(c.op_class, c.backward_flops / parts, 2.0 * moved, read, 2.0 * converted)
+
+    def speed(self, c: Counts, dtype: str) -> float:
+        """How many times less arithmetic there is than is counted."""
+        if c.op_class == "attention":
+            return self.recipe.attention_speed
+        gpu = self.cluster.gpu
+        fewer = c.winograd and self.recipe.winograd and not gpu.host and not on_matrix_units("conv", dtype, gpu)
+        return WINOGRAD if fewer else 1.0
 
     def counted_s(self, c: Counts, dtype: str, *, parts: float = 1, nbytes: float | None = None) -> tuple[float, float]:
         """(forward, backward) seconds of an operator; parts: its work is split in so many; nbytes: what a rank moves."""
         gpu = self.cluster.gpu
         time_s = op_time_s if gpu.host else kernel_time_s  # launches run beside the kernels of a GPU: see `host_s`
-        seconds = [time_s(c.op_class, flops, moved, dtype, gpu) for flops, moved in self.work(c, parts=parts, nbytes=nbytes)]
+        passes = self.work(c, dtype, parts=parts, nbytes=nbytes)
+        seconds = [sum(time_s(k.op_class, k.flops, k.nbytes, dtype, gpu, k.written) for k in kernels) for kernels in passes]
         return tuple((*seconds, 0.0, 0.0)[:2])  # type: ignore[return-value]
 
     def op(self, op: Op, program: Program, counts: Counts | None = None, *, joined: bool = False) -> OpCost:
@@ -270,10 +293,13 @@ class Pricer:
             if call in times:
                 forward, backward = times[call]
                 source = f"measured on {live.name}"
-                found[name] = dataclasses.replace(
-                    costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True
-                )
+                found[name] = dataclasses.replace(costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True)
         return found
+
+
+def _kernels(op_class: str, flops: float, moved: float, written: float, converted: float) -> tuple[Kernel, ...]:
+    kernel = Kernel(op_class, flops, moved, written)
+    return (kernel, Kernel("pointwise", 0.0, converted)) if converted else (kernel,)
 
 
 def _with_software(cluster: Cluster, recipe: Recipe) -> Cluster:

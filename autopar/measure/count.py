@@ -49,7 +49,8 @@ def op_class(target: str) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """flops: forward; backward_flops. bytes_read, bytes_written: of the forward. saved_inputs: indices of refs(op) that
-    autograd keeps; saved_outputs: indices of results; saved_other_bytes: kept tensors that are neither."""
+    autograd keeps; saved_outputs: indices of results; saved_other_bytes: kept tensors that are neither. winograd: a convolution that
+    Winograd's algorithm computes with fewer multiplications than the FLOPs say."""
 
     op_class: str
     flops: float
@@ -59,6 +60,7 @@ class Counts:
     saved_inputs: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
     saved_other_bytes: int = 0
+    winograd: bool = False
 
 
 def as_on_gpu(op: Op) -> Op:
@@ -129,6 +131,7 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     return Counts(
         op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
         saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
+        winograd=cls == "conv" and _is_plain_3_by_3(op, ins),
     )  # fmt: skip
 
 
@@ -182,6 +185,14 @@ def _is_depthwise(ins: tuple[TensorType, ...]) -> bool:
     return len(ins) > 1 and len(ins[1].shape) > 2 and ins[1].shape[1] == 1 and ins[0].shape[1] > 1
 
 
+def _is_plain_3_by_3(op: Op, ins: tuple[TensorType, ...]) -> bool:
+    """Whether a convolution has kernels of 3 x 3 that move by one pixel and read all channels."""
+    if op.target != "aten.conv2d.default" or ins[1].shape[1:] != (ins[0].shape[1], 3, 3):
+        return False
+    stride, dilation = (op.kwarg(name, op.args[k] if len(op.args) > k else 1) for k, name in ((3, "stride"), (5, "dilation")))
+    return {stride, dilation} <= {1, (1,), (1, 1)}
+
+
 def _factors(ins: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """The two operands of a product; a bias is none."""
     wide = tuple(t for t in ins if len(t.shape) >= 2)
@@ -190,5 +201,3 @@ def _factors(ins: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
 
 def _storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
-
-

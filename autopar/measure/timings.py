@@ -110,13 +110,14 @@ def _resident_bytes() -> int:
 # ------------------------------------------------------------------------------------------------------------- operators
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """An operator to time: its counts, and `make`, which makes its operands and returns what runs it."""
+    """An operator to time: its counts (as OperatorTime's), and `make`, which makes its operands and returns what runs it."""
 
     what: str
     op_class: str
     dtype: str
     flops: float = 0.0
     bytes_moved: float
+    written: float = 0.0
     make: Callable[[], Run]
 
 
@@ -141,8 +142,9 @@ def operator_times(op_class: str, dtype: str, largest: float) -> tuple[list[Time
                 share = (time.thread_time() - cpu_start) / (time.perf_counter() - start)
                 previous = case, best_s
                 timing = OperatorTime(
-                    op_class=case.op_class, flops=case.flops, bytes_moved=case.bytes_moved, dtype=case.dtype, measured_s=median_s
-                )
+                    op_class=case.op_class, flops=case.flops, bytes_moved=case.bytes_moved, dtype=case.dtype, measured_s=median_s,
+                    written=case.written,
+                )  # fmt: skip
                 found.append(Timed(what=case.what, timing=timing, best_s=best_s, cpu_share=share))
     except REFUSALS as error:
         return found, f"{op_class} in {dtype}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -164,8 +166,11 @@ def _matmul(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]
             a, b = (torch.rand(n, n, device=device).to(made) for _ in range(2))
             return lambda: torch.mm(a, b)
 
-        moved = 3.0 * side**2 * made.itemsize
-        yield _Case(what=f"product of {side} x {side}", op_class="matmul", dtype=dtype, flops=2.0 * side**3, bytes_moved=moved, make=make)
+        result = 1.0 * side**2 * made.itemsize
+        yield _Case(
+            what=f"product of {side} x {side}", op_class="matmul", dtype=dtype, flops=2.0 * side**3, bytes_moved=3 * result,
+            written=result, make=make,
+        )  # fmt: skip
         side *= 2
 
 
@@ -187,19 +192,21 @@ def _attention(device: torch.device, dtype: str, largest: float) -> Iterator[_Ca
 
 def _conv(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
     made, batch = _torch_dtype(dtype), 2 if device.type == "cpu" else 64
+    order = torch.contiguous_format if device.type == "cpu" else torch.channels_last  # without conversions, which are priced apart
     for channels, side, kernel in ((64, 28, 1), (64, 28, 3), (256, 14, 3), (64, 56, 3)):
         if channels * side > 16 * largest:
             continue
 
         def make(channels: int = channels, side: int = side, kernel: int = kernel) -> Run:
-            x = torch.rand(batch, channels, side, side, device=device).to(made)
-            weight = torch.rand(channels, channels, kernel, kernel, device=device).to(made)
+            x = torch.rand(batch, channels, side, side, device=device).to(made, memory_format=order)
+            weight = torch.rand(channels, channels, kernel, kernel, device=device).to(made, memory_format=order)
             return lambda: F.conv2d(x, weight, padding=kernel // 2)
 
         pixels = batch * channels * side**2
         flops, moved = 2.0 * pixels * channels * kernel**2, (2.0 * pixels + (channels * kernel) ** 2) * made.itemsize
         what = f"convolution {kernel} x {kernel}, {channels} channels of {side} x {side}"
-        yield _Case(what=what, op_class="conv", dtype=dtype, flops=flops, bytes_moved=moved, make=make)
+        result = 1.0 * pixels * made.itemsize
+        yield _Case(what=what, op_class="conv", dtype=dtype, flops=flops, bytes_moved=moved, written=result, make=make)
 
 
 def _streams(op_class: str, *operators: tuple[str, int, Streaming]) -> Callable[[torch.device, str, float], Iterator[_Case]]:

@@ -56,9 +56,8 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
         best = max(gpu.fraction(c) for c in OP_CLASSES if c not in _ARITHMETIC)
         share = 0.0 if recipe.fuses else gpu.fraction(counts.op_class) / best
         nbytes, whole = share * nbytes, share * whole
-    elif counts.op_class == "attention":
-        flops, backward = flops / recipe.attention_speed, backward / recipe.attention_speed
-    cls = counts.op_class
+    speed, cls = pricer.speed(counts, dtype), counts.op_class
+    flops, backward = flops / speed, backward / speed
     trained = any(t.grad for t in outs) and not op.no_grad
     again = trained and bool(counts.backward_flops or counts.saved_inputs or counts.saved_outputs or cls == "pointwise")
     launches = 0.0 if recipe.fuses else gpu.launch_s * (1 + again) if gpu.host else sum(pricer.launches_s(op, ins, outs))
