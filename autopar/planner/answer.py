@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import msgspec
+
 from autopar.axes import AXES
 from autopar.capture import program_hash
 from autopar.errors import Infeasible
@@ -19,7 +21,7 @@ from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
 from autopar.planner.shortfall import gpus_that_do, pins_that_do, shortfall_text
-from autopar.planner.space import Mesh
+from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
 from autopar.planner.words import choice_words
@@ -42,7 +44,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
     cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute})
     bodies = list(zip(on_inner_axes(rank.moments.body, rank.inner[:-1]), rank.inner, strict=False))
     axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
-    axes |= {x.axis: axis_plan(body, x) for body, x in bodies}
+    axes |= {x.axis: _asked(axis_plan(body, x), (c.form or Form()).on(x.axis)) for body, x in bodies}
     bound_s = min(question.said.bound_s, fastest_s) if question.said.bound_s < math.inf else 0.0
     tokens, kinds = _tokens(program), seconds_by_kind(c)
     return Plan(
@@ -94,6 +96,11 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         searched=question.said.counts(),
         account=account_of(program, c, axes),
     )
+
+
+def _asked(made: AxisPlan, form: Form) -> AxisPlan:
+    """With what was asked of it."""
+    return msgspec.structs.replace(made, sequence_parallel=form.sequence, all_work=form.split, kept_s_per_byte=form.byte_s)
 
 
 def _tied(tie: Tie) -> str:

@@ -130,11 +130,15 @@ def _positive(name: str, value: object) -> None:
 
 class AxisPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One axis of n ranks: operator -> strategy, leaf -> layout, as text. Operators of a repeated block are named once, by
-    the first instance."""
+    the first instance. What was asked of it (planner.space.Form): sequence_parallel, as in Pins; all_work: every heavy operator that can be
+    split is; kept_s_per_byte: what each byte that a micro-batch keeps counts as."""
 
     n: Positive
     ops: dict[str, str]
     leaves: dict[str, str]
+    sequence_parallel: bool | None = None
+    all_work: bool = False
+    kept_s_per_byte: Seconds = 0.0
 
 
 class BlockMode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
