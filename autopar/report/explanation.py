@@ -15,12 +15,14 @@ import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS, TIME, axes_over
 from autopar.planner.account import BUBBLE, LAUNCHES, collectives, generic
-from autopar.planner.plan import BlockAccount, Plan, parse_strategy
+from autopar.planner.plan import Plan, parse_strategy
+from autopar.planner.plan_account import BlockAccount
 from autopar.planner.words import axis_words, choice_words
 from autopar.report.limits import Limit, limits_of
 from autopar.report.strategies import splits_of, undivided_words, without_a_name
 from autopar.report.units import count_text, in_one_unit, in_own_unit, seconds_text
 from autopar.report.words import MEMORY_TERMS, counted, rest_words, scale_text, share_text
+from autopar.stacks.table import stack_of
 from cost_models.rests import rest_of
 
 __all__ = [
@@ -328,8 +330,12 @@ def _choices(plan: Plan) -> list[Choice]:
     whole, part = (sum(len(x) for x in each) for each in (([s.recomputed for s in plan.stages]), ([s.selective for s in plan.stages])))
     again = [f"{n} of {counted(blocks, 'block')} {how}" for n, how in ((whole, "whole"), (part, "in part")) if n]
     found.append(("recompute", ", ".join(again) or "none"))
-    if plan.pins:
-        found.append(("pinned", ", ".join(f"{name}={value}" for name, value in sorted(plan.pins.items()))))
+    own, bound = ({k: v for k, v in sorted(plan.pins.items()) if (k in plan.bound) is given} for given in (False, True))
+    if own:
+        found.append(("pinned", ", ".join(f"{name}={value}" for name, value in own.items())))
+    if plan.software:
+        within = ", ".join(f"{name}={value}" for name, value in bound.items())
+        found.append(("for", f"{stack_of(plan.software).title}, priced as that runs it" + (f", within {within}" if within else "")))
     return [Choice(name=name, value=value) for name, value in found]
 
 
