@@ -326,7 +326,7 @@ def test_a_model_of_96_layers_and_1024_ranks_is_drawn(tmp_path: Path) -> None:
     assert seen.errors == ()
     assert seen.result["rows"] > 20
     assert seen.result["colours"] > 3  # bars are there
-    assert len(timeline_chart(timeline_of(plan))["data"]["values"]) > 5000
+    assert len(timeline_chart(timeline_of(plan))["data"]["values"]) > 2000
     assert seen.result["ms"], "the page says how long it took until all was drawn"
     assert seen.result["elements"] < 30_000  # which a browser lays out in a fraction of a second
     assert not seen.result["missing"]
