@@ -137,7 +137,7 @@ def wishes(
                 reduce_dtype=reduce_dtype, pins=pins, measure=measured, time_limit_s=time_limit, store=store, stop=stop,
                 **as_it_runs,
             )  # fmt: skip
-            return with_notes(found, program) if software is None else as_planned_for(software, with_notes(found, program))
+            return with_notes(found, program)
 
         def kept(plan: Plan) -> bool:
             return not ((time_limit or stop()) and plan.searched.get("unexplored"))
@@ -145,6 +145,7 @@ def wishes(
         with timed("planning"), stopped_by_user() as stop:
             asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype) | deciding(as_it_runs, pinned)
             made = make() if measured == "live" else planned_once(program, asked, make, kept=kept)  # what is measured may differ each time
+        made = made if software is None else as_planned_for(software, made)
         said(2, lambda: plan_text(made))
         return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from autopar.planner.problems import axis_leaves, axis_problem
 from autopar.planner.wishes import WishError
 from autopar.report.columns import WIDTH
 from autopar.report.compare import compare, comparison_text
-from autopar.report.explanation import SCHEMA, Explanation, Family, OperatorView, explanation_of, schema
+from autopar.report.explanation import SCHEMA, Explanation, Family, OperatorView, explanation_of, in_words, mesh_words, schema
 from autopar.report.sweep import sweep_text
 from autopar.report.text import _other, document, explanation_text, plan_text
 from autopar.stopping import stopped_by_user
@@ -83,7 +84,7 @@ def _on_a_screen(found: Explanation) -> None:
     plan = "tp 8, dp 8, ZeRO-1, 4 micro-batches, recompute 5"
     names = ("data parallel", "data parallel, ZeRO-1", "ZeRO-3 (FSDP)", "tensor parallel alone", "Megatron-style, tp 8", "FSDP + tp 8")
     families = [Family(name=name, pins={}, step_time_s=2.5, memory_bytes=2**36, plan=plan) for name in names]
-    refused = "does not fit: 2.21 GiB a GPU short at its leanest"
+    refused = "does not fit: 2.21 GiB a GPU short or less"
     families.append(Family(name="pipeline alone", pins={}, step_time_s=None, memory_bytes=None, plan="", why=refused))
     lines = explanation_text(msgspec.structs.replace(found, families=families)).splitlines()
     assert max(map(len, lines)) <= WIDTH, "\n".join(lines)
@@ -248,6 +249,32 @@ def test_why_has_the_chosen_strategy_and_what_each_other_costs() -> None:
         why(study, "upp")
 
 
+def test_a_name_that_is_none_is_answered_with_those_that_there_are() -> None:
+    study = study_of(program_of(512, 2, 8, 4, 256), 2, pins=Pins(tp=2))
+    with pytest.raises(WishError, match=r"it has embed, layers\.\*\.norm, .* and 1 more$"):
+        why(study, "zzzzzz")
+    for name in Pins.__struct_fields__:
+        if name != "axes":
+            with pytest.raises(WishError, match=f"there are .*{name}"):
+                parsed_pins({"zzzzzz": "1"}, "--why-not")
+    with pytest.raises(WishError, match=r"there are memory, gpus, .*dp"):
+        with_changes(study.asked, {"zzzzzz": "1"})
+
+
+def test_a_kind_of_operator_is_all_of_them_and_not_the_one_of_that_name() -> None:
+    study = study_of(program_of(512, 2, 8, 4, 256), 2, pins=Pins(tp=2))
+    count = sum(op.target == "aten.scaled_dot_product_attention.default" for op in study.program.ops)
+    assert count == 2 and why(study, "scaled_dot_product_attention").matched.startswith(f"{count} operators")
+
+
+def test_an_axis_that_splits_nothing_is_said_wherever_a_plan_is_named() -> None:
+    study = CASES["launches"]()
+    small = study.solve(dataclasses.replace(study.asked, gpus=2))
+    assert isinstance(small, Plan)
+    idle = small.mesh["tp"] > 1 and not small.tensor_split_share
+    assert ("splits nothing" in in_words(small)) == ("it splits nothing" in mesh_words(small)) == idle
+
+
 def test_no_strategy_is_better_than_the_one_that_its_axis_has_chosen() -> None:
     """What is said of a strategy is the axis' program with it given: the best of these is the best there is, within the solver's gap; and
     one program that is solved again and again says what a new one of the same operator with that strategy alone says."""
@@ -360,6 +387,19 @@ def test_fit_finds_the_fewest_gpus() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ diff
+def test_where_no_number_of_gpus_fits_memory_that_does_is_said() -> None:
+    """On the number that is nearest to fitting; with the memory that is said a plan is made there."""
+    study = deep(1, memory_limit_bytes=load_cluster("dgx-h100").gpu.context_bytes + 2**10)
+    with pytest.raises(Infeasible, match="fits on none of 1, 2, 4") as refused:
+        fit(study, 4)
+    nearest = re.search(r"On (\d+), which is nearest to it", str(refused.value))
+    said = re.search(r"Tried, and each would do: .*?(\d+) (MiB|GiB) a GPU", str(refused.value))
+    assert nearest and said
+    limit = int(said[1]) * {"MiB": 2**20, "GiB": 2**30}[said[2]]
+    plan = study.solve(dataclasses.replace(study.asked, gpus=int(nearest[1]), memory_limit_bytes=limit))
+    assert isinstance(plan, Plan)
+
+
 def test_a_diff_says_what_changed_in_words() -> None:
     a, b = deep(4, pins=Pins(dp=4)).plan, deep(4, pins=Pins(tp=2, dp=2)).plan
     found = compare(a, b, ("a", "b"))

@@ -20,6 +20,7 @@ from planner_programs import captured_of
 from autopar.cli.stacks import planner_of
 from autopar.errors import Infeasible, PlanError
 from autopar.planner import Pins
+from autopar.report.explanation import explanation_of
 from autopar.stacks import STACKS, Configuration, StackError, configuration_of, pins_of, read, stack_of
 from autopar.stacks.files import parsed
 from autopar.stacks.stack import beyond, pins_within
@@ -596,6 +597,15 @@ def test_a_configuration_of_another_size_or_batch_is_refused_with_what_was_price
     assert "--context-parallel-size 1: " in str(refused.value)
 
 
+def test_a_configuration_of_another_size_that_does_not_fit_either_has_both_changes():
+    stack, wrong = STACKS["megatron"], replace(CONFIGURED, dp=2, micro_batch=6)
+    leanest = replace(wrong, micro_batch=1, micro_batches=6, zero=1, recompute="full")
+    limit = needs(planner_of(study())(pins_of(leanest, 2, 12), 2, 12, stack, True)) + 1024
+    with pytest.raises(PlanError, match="not for 4") as refused:
+        compared(stack, wrong, 4, 12, planner_of(study(memory=limit)))
+    assert "--gpus 2, and " in str(refused.value) or "4 GPUs" in str(refused.value) or "2 -> 4" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("text", "suffix"),
     [
@@ -612,3 +622,12 @@ def test_what_no_plan_can_have_is_read_with_what_could_be_priced(text, suffix, t
     path.write_text(text)
     found = read(path)[1]
     assert found.unpriced is not None and "2" not in found.unpriced[1]
+
+
+def test_a_plan_says_for_which_software_it_is_and_pins_of_the_user_alone():
+    """Two softwares with the same limits have plans of their own, also where one was kept."""
+    for name in ("accelerate", "transformers", "accelerate"):
+        plan = study(pins=Pins(dp=4), stack=name).plan
+        said = {choice.name: choice.value for choice in explanation_of(plan).choices}
+        assert (plan.software, said["pinned"], said["for"].partition(",")[0]) == (name, "dp=4", STACKS[name].title)
+    assert "for" not in {choice.name for choice in explanation_of(study().plan).choices}

@@ -30,9 +30,10 @@ from autopar.stacks import stack_of
 from autopar.stacks.spaces import as_configured, as_planned_for, best_within, deciding
 from cost_models.cluster import Cluster
 
-__all__ = ["Asked", "Refused", "Study"]
+__all__ = ["SHORT", "Asked", "Refused", "Study"]
 
 MIB = 2.0**20
+SHORT = "does not fit"  # how a reason begins that is memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,14 +153,15 @@ class Study:
             if plan is None:
                 refused.append(Refused(why=_in_a_line(search), search=search))
                 raise Infeasible(refused[0].why)
-            return with_notes(plan, program) if asked.stack is None else as_planned_for(stack_of(asked.stack), with_notes(plan, program))
+            return with_notes(plan, program)
 
         try:
             pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)
             wished = decisive(
                 asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned, asked.reduce_dtype
             ) | deciding(self._as_run_by(asked), asked.pins)
-            return planned_once(program, wished, make, kept=lambda plan: not (ended_by_user(plan) or self.time_limit_s))
+            made = planned_once(program, wished, make, kept=lambda plan: not (ended_by_user(plan) or self.time_limit_s))
+            return made if asked.stack is None else as_planned_for(stack_of(asked.stack), made)
         except Infeasible:
             if not refused:
                 raise
@@ -171,5 +173,5 @@ def _in_a_line(search: Search) -> str:
     said = [line for line in lines if not line.startswith("micro-batches:")] or lines
     short = min(search.said.short.values(), default=0.0)
     if short >= MIB or (short and not said):
-        return f"does not fit: {f'{gib(short)} a GPU short at its leanest' if short >= MIB else 'no cut into stages does'}"
+        return f"{SHORT}: {f'{gib(short)} a GPU short or less' if short >= MIB else 'no cut into stages does'}"
     return said[0] if said else str(refusal(search)).splitlines()[0]

@@ -41,6 +41,7 @@ __all__ = ["Option", "Why", "WhyOperator", "why", "why_text"]
 
 OPERATORS = 3  # of a module, the longest ones, that are shown in full
 OPTIONS = 5  # strategies of one operator that are decided around, each by a program of the whole axis
+NAMED = 8  # modules of a model, where a question names none
 SAID = 0.01  # of a change: terms that are less are not said
 TIE = 1e-3  # of the axis' seconds, within which its program is solved here
 SOLVED = 5e-3  # of its objective, within which the search has solved it
@@ -127,7 +128,11 @@ def _matched(program: Program, name: str) -> frozenset[str]:
             return found
     modules = {m for op in program.ops for m in (op.module, generic(op.module)) if m}
     known = [*modules, *(p.fqn for p in program.params), *(kind_of(op.name) for op in program.ops)]
-    raise WishError(f"--why {name}: there is no such module, parameter or operator in {program.name}{did_you_mean(name, known)}")
+    near = did_you_mean(name, known)
+    if not near:  # the outermost modules that compute, as one would begin to look
+        outer = list(dict.fromkeys(".".join(generic(op.module).split(".")[:3]) for op in program.ops if op.module))
+        near = f"; it has {', '.join(outer[:NAMED])}" + (f" and {len(outer) - NAMED} more" if len(outer) > NAMED else "")
+    raise WishError(f"--why {name}: there is no such module, parameter or operator in {program.name}{near}")
 
 
 def _listed(program: Program, wanted: frozenset[str]) -> str:
@@ -305,15 +310,18 @@ def _saves(one: _OneAxis, around: Around, less: bool) -> str:
 
 def _forced(problem: AxisProblem, changed: Sequence[str], now: Chosen, after: Chosen) -> str:
     """What else changes, in words: the two that take longest of those that are split otherwise, and how many more; then those whose split
-    goes by the same words."""
-    groups = sorted((problem.choices.groups[key] for key in changed), key=lambda g: -group_cost(problem, g, after(g.key)))
+    goes by the same words. Operators that take no time follow the others, and are not said."""
+    own = timed(problem)
+    seconds = {key: max(group_cost(own, problem.choices.groups[key], s) for s in (now(key), after(key))) for key in changed}
+    groups = [problem.choices.groups[key] for key in sorted(changed, key=lambda key: -seconds[key]) if seconds[key] > 0]
     words = {g.key: [_words(problem.axis, g, chosen(g.key)) for chosen in (now, after)] for g in groups}
     other = [g for g in groups if len(set(words[g.key])) > 1]
-    said = [", ".join(f"{_named(g)} {_be(words[g.key][1])}" for g in other[:2])] if other else []
-    said += [f"{len(other) - 2} more"] if len(other) > 2 else []
-    if alike := len(groups) - len(other):
-        said.append(f"{counted(alike, 'further operator' if other else 'operator')} to be laid otherwise")
-    return " and ".join(said)
+    listed = list(dict.fromkeys(f"{_named(g)} {_be(words[g.key][1])}" for g in other))
+    said = [", ".join(listed[:2])] if listed else []
+    said += [f"{len(listed) - 2} more"] if len(listed) > 2 else []
+    alike = len(groups) - len(other)
+    laid = [f"{counted(alike, 'further operator' if other else 'operator')} to be laid otherwise"] if alike else []
+    return ", and ".join([*([" and ".join(said)] if said else []), *laid])
 
 
 def _be(split: str) -> str:

@@ -117,16 +117,21 @@ def of_another_size(stack: Stack, c: Configuration, gpus: int, batch: int | None
     found = [Remedy(change=f"--gpus {n}", plan=plan) for n in sizes if (plan := _plan(c, n, batch, price)) is not None]
     if c.dp and gpus % others == 0:
         found += _priced(stack, c, [(_free(c, dp=gpus // others), gpus)], batch, price)
-    return found
+    return found or [_with(f"--gpus {n}", x) for n in sizes for x in remedies(stack, c, n, batch, price)]
 
 
-def of_another_batch(c: Configuration, gpus: int, stated: int, batch: int, price: Price) -> list[Remedy]:
+def of_another_batch(stack: Stack, c: Configuration, gpus: int, stated: int, batch: int, price: Price) -> list[Remedy]:
     """Where the configuration is of another global batch than the inputs: inputs of its own, or the configuration with that of theirs."""
     tried = [
         (f"a TARGET whose inputs have {stated} samples", c, stated),
         (f"a global batch of {batch} samples in the configuration", _free(c, global_batch=batch), batch),
     ]
-    return [Remedy(change=words, plan=plan) for words, own, size in tried if (plan := _plan(own, gpus, size, price)) is not None]
+    found = [Remedy(change=words, plan=plan) for words, own, size in tried if (plan := _plan(own, gpus, size, price)) is not None]
+    return found or [_with(words, x) for words, own, size in tried[1:] for x in remedies(stack, own, gpus, size, price)]
+
+
+def _with(change: str, further: Remedy) -> Remedy:
+    return dataclasses.replace(further, change=f"{change}, and {further.change}")
 
 
 def _words(c: Configuration, new: Configuration, plan: Plan) -> str:

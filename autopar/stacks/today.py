@@ -70,7 +70,7 @@ def _pins(stack: Stack, c: Configuration, gpus: int, batch: int | None, price: P
         if c.ranks_on(gpus) is None:
             found = of_another_size(stack, c, gpus, batch, price)
         elif batch is not None and stated is not None and stated != batch:
-            found = of_another_batch(c, gpus, stated, batch, price)
+            found = of_another_batch(stack, c, gpus, stated, batch, price)
         else:
             found = remedies(stack, c, gpus, batch, price)
         raise type(why)(f"{why}{remedies_text(found)}") from why
