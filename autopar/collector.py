@@ -11,11 +11,15 @@ __all__ = ["held_back"]
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Inside, nothing is collected, unless somebody asks for it; afterwards as before."""
+    """Inside, nothing is collected, unless somebody asks for it; afterwards as before. What was made inside counts as old then: the next
+    collection of young objects would look through all of it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else somebody else's objects would be let go of
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, program_hash
+from autopar.collector import held_back
 from autopar.debug import said, timed
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
@@ -161,7 +162,7 @@ def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) ->
     """The source of the emitted module. PlanError if the plan was made for another program."""
     if decided.program_hash != program_hash(captured.program):
         raise PlanError(f"the plan was made for another model or batch ({decided.model}); plan {captured.program.name} again")
-    with timed("rendering"):
+    with timed("rendering"), held_back():
         lowered = lower(captured.program, decided)
         source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
     said(4, lambda: source)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 __all__ = [
-    "ACCOUNT", "CENTRAL", "SPREADS", "interval", "least_upper_bytes", "memory_spread_bytes", "room_bytes", "spread_of_kind", "step_spread",
+    "ACCOUNT", "CENTRAL", "SPREADS", "More", "interval", "least_upper_bytes", "memory_spread_bytes", "more_for", "room_bytes",
+    "spread_of_kind", "step_spread",
 ]  # fmt: skip
 
 CENTRAL = 1.2816  # 80% of a normal distribution lies within so many standard deviations
@@ -57,17 +59,40 @@ def memory_spread_bytes(terms: Mapping[str, float]) -> float:
     return math.hypot(*(MEMORY[name] * nbytes for name, nbytes in terms.items()))
 
 
-def least_upper_bytes(allocated: float, context: float, slack: float) -> float:
-    """The least that the upper end of an interval is, of memory of which so much is allocated, whatever for. slack: share of it that the
-    allocator holds besides; context: the framework's bytes."""
-    off = math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated)
-    return allocated * (1 + slack) + context + CENTRAL * off
+@dataclass(frozen=True, kw_only=True, slots=True)
+class More:
+    """How the upper end of an interval of memory is bounded from below by a sum. saved: for how much more than itself a byte of saved
+    activations counts, which are less certain than what rests; others: the share of the others' spread that may be added to that, since
+    spreads add up as squares do."""
+
+    saved: float = 0.0
+    others: float = 1.0
 
 
-def room_bytes(limit: float, context: float, slack: float) -> float:
+def more_for(saved: float, allocated: float, context: float, slack: float) -> More:
+    """The bound that is nearest where about so many bytes are saved, of so many that are allocated."""
+    own = MEMORY["saved_activations"] * saved
+    others = math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated)
+    if own <= 0.0:
+        return More()
+    both = math.hypot(own, others)
+    return More(saved=CENTRAL * MEMORY["saved_activations"] * own / both / (1 + slack), others=others / both)
+
+
+def least_upper_bytes(allocated: float, context: float, slack: float, more: More | None = None) -> float:
+    """The least that the upper end of an interval is, of memory of which so much is allocated. slack: share of it that the allocator holds
+    besides; context: the framework's bytes. more: in which bytes of saved activations count for more; by default all are alike, whatever
+    they are for."""
+    x = more or More()
+    off = math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated / (1 + x.saved))
+    return allocated * (1 + slack) + context + CENTRAL * x.others * off
+
+
+def room_bytes(limit: float, context: float, slack: float, more: More | None = None) -> float:
     """What may be allocated at most, if the upper end of the interval is to be within a limit: the inverse of least_upper_bytes."""
-    left, by_one = limit - context, 1 + slack
-    fixed, share = CENTRAL * MEMORY["framework_context"] * context, CENTRAL * MEMORY["allocator_slack"] * slack
+    left, by_one, x = limit - context, 1 + slack, more or More()
+    fixed, share = CENTRAL * x.others * MEMORY["framework_context"] * context, CENTRAL * x.others * MEMORY["allocator_slack"] * slack
+    share /= 1 + x.saved
     square = by_one**2 - share**2
     inside = by_one**2 * left**2 - square * (left**2 - fixed**2)
     return (by_one * left - math.sqrt(max(0.0, inside))) / square

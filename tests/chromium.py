@@ -39,6 +39,7 @@ def visit(page: str, script: str, folder: Path, *, width: int = 1200, height: in
     """Open a page and run the body of an asynchronous function in it. Narrow widths are those of a frame: a window has a least one."""
     run = f"""<script>addEventListener("load", async () => {{
         const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+        const whole = async () => {{ while (!document.documentElement.dataset.drawn) await wait(50); }};  // all charts are drawn
         let said;
         try {{ said = await (async () => {{ {script} }})(); }}
         catch (error) {{ said = {{ failed: String(error && error.stack || error) }}; }}

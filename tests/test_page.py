@@ -225,7 +225,7 @@ def test_the_picture_is_an_svg() -> None:
 # ---------------------------------------------------------------------------------------------------------- in a browser
 LOOK = """
     const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
-    for (let k = 0; k < 200 && missing(); k++) await wait(50);
+    await whole();
     const all = [...document.querySelectorAll('.chart')];
     const charts = Object.fromEntries(all.map((c) => [c.dataset.chart, c.querySelectorAll('svg, canvas').length]));
     const table = document.querySelector('#alternatives table');
@@ -291,7 +291,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(tmp_path: Path) -> None:
         page(),
         """
         const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
-        for (let k = 0; k < 200 && missing(); k++) await wait(50);
+        await whole();
         const own = document.documentElement;
         const cut = [...document.querySelectorAll('.scroll')].filter((d) => d.scrollWidth > d.clientWidth).length;
         const labels = new Set([...document.querySelectorAll('#blocks td')].map((cell) => cell.dataset.label));
@@ -319,7 +319,7 @@ def test_a_model_of_96_layers_and_1024_ranks_is_drawn(tmp_path: Path) -> None:
         text,
         """
         const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
-        for (let k = 0; k < 200 && missing(); k++) await wait(50);
+        await whole();
         const count = (what) => document.querySelectorAll(what).length;
         const drawn = document.querySelector('#chart-timeline canvas');
         const rgba = drawn.getContext('2d').getImageData(0, 0, drawn.width, drawn.height).data, colours = new Set();
@@ -384,7 +384,7 @@ def test_a_sweep_in_a_browser_is_drawn_and_sorted(tmp_path: Path) -> None:
         text,
         """
         const missing = () => [...document.querySelectorAll('.chart')].find((c) => !c.querySelector('svg, canvas'));
-        for (let k = 0; k < 200 && missing(); k++) await wait(50);
+        await whole();
         const table = document.querySelector('#points table');
         const column = (k) => [...table.tBodies[0].rows].map((r) => r.cells[k].textContent);
         table.tHead.rows[0].cells[4].querySelector('button').click(); const up = column(4);

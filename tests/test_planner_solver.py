@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 
+import pulp
 import pytest
 
 from autopar.errors import Infeasible
@@ -42,6 +43,7 @@ def brute(problem: Linear) -> float:
 @pytest.fixture(params=["HiGHS", "CBC"])
 def solver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "CBC":
+        assert pulp.HiGHS  # which notes when it is imported whether highspy is there
         monkeypatch.setitem(sys.modules, "highspy", None)
     return str(request.param)
 

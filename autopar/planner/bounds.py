@@ -33,7 +33,7 @@ from cost_models.pools import How, gradient_bytes, of_parameters
 from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
-from cost_models.uncertainty import room_bytes
+from cost_models.uncertainty import least_upper_bytes, room_bytes
 
 __all__ = ["Least", "OpLeast", "least_op_s"]
 
@@ -142,6 +142,10 @@ class Least:
     def room_bytes(self, limit_bytes: int, batch_bytes: int) -> float:
         """What of a GPU's memory there is for that at most."""
         return room_bytes(limit_bytes, self.gpu.context_bytes, self.recipe.allocator_slack) - batch_bytes
+
+    def upper_bytes(self, nbytes: float, batch_bytes: int) -> float:
+        """The inverse of room_bytes: what a GPU must have for so much at rest."""
+        return least_upper_bytes(nbytes + batch_bytes, self.gpu.context_bytes, self.recipe.allocator_slack)
 
     def _at_rest(self, rest: Rest, shard: int, sizes: tuple[int, ...], alike: frozenset[str], gone: bool) -> float:
         """Of the whole program on as many ranks as split it over the axes that divide operators and, in parts, over the data axis. gone:

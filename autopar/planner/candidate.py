@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
+
 from autopar.ir import Span
 from autopar.planner.estimate import Estimator, Times
 from autopar.planner.partition import Partition
@@ -116,31 +118,40 @@ def _again(e: Estimator, part: Partition, k: int) -> str:
 
 def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> MemoryPlan:
     """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
-    not counted), or in the optimizer's update. spans: of each of its stages, and what runs again in it; late: parameters that several
-    ranks use."""
+    not counted), or in the optimizer's update; and how much further the interval of another moment reaches. spans: of each of its stages,
+    and what runs again in it; late: parameters that several ranks use."""
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
     params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
     activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]
     liveness = e.rank.ledger.liveness
-    moment = liveness.peak(activities[0]) if len(spans) == 1 else liveness.peak_of_rank(activities, e.flow.on_rank(rank))
-    if e.recipe.accumulates:
-        moment = moment._replace(gradients=0)  # what is added to others at once is counted there
+    moments = liveness.peaks(activities[0]) if len(spans) == 1 else liveness.peaks_of_rank(activities, e.flow.on_rank(rank))
     passes, update = (_by_row(rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
-    for kind, row in MOMENTS.items():
-        passes[row] += getattr(moment, kind)
-    fullest = update if sum(update.values()) > sum(passes.values()) else passes
+    held = sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items())
+    found = []
+    for moment in (*moments, None):
+        at = Counter(update if moment is None else passes)
+        for kind, row in MOMENTS.items() if moment is not None else ():
+            if kind != "gradients" or not e.recipe.accumulates:  # what is added to others at once is counted there
+                at[row] += getattr(moment, kind)
+        found.append(_memory_plan(e, at, held))
+    fullest = max(found, key=lambda x: x.total_bytes)
+    return msgspec.structs.replace(fullest, beyond_bytes=max(x.upper_bytes for x in found) - fullest.upper_bytes)
+
+
+def _memory_plan(e: Estimator, at: Mapping[str, int], held: float) -> MemoryPlan:
+    """Of a moment. at: row -> bytes; held: what the allocator holds besides."""
     terms = stage_memory(
-        param_bytes=fullest["parameters"],
+        param_bytes=at["parameters"],
         trainable_params=0,
-        gradient_bytes=fullest["gradients"],
-        optimizer_state_bytes=fullest["optimizer_states"],
+        gradient_bytes=at["gradients"],
+        optimizer_state_bytes=at["optimizer_states"],
         optimizer=e.optimizer,
-        activation_bytes_per_micro_batch=fullest["saved_activations"],
-        largest_temporary_bytes=fullest["largest_temporary"],
-        bucket_bytes=fullest["communication_buffers"],
+        activation_bytes_per_micro_batch=at["saved_activations"],
+        largest_temporary_bytes=at["largest_temporary"],
+        bucket_bytes=at["communication_buffers"],
         framework_context_bytes=e.cluster.gpu.context_bytes,
         allocator_slack_fraction=e.recipe.allocator_slack,
-        held_bytes=sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items()),
+        held_bytes=held,
     )
     return MemoryPlan(**{f"{name}_bytes": getattr(terms, name) for name in terms.__dataclass_fields__})
 

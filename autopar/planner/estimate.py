@@ -35,7 +35,7 @@ from cost_models.pools import How, OfRank, gradient_bytes, of_parameters, of_ran
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.rests import Rest
 from cost_models.step import optimizer_time_s
-from cost_models.uncertainty import least_upper_bytes, room_bytes
+from cost_models.uncertainty import More, least_upper_bytes, more_for, room_bytes
 
 __all__ = ["Estimator", "Times"]
 
@@ -91,7 +91,23 @@ class Estimator:
     # --------------------------------------------------------------------------------------------------------- pieces
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The segments as the program over stages sees them, in the modes that the pin on recompute leaves."""
+        """The pieces as the program over stages sees them: of what must fit, the upper end of an interval, their bytes are the bound from
+        below that is nearest (`more`)."""
+        counted = {p: p.with_more(self.more.saved) for p in dict.fromkeys(self.plain)}
+        return tuple(counted[p] for p in self.plain)
+
+    @functools.cached_property
+    def more(self) -> More:
+        """For how much what is saved counts: that of a rank that is full of it, if there is so much."""
+        flow, gpu = self.flow, self.cluster.gpu
+        rests = sum(p.rest_bytes for p in self.plain) / flow.ranks
+        kept = sum(p.modes[0].kept_bytes for p in self.plain) / flow.ranks * max(flow.in_flight)
+        saved = min(kept, max(0.0, gpu.memory_bytes - gpu.context_bytes - rests))
+        return more_for(saved, rests + saved, gpu.context_bytes, self.recipe.allocator_slack)
+
+    @functools.cached_property
+    def plain(self) -> tuple[Piece, ...]:
+        """The segments in the modes that the pin on recompute leaves, with their bytes as liveness counts them."""
         segments, seen = self.segments.segments, set[str]()
         at_rest, reads = [], [self.read(x.span) for x in segments]
         for own in reads:
@@ -231,12 +247,13 @@ class Estimator:
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces at most: without what a rank needs whatever lies on it, the allocator's slack, and
         what these two may be off by."""
-        return room_bytes(limit_bytes, self.cluster.gpu.context_bytes, self.recipe.allocator_slack) - of_rank(self.of_rank, self.how)
+        room = room_bytes(limit_bytes, self.cluster.gpu.context_bytes, self.recipe.allocator_slack, self.more)
+        return room - of_rank(self.of_rank, self.how)
 
     def upper_bytes(self, pieces_bytes: float) -> float:
         """The inverse of room_bytes."""
         allocated = pieces_bytes + of_rank(self.of_rank, self.how)
-        return least_upper_bytes(allocated, self.cluster.gpu.context_bytes, self.recipe.allocator_slack)
+        return least_upper_bytes(allocated, self.cluster.gpu.context_bytes, self.recipe.allocator_slack, self.more)
 
     @property
     def of_rank(self) -> OfRank:
@@ -277,10 +294,10 @@ class Estimator:
     def prices(self) -> tuple[float, ...]:
         """Of a byte that a micro-batch keeps, in seconds: what running the pieces again costs for each byte less (running all again, where
         nothing can), and much more. Rounded to powers of two, so that choices that differ little have the same."""
-        pairs = [(p.modes[-1].again_s, p.modes[0].kept_bytes - p.modes[-1].kept_bytes) for p in self.pieces]
+        pairs = [(p.modes[-1].again_s, p.modes[0].kept_bytes - p.modes[-1].kept_bytes) for p in self.plain]
         seconds, nbytes = (sum(x) for x in zip(*pairs, strict=True))
         if not seconds or not nbytes:
-            seconds, nbytes = sum(p.forward_s for p in self.pieces), sum(p.modes[0].kept_bytes for p in self.pieces)
+            seconds, nbytes = sum(p.forward_s for p in self.plain), sum(p.modes[0].kept_bytes for p in self.plain)
         if not seconds or not nbytes:
             return ()
         price = 2.0 ** round(math.log2(seconds / nbytes))

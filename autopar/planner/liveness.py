@@ -8,7 +8,7 @@ where the last one's backward begins. Everything is counted by storage: a view i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,10 @@ class Moment(NamedTuple):
     @property
     def total(self) -> int:
         return self.saved + self.gradients + self.temporary + self.communication
+
+    def counted(self, *, accumulates: bool) -> int:
+        """In all. accumulates: without gradients, which are added at once to others that rest."""
+        return self.total - self.gradients * accumulates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +78,11 @@ class Liveness(Storages):
     # ----------------------------------------------------------------------------------------------------------- a stage
     def peak(self, activity: Activity) -> Moment:
         """The moment of a step at which most is alive."""
-        held = self._held(activity)
+        return max(self.peaks(activity), key=lambda x: x.counted(accumulates=activity.accumulates))
+
+    def peaks(self, activity: Activity) -> list[Moment]:
+        """The moments of a step at which most is alive: no other has as much of every kind and in all."""
+        held, accumulates = self._held(activity), activity.accumulates
         units = self.units(activity)
         whole, flights, m = held.total, activity.in_flight, activity.micro_batches
         none = Moment()
@@ -83,19 +91,21 @@ class Liveness(Storages):
         later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
         last = [(0, all_gradients, True)] if m > 2 else []
         moments: list[Moment] = []
+        forward = _most(self._forward(activity, units, activity.span, Store()), accumulates=accumulates)
         for others, before, final in (*first, *later, *last):
             base = before._replace(saved=others * whole)
             if not (final and m > flights):
-                moments += [_plus(base, x) for x in self._forward(activity, units, activity.span, Store())]
+                moments += [_plus(base, x) for x in forward]
             some = bool(before.gradients)
             sent = Arriving.of(activity.sends, self.program)
-            moments += [_plus(base, x) for x in self._backward(activity, units, Store(held), sent, accumulated=some, final=final)]
-        moments += self.ends(activity)
-        return max(moments, key=lambda x: x.total - x.gradients * activity.accumulates)
+            backward = self._backward(activity, units, Store(held), sent, accumulated=some, final=final)
+            moments += [_plus(base, x) for x in _most(backward, accumulates=accumulates)]
+        return _most([*moments, *self.ends(activity)], accumulates=accumulates)
 
-    def peak_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> Moment:
-        """The moment of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
+    def peaks_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> list[Moment]:
+        """The moments of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
         to its end."""
+        accumulates = stages[0].accumulates
         held = [self._held(a) for a in stages]
         gathers = any(a.where_used for a in stages)
         units: dict[object, Units] = {}  # by a pass and what comes after it
@@ -104,7 +114,7 @@ class Liveness(Storages):
             f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
             for (f, b), a in zip(on_rank.waiting, stages, strict=True)
         )
-        known: dict[tuple[object, ...], Moment] = {}
+        known: dict[tuple[object, ...], list[Moment]] = {}
         found: list[Moment] = []
         for now in on_rank.before if gathers else on_rank.situations:
             k, some = now.stage, now.reduced[now.stage]
@@ -121,13 +131,13 @@ class Liveness(Storages):
                     own = list(self._backward(stages[k], units[ends], Store(held[k]), sent, accumulated=some, final=now.last))
                     arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
                     own = [_plus(x, Moment(communication=arrived)) for x in own]
-                known[key] = max(own, key=lambda x: x.total - x.gradients * stages[k].accumulates)
+                known[key] = _most(own, accumulates=accumulates)
             beside = Moment(
                 saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
                 gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
-            found.append(_plus(beside, known[key]))
-        return max([*found, *self.ends(*stages)], key=lambda x: x.total - x.gradients * stages[0].accumulates)
+            found += [_plus(beside, x) for x in known[key]]
+        return _most([*found, *self.ends(*stages)], accumulates=accumulates)
 
     def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
         """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
@@ -324,6 +334,18 @@ class Liveness(Storages):
 def _again(saved: Mapping[str, int], made: Collection[str]) -> dict[str, int]:
     """What is saved, where it is made a second time by a span that runs again: another storage than the first, which others may keep."""
     return {f"{name}'" if name in made else name: n for name, n in saved.items()}
+
+
+def _most(moments: Iterable[Moment], *, accumulates: bool) -> list[Moment]:
+    """Those of which no other has as much of every kind and in all, whatever the same moment of another pass adds to each."""
+    found: list[tuple[int, int, int, int, Moment]] = []
+    for x in moments:
+        saved, temporary, communication, total = x.saved, x.temporary, x.communication, x.counted(accumulates=accumulates)
+        if any(s >= saved and t >= temporary and c >= communication and n >= total for s, t, c, n, _ in found):
+            continue
+        found = [y for y in found if not (saved >= y[0] and temporary >= y[1] and communication >= y[2] and total >= y[3])]
+        found.append((saved, temporary, communication, total, x))
+    return [x for *_, x in found]
 
 
 def _plus(a: Moment, b: Moment) -> Moment:

@@ -12,7 +12,7 @@ operator is named here: that softmax, dropout and activation functions run again
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 from numpy.typing import NDArray
@@ -42,6 +42,14 @@ class Mode:
     backward_bytes: float = 0.0
     later_bytes: float = 0.0
     spans: tuple[Span, ...] = ()
+
+    def with_more(self, share: float) -> Mode:
+        """What is kept counts for so much more than itself, with what earlier pieces keep; what a pass needs for as much as is sure."""
+        kept = self.kept_bytes * (1 + share)
+        return replace(
+            self, kept_bytes=kept, forward_bytes=max(self.forward_bytes, kept), backward_bytes=max(self.backward_bytes, kept),
+            later_bytes=max(self.later_bytes, kept),
+        )  # fmt: skip
 
 
 def run_again(ledger: Ledger, liveness: Liveness, span: Span) -> Span:

@@ -135,8 +135,12 @@ def _typing(program: Program, count: int) -> _Typing:
 
 
 def _typed(typing: _Typing, batched: frozenset[str]) -> _Typing:
-    for _ in range(1 + 3 * len(typing.program.ops)):
-        change = _type(typing, batched)
+    ops = typing.program.ops
+    place = {op.name: k for k, op in enumerate(ops)}
+    typing.layouts = {x.value: S(0) if x.value in batched else R for x in typing.program.leaves}
+    start = 0  # what lies before it is typed
+    for _ in range(1 + 3 * len(ops)):
+        change = _type(typing, start)
         if change is None:
             return typing
         before = len(typing.wanted) + len(typing.shared), dict(typing.made)
@@ -144,16 +148,18 @@ def _typed(typing: _Typing, batched: frozenset[str]) -> _Typing:
         typing.wanted |= change.wanted
         typing.shared |= dict.fromkeys(change.shared)
         assert before != (len(typing.wanted) + len(typing.shared), typing.made), "every round changes something"
+        made = [typing.producer.get(v) for v in (*change.made, *change.wanted)]
+        start = min([*(place[x[0].name] if x is not None else 0 for x in made), *(place[name] for name, _ in change.shared)])
+        typing.layouts |= typing.made
+        for op in ops[start:]:
+            typing.ops.pop(op.name, None)
     raise AssertionError("the changes cannot go on for ever")
 
 
-def _type(typing: _Typing, batched: frozenset[str]) -> _Change | None:
-    """Type every operator, without transitions; or what must change first. Raises NotSplittable."""
-    program = typing.program
-    layouts: dict[str, Layout] = {x.value: R for x in program.leaves}
-    layouts |= {x.value: S(0) for x in program.inputs if x.value in batched} | typing.made
-    typing.layouts, typing.ops = layouts, {}
-    for op in program.ops:
+def _type(typing: _Typing, start: int) -> _Change | None:
+    """Type every operator from there on, without transitions; or what must change first. Raises NotSplittable."""
+    program, layouts = typing.program, typing.layouts
+    for op in program.ops[start:]:
         outputs = [o for o in op.outputs if o is not None]
         if outputs and all(o in typing.made or o in typing.drawn for o in outputs):
             layouts |= {o: typing.made.get(o, typing.drawn.get(o, R)) for o in outputs}

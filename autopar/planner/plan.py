@@ -149,7 +149,8 @@ class BlockMode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Predicted bytes on one rank of a stage, by term (cost_models.memory)."""
+    """Predicted bytes on one rank of a stage, by term (cost_models.memory), at the moment of a step at which they are most.
+    beyond_bytes: by how much the upper end of the interval at another moment is above that at this one."""
 
     parameters_bytes: Count
     gradients_bytes: Count
@@ -159,10 +160,16 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     communication_buffers_bytes: Count
     framework_context_bytes: Count
     allocator_slack_bytes: Count
+    beyond_bytes: Count = 0
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Term -> bytes."""
+        return {name.removesuffix("_bytes"): getattr(self, name) for name in self.__struct_fields__ if name != "beyond_bytes"}
 
     @property
     def total_bytes(self) -> int:
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        return sum(self.terms.values())
 
     @property
     def upper_bytes(self) -> int:
@@ -172,8 +179,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def interval_bytes(self) -> tuple[float, float]:
         """The interval of 80% about the total (cost_models.uncertainty)."""
-        off = CENTRAL * memory_spread_bytes({name.removesuffix("_bytes"): getattr(self, name) for name in self.__struct_fields__})
-        return max(0.0, self.total_bytes - off), self.total_bytes + off
+        off = CENTRAL * memory_spread_bytes(self.terms)
+        return max(0.0, self.total_bytes - off), self.total_bytes + off + self.beyond_bytes
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -180,8 +180,9 @@ class Question:
             if isinstance(why, OutOfBudget):
                 self.unsure.add(choice)
             if refused is None:
-                least = why.least_bytes if isinstance(why, TooLarge) else None
-                self._note_shortfall(choice, estimator, room, max((over or {}).values(), default=0.0), least)
+                least = why.least_bytes if isinstance(why, TooLarge) else estimator.least_bytes
+                more = max((over or {}).values(), default=0.0)
+                self.note_shortfall(choice, estimator, estimator.upper_bytes(least if least > room else room + more))
             return None
         if part is None:
             return NO_BETTER
@@ -232,7 +233,7 @@ class Question:
         else:
             self.unsure.add(choice)
         if best is None and short > 0:
-            self._note_shortfall(choice, estimator, estimator.room_bytes(self.memory_limit_bytes), float(short))
+            self.note_shortfall(choice, estimator, float(self.memory_limit_bytes + short))
         return best
 
     def _as_it_runs(
@@ -281,15 +282,11 @@ class Question:
                 return f"of {stages}, stage {s} would have nothing to train"
         return cuts
 
-    def _note_shortfall(self, choice: Choice, estimator: Estimator, room: float, over: float, least: float | None = None) -> None:
-        """How many bytes the leanest form of a choice lacks; over: where its pieces would fit, how many too many it needs as a
-        whole. least: the bytes of its fullest rank, if they are known."""
-        flow, pieces = estimator.flow, estimator.pieces
+    def note_shortfall(self, choice: Choice, estimator: Estimator, needs: float) -> None:
+        """How many bytes the leanest form of a choice lacks. needs: what its fullest rank must have."""
+        flow, pieces = estimator.flow, estimator.plain
         state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / flow.ranks
         kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / flow.ranks * max(flow.in_flight)
-        if least is None:
-            least = estimator.least_bytes
-        needs = estimator.upper_bytes(least if least > room else room + over)
         short = max(1.0, needs - self.memory_limit_bytes)
         line = (
             f"memory: {choice.words}{self.space.formed(choice.form)} needs {gib(self.memory_limit_bytes + short)} on its fullest rank at "

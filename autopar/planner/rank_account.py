@@ -6,39 +6,62 @@ of parameters, once a backward pass has left them. The stage whose pass runs has
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from autopar.planner.modes import Mode
-from autopar.planner.stage_account import Critical, Run
+from autopar.planner.stage_account import Counts, Critical, Run
 from cost_models.holds import OnRank
 
 __all__ = ["RankAccount"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankAccount:
     """stages: the runs of each stage of the rank, in order."""
 
     stages: tuple[tuple[Run, ...], ...]
     on_rank: OnRank
 
-    @property
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         return tuple(run for stage in self.stages for run in stage)
 
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return (0, *accumulate(map(len, self.stages)))
+
+    @cached_property
+    def _own(self) -> list[_OneStage]:
+        return [_OneStage(runs) for runs in self.stages]
+
+    @cached_property
+    def _beside(self) -> list[float]:
+        """In each situation: the gradients of the stages whose pass does not run."""
+        gradients = [s.gradients for s in self._own]
+        return [sum(g for k, g in enumerate(gradients) if now.reduced[k] and k != now.stage) for now in self.on_rank.situations]
+
+    @cached_property
+    def _fixed(self) -> tuple[float, float, float, float]:
+        """Whatever the modes: what rests; beyond it while passes run, what waits for its pass included; at the end; in the update."""
+        own = self._own
+        waiting = sum(f * s.received + b * s.sent for (f, b), s in zip(self.on_rank.waiting, own, strict=True))
+        end = sum(s.gradients + s.reduced for s in own)
+        return sum(s.rest for s in own), waiting + sum(s.passing for s in own), end, sum(s.update for s in own)
+
     def bytes(self, counts: Sequence[Sequence[int]]) -> float:
         """The most of a step, if so many pieces of each run, of all stages in order, are in its modes."""
-        bounds = (0, *accumulate(map(len, self.stages)))
-        own = [_OneStage(runs, counts[a:b]) for runs, (a, b) in zip(self.stages, pairwise(bounds), strict=True)]
-        most = sum(s.gradients + s.reduced for s in own)
-        for now in self.on_rank.situations:
-            beside = sum(n * s.whole for n, s in zip(now.held, own, strict=True))
-            beside += sum(s.gradients for k, s in enumerate(own) if now.reduced[k] and k != now.stage)
+        pairs = zip(self._own, pairwise(self._bounds), strict=True)
+        own = [s.in_modes(tuple(map(tuple, counts[a:b]))) for s, (a, b) in pairs]
+        whole = [s.whole for s in own]
+        rest, passing, most, update = self._fixed
+        for now, gradients in zip(self.on_rank.situations, self._beside, strict=True):
+            beside = gradients + sum(map(operator.mul, now.held, whole))
             most = max(most, beside + own[now.stage].of_pass(now.pass_, accumulated=now.reduced[now.stage]))
-        waiting = sum(f * s.received + b * s.sent for (f, b), s in zip(self.on_rank.waiting, own, strict=True))
-        return sum(s.rest for s in own) + max(most + waiting + sum(s.passing for s in own), sum(s.update for s in own))
+        return rest + max(most + passing, update)
 
     def critical(self, kept: Sequence[float], limit_bytes: float) -> Critical:
         """kept: bytes that each piece of a run keeps if nothing else runs again. The moments at the last piece of each run."""
@@ -73,17 +96,30 @@ class RankAccount:
 
 
 class _OneStage:
-    """A stage whose pieces are in so many of their modes. whole: what a micro-batch keeps."""
+    """A stage, whatever the modes of its pieces."""
 
-    def __init__(self, runs: Sequence[Run], counts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         def total(name: str) -> float:
             return float(sum(run.count * getattr(run.piece, name) for run in runs))
 
+        self.runs = runs
         self.rest, self.passing, self.update = total("rest_bytes"), total("passing_bytes"), total("update_bytes")
         self.gradients, self.reduced = total("gradient_bytes"), total("reduced_bytes")
         self.received, self.sent = runs[0].piece.received_bytes, runs[-1].piece.sent_bytes
-        self._bound = self.received + self.sent
-        pairs = zip(runs, counts, strict=True)
+        self._known: dict[Counts, _InModes] = {}
+
+    def in_modes(self, counts: Counts) -> _InModes:
+        if counts not in self._known:
+            self._known[counts] = _InModes(self, counts)
+        return self._known[counts]
+
+
+class _InModes:
+    """A stage whose pieces are in so many of their modes. whole: what a micro-batch keeps."""
+
+    def __init__(self, stage: _OneStage, counts: Counts) -> None:
+        self.gradients, self._bound = stage.gradients, stage.received + stage.sent
+        pairs = zip(stage.runs, counts, strict=True)
         groups = [(run, run.piece.modes[k], c) for run, of in pairs for k, c in zip(run.modes, of, strict=True) if c]
         self.whole = self._bound + sum(c * mode.kept_bytes for _, mode, c in groups)
         run, mode, c = groups.pop()  # the last piece of the stage stands alone: what it makes when it runs again holds what was sent

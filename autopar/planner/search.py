@@ -123,6 +123,7 @@ class Search(Question):
         self._numbers = numbers = itertools.count()
         self.unsure = set[Choice]()
         self._fastest: dict[Choice, Estimator] = {}
+        self._with_leaner = set[Choice]()
         queue: list[_Entry] = []
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
         for choice in self.space.choices():
@@ -195,8 +196,7 @@ class Search(Question):
         self.said.cut += 1
         worth_s = WORTH * min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
         draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
-        known = entry.choice in bounds
-        if (draft == NO_BETTER or draft is None or draft.part.recomputed) and not known:
+        if draft == NO_BETTER or draft is None or draft.part.recomputed:
             self._leaner(entry, queue)
         if draft == NO_BETTER:
             bounds[entry.choice] = max(entry.least_s, worth_s)
@@ -213,8 +213,12 @@ class Search(Question):
             bounds.pop(entry.choice, None)
 
     def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
-        """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster."""
+        """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster: they are tried,
+        once for a choice."""
         assert entry.estimator is not None
+        if entry.choice in self._with_leaner:
+            return
+        self._with_leaner.add(entry.choice)
         for choice in self.space.leaner(entry.choice, entry.estimator.prices):
             self.said.choices += 1
             least_s = self._least.step_s(choice, self.batch_size)
@@ -224,6 +228,8 @@ class Search(Question):
         """Price the choice as it will run."""
         found = self.exact(entry.choice)
         entry.draft = None
+        if found is None or found.part.recomputed:
+            self._leaner(entry, queue)
         if found is None:
             if entry.choice not in self.unsure:
                 bounds.pop(entry.choice, None)
@@ -233,10 +239,14 @@ class Search(Question):
 
     def _could_fit(self, choice: Choice, rank: Rank | str | None = None) -> bool:
         """Whether what rests on the fullest rank leaves room. rank: of this choice, if it is known."""
-        alike = frozenset[str]()
-        if isinstance(rank, Rank) and rank.data is not None:
-            alike = frozenset(p.value for p in self.known.folded.params if rank.data.leaves.get(p.value) == I)
-        return self._least.bytes(choice, alike) <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+        nbytes = self._least.bytes(choice, self._alike(rank))
+        return nbytes <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+
+    def _alike(self, rank: Rank | str | None) -> frozenset[str]:
+        """The parameters that all data-parallel ranks are known to use for the same work."""
+        if not isinstance(rank, Rank) or rank.data is None:
+            return frozenset()
+        return frozenset(p.value for p in self.known.folded.params if rank.data.leaves.get(p.value) == I)
 
     def _say_what_lacks(self, hopeless: list[Choice]) -> None:
         """Of choices that cannot fit, the leanest first, as many as are listed where nothing fits."""
@@ -247,9 +257,9 @@ class Search(Question):
             estimator = self.estimator(rank, choice)
             if isinstance(estimator, str):
                 self.refused[estimator] = None
-            else:
-                fits = self.draft(choice, estimator)
-                assert fits is None, f"{choice} fits though what rests on a rank leaves no room"
+            elif self.draft(choice, estimator) is not None:  # its pieces would just fit, by a bound that what rests alone is above
+                nbytes = self._least.bytes(choice, self._alike(rank))
+                self.note_shortfall(choice, estimator, self._least.upper_bytes(nbytes, self._batch_bytes(choice.mesh)))
 
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
@@ -316,7 +326,7 @@ def _no_better(form: Estimator, first: Estimator) -> bool:
             return False
     if any(x < y for a, b in zip(form.seconds(), first.seconds(), strict=True) for x, y in zip(a, b, strict=True)):
         return False
-    pairs = dict.fromkeys(zip(form.pieces, first.pieces, strict=True))
+    pairs = dict.fromkeys(zip(form.plain, first.plain, strict=True))
     return all(len(a.modes) == len(b.modes) and all(map(operator.ge, _costs(a), _costs(b))) for a, b in pairs)
 
 

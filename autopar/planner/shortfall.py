@@ -87,7 +87,7 @@ def shortfall_text(question: Question) -> str:
 
 def memory_text(memory: MemoryPlan) -> str:
     """The terms, the largest first."""
-    terms = {name.removesuffix("_bytes").replace("_", " "): getattr(memory, name) for name in memory.__struct_fields__}
+    terms = {name.replace("_", " "): size for name, size in memory.terms.items()}
     return ", ".join(f"{gib(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
 
 

@@ -57,6 +57,11 @@ class Piece:
         """The piece with this mode alone."""
         return replace(self, modes=(mode,))
 
+    def with_more(self, share: float) -> Piece:
+        """What is saved counts for so much more than itself."""
+        received, sent = self.received_bytes * (1 + share), self.sent_bytes * (1 + share)
+        return replace(self, received_bytes=received, sent_bytes=sent, modes=tuple(m.with_more(share) for m in self.modes))
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.forward_s, self.backward_s, self.rest_bytes, self.gradient_bytes, self.sent_bytes, self.trains, self.modes[:1]))
@@ -279,6 +284,7 @@ class _Search:
         for run in account.runs:
             seconds = [run.piece.modes[m].again_s for m in run.modes]
             self.extra.append([s - min(seconds) for s in seconds])
+        self.freed: list[list[float]] = []  # of each run: weighted bytes that a piece of it frees in each mode
         self.visited = 0
         self.found: tuple[float, tuple[tuple[int, ...], ...]] | None = None
 
@@ -294,6 +300,7 @@ class _Search:
         self._along_the_hulls(counts)
         kept = [run.piece.modes[run.modes[fast]].kept_bytes for run, fast in zip(runs, fastest, strict=True)]
         self.need, self.weights = self.account.critical(kept, self.limit_bytes)
+        self.freed = [self._freed(r) for r in range(len(runs))]
         least_s = self._least_s(0, [run.count for run in runs], self.need)
         if math.isinf(least_s):
             return None
@@ -379,16 +386,16 @@ class _Search:
         head = counts[r] if k else []
         if k == len(run.modes) - 1:
             now = [*counts[:r], [*head, left]]
-            freed = self._freed(r, k) * left
+            freed = self.freed[r][k] * left
             self._take(r + 1, 0, runs[r + 1].count if r + 1 < len(runs) else 0, seconds + extra[k] * left, need - freed, now)
             return
         most = left
         if self.found is not None and extra[k] > 0:
             most = min(left, math.ceil((self.found[0] - seconds) / extra[k]))
         for n in range(most, -1, -1):
-            self._take(r, k + 1, left - n, seconds + extra[k] * n, need - self._freed(r, k) * n, [*counts[:r], [*head, n]])
+            self._take(r, k + 1, left - n, seconds + extra[k] * n, need - self.freed[r][k] * n, [*counts[:r], [*head, n]])
 
-    def _freed(self, r: int, k: int) -> float:
-        run = self.account.runs[r]
-        most = max((run.piece.modes[m].kept_bytes for m, s in zip(run.modes, self.extra[r], strict=True) if s == 0), default=0.0)
-        return self.weights[r] * (most - run.piece.modes[run.modes[k]].kept_bytes)
+    def _freed(self, r: int) -> list[float]:
+        kept = [self.account.runs[r].piece.modes[m].kept_bytes for m in self.account.runs[r].modes]
+        most = max((n for n, s in zip(kept, self.extra[r], strict=True) if s == 0), default=0.0)
+        return [self.weights[r] * (most - n) for n in kept]
