@@ -28,7 +28,6 @@ from autopar.planner.wishes import (
     check_inputs,
     check_name,
     for_loss_outside,
-    itemsize_of,
     with_notes,
 )
 from autopar.render import check_backend, load, make_manifest, positional_names, render
@@ -43,7 +42,7 @@ from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
 from autopar.stacks import stack_of
-from autopar.stacks.stack import pins_within
+from autopar.stacks.spaces import as_planned_for, best_within, deciding
 from autopar.stopping import stopped_by_user
 from autopar.variants import Variants, tensors_of
 from cost_models.memory import OPTIMIZERS
@@ -111,11 +110,9 @@ def wishes(
     measure: str | None = None,
     time_limit: float | None = None,
     stack: str | None = None,
-    within: bool = True,
 ) -> Callable[..., Plan]:
     """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
-    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit: as in `plan`. stack: priced is how this training
-    software runs a plan, and (within) its plans are those that it can run. What it returns takes a
+    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit, stack: as in `plan`. What it returns takes a
     store of what was found out about the program, too, if that is to be shared."""
     check_gpus(gpus)
     if time_limit is not None and not 0 < time_limit < math.inf:
@@ -129,28 +126,27 @@ def wishes(
     measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
     check_measure(measured, described)
     software = None if stack is None else stack_of(stack)
-    variants = tuple(pins_within(software, pinned or Pins())) if software is not None and within else ()
 
     def planner(captured: Captured, store: Store | None = None) -> Plan:
-        pins = for_loss_outside(captured.program, pinned)
-        as_it_runs: dict[str, Any] = {}
-        if software is not None:
-            others = tuple(for_loss_outside(captured.program, each) for each in variants)
-            as_it_runs = {"variants": others, "recipe": software.recipe(itemsize_of(captured.program))}
+        program = captured.program
+        pins = for_loss_outside(program, pinned)
+        as_it_runs = {} if software is None else best_within(software, program, pinned)
 
         def make() -> Plan:
             found = make_plan(
-                captured.program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision,
+                program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision,
                 reduce_dtype=reduce_dtype, pins=pins, measure=measured, time_limit_s=time_limit, store=store, stop=stop,
                 **as_it_runs,
             )  # fmt: skip
-            return with_notes(found, captured.program, () if software is None else (f"priced as {software.title} runs it",))
+            return with_notes(found, program)
+
+        def kept(plan: Plan) -> bool:
+            return not ((time_limit or stop()) and plan.searched.get("unexplored"))
 
         with timed("planning"), stopped_by_user() as stop:
-            asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype) | as_it_runs
-            made = make() if measured == "live" else planned_once(
-                captured.program, asked, make, kept=lambda plan: not ((time_limit or stop()) and plan.searched.get("unexplored"))
-            )  # what is measured may differ each time
+            asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype) | deciding(as_it_runs, pinned)
+            made = make() if measured == "live" else planned_once(program, asked, make, kept=kept)  # what is measured may differ each time
+        made = made if software is None else as_planned_for(software, made)
         said(2, lambda: plan_text(made))
         return made
 

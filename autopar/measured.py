@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from autopar.axes import AXES, LAYERS, levels_of
 from autopar.errors import AutoparError
 from autopar.planner.account import BUBBLE
 from autopar.planner.plan import Plan
+from autopar.planner.plan_account import SentAccount
 from autopar.report.columns import wrapped
 from autopar.report.units import bytes_text, seconds_text, table
+from autopar.report.words import counted
+from cost_models.collectives import KINDS
 
 __all__ = [
     "MOST_SPANS", "Calls", "Compared", "RankRun", "Row", "Run", "RunError", "Span", "axis_of", "compared", "compared_json",
@@ -26,6 +30,9 @@ __all__ = [
 FORMAT, VERSION = "autopar-run", 1
 OVER = "communication over "  # how the account of a plan names it, before the axis
 MOST_SPANS = 4000  # of a rank, that are kept
+ALL = "all ranks"
+BESIDE = "what ranks tell each other beside the plan: that they run the same, the loss"
+NOT_KEPT = "the plan was made before plans kept it; plan again"
 NEAR = 1.1  # a figure within a tenth of what was predicted is not said to be wrong
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -103,12 +110,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One figure. unit: 's' or 'bytes'; predicted, measured: None where it is not known."""
+    """One figure. unit: 's' or 'bytes'; predicted, measured: None where it is not known; why: there is no prediction."""
 
     what: str
     unit: str
     predicted: float | None
     measured: float | None
+    why: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -155,8 +163,9 @@ def compared(plan: Plan, run: Run) -> Compared:
     notes = [f"measured on {run.device}; the plan's figures are {plan.provenance}"]
     profiled = max(rank.step_s for rank in run.ranks)
     notes.append(
-        f"stages and collectives are of one step with torch.profiler, which took {seconds_text(profiled)}; a collective's seconds on a "
-        f"rank hold what it waited for the others"
+        f"stages and collectives are of one step with torch.profiler, which took {seconds_text(profiled)}: over an axis what a rank "
+        f"waited, beside what the plan does not hide; of a kind what the backend ran, beside what the plan's take if nothing hides them. "
+        f"Both hold what a rank waited for the others. ratio: measured over predicted"
     )
     slowest = [max(_of_stage(plan, run, k), key=lambda r: r.step_s, default=None) for k in range(plan.mesh[LAYERS])]
     return Compared(verdict=_verdict(step, rows), rows=rows, notes=tuple(notes), ranks=tuple(r for r in slowest if r is not None))
@@ -199,14 +208,44 @@ def _collectives(plan: Plan, run: Run) -> Iterator[Row]:
             continue
         waited = [found[axis] for found in by_rank.values() if axis in found]
         most = max(waited, key=lambda calls: calls.seconds, default=None)
-        count = f", {most.count} in a step" if most else ""
+        count = f", {counted(most.count, 'wait')} in a step" if most else ""
+        known = exposed.get(axis, 0.0 if any(x.axis == axis for x in _sent(plan)) else None)
         yield Row(
-            what=f"  over {axis}{count}", unit="s", predicted=exposed.get(axis), measured=most.seconds if most else None,
+            what=f"  over {axis}{count}", unit="s", predicted=known, measured=most.seconds if most else None,
+            why="" if known is not None else BESIDE if axis == ALL else f"the plan has no collective over {axis}",
         )  # fmt: skip
-    kinds = sorted({kind for rank in run.ranks for kind in rank.collectives})
-    for kind in kinds:
-        of_kind = max((rank.collectives[kind] for rank in run.ranks if kind in rank.collectives), key=lambda calls: calls.seconds)
-        yield Row(what=f"  of kind {kind}, {of_kind.count} in a step", unit="s", predicted=None, measured=of_kind.seconds)
+    yield from _by_kind(plan, run)
+
+
+def _by_kind(plan: Plan, run: Run) -> Iterator[Row]:
+    """Of each kind that the backend ran, on the rank where it took longest, beside what the plan sends of it on that pipeline rank."""
+    of_rank = [(rank.rank // (plan.gpus // plan.mesh[LAYERS]), _kinds(rank)) for rank in run.ranks]
+    seen = dict.fromkeys(kind for _, kinds in of_rank for kind in kinds)
+    for kind in sorted(seen):
+        stage, calls = max(((r, kinds[kind]) for r, kinds in of_rank if kind in kinds), key=lambda x: x[1].seconds)
+        alike = {kind} | ({"reduce_scatter"} if kind == "all_reduce" and "reduce_scatter" not in seen else set())  # gloo runs one so
+        sent = [x for x in _sent(plan) if x.kind in alike and x.rank == stage]
+        whole = f", of which {n} reduce_scatter" if (n := sum(x.count for x in sent if x.kind != kind)) else ""
+        planned = f" (plan: {sum(x.count for x in sent)}{whole})" if sent else ""
+        yield Row(
+            what=f"  of kind {kind}, {calls.count} in a step{planned}", unit="s", predicted=sum(x.seconds for x in sent) if sent else None,
+            measured=calls.seconds, why="" if sent else BESIDE if plan.account and plan.account.sent else NOT_KEPT,
+        )  # fmt: skip
+
+
+def _sent(plan: Plan) -> list[SentAccount]:
+    return plan.account.sent if plan.account else []
+
+
+def _kinds(rank: RankRun) -> dict[str, Calls]:
+    """Collectives by kind, under the names that plans have for what backends call 'allreduce' or '_reduce_scatter_base'."""
+    found: dict[str, Calls] = {}
+    for name, calls in rank.collectives.items():
+        bare = re.sub(r"[^a-z]", "", name.lower())
+        kind = next((kind for kind in (*KINDS, "send", "recv") if kind.replace("_", "") in bare), name)
+        before = found.get(kind, Calls(count=0, seconds=0.0))
+        found[kind] = Calls(count=before.count + calls.count, seconds=before.seconds + calls.seconds)
+    return found
 
 
 def _by_axis(rank: RankRun) -> dict[str, Calls]:
@@ -222,7 +261,7 @@ def axis_of(group: str) -> str:
     """The axis that a group of ranks belongs to: 'shard', over which the parts of parameters lie, to 'dp'; 'dp_tp' to 'dp and tp'."""
     axes = {level: axis for axis in AXES for level in levels_of(axis)}
     found = list(dict.fromkeys(axes.get(part, part) for part in group.split("_"))) if group else []
-    return "all ranks" if set(found) >= set(AXES) or not found else " and ".join(found)
+    return ALL if set(found) >= set(AXES) or not found else " and ".join(found)
 
 
 def _memory(plan: Plan, run: Run) -> Iterator[Row]:
@@ -258,18 +297,24 @@ def _verdict(step: Row, rows: tuple[Row, ...]) -> str:
 
 def _named(row: Row) -> str:
     what = row.what.strip()
-    return f"communication {what}" if what.startswith("over ") else what
+    return f"communication {what.partition(' (')[0]}" if what.startswith(("over ", "of kind ")) else what
 
 
 def compared_text(found: Compared) -> str:
     rows = [(row.what, row.predicted_text, row.measured_text, row.ratio_text) for row in found.rows]
-    parts = [wrapped(found.verdict), table(("", "predicted", "measured", "measured / predicted"), rows)]
-    return "\n\n".join([*parts, "\n".join(map(wrapped, found.notes))])
+    parts = [wrapped(found.verdict), table(("", "predicted", "measured", "ratio"), rows)]
+    reasons: dict[str, list[str]] = {}
+    for row in found.rows:
+        if row.why:
+            reasons.setdefault(row.why, []).append(row.what.strip().partition(",")[0])
+    without = [wrapped(f"without a prediction: {', '.join(names)}: {why}") for why, names in reasons.items()]
+    return "\n\n".join([*parts, "\n".join([*without, *map(wrapped, found.notes)])])
 
 
 def compared_json(found: Compared) -> dict[str, Any]:
     rows = [
-        {"what": r.what.strip(), "unit": r.unit, "predicted": r.predicted, "measured": r.measured, "ratio": r.ratio} for r in found.rows
-    ]
+        {"what": r.what.strip(), "unit": r.unit, "predicted": r.predicted, "measured": r.measured, "ratio": r.ratio,
+         **({"why": r.why} if r.why else {})} for r in found.rows
+    ]  # fmt: skip
     spans = [{"rank": r.rank, "step_s": r.step_s, "spans": msgspec.to_builtins(r.spans)} for r in found.ranks]
     return {"verdict": found.verdict, "rows": rows, "notes": list(found.notes), "timeline": spans}

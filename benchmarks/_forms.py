@@ -169,7 +169,7 @@ class Forms:
 
 def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
     """The form, and its affine figures at the prices of the estimator."""
-    found, exchange, ledger = _Figures(), e._exchange, e.rank.ledger
+    found, exchange, ledger = _Figures(), e.exchange, e.rank.ledger
     parts, numbers, again, again_of = list[Part](), dict[int, int](), list[Pass](), dict[tuple[int, int], int]()
     for n, segment in enumerate(e.segments.segments):
         same = segment.block if segment.block >= 0 else ~n
@@ -178,7 +178,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
         numbers[same] = len(parts)
         inside = range(segment.span.start, segment.span.stop)
         own = e.read(segment.span)
-        units = e._gathered([(v, 0) for v in own])
+        units = e.gathered([(v, 0) for v in own])
         parts.append(
             Part(
                 forward=_pass(e, ledger, inside, 0, found), backward=_pass(e, ledger, inside, 1, found),
@@ -209,8 +209,8 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
     ranks = []
     for r in range(e.flow.ranks):
         held = [s for s, of in enumerate(e.flow.rank_of) if of == r]
-        own_of_rank = list(dict.fromkeys(x for s in held for x in e._own(bounds[s], bounds[s + 1])))
-        params = e._params(own_of_rank)
+        own_of_rank = list(dict.fromkeys(x for s in held for x in e.own(bounds[s], bounds[s + 1])))
+        params = e.params_of(own_of_rank)
         once, trained = exchange.once(params), [p for p in params if p.trainable]
         numel = sum(p.resting_numel for p in trained)
         ranks.append(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import msgspec
 import pytest
 
 import autopar
-from autopar.measured import Calls, RankRun, Run, RunError, compared, compared_json, compared_text
+from autopar.measured import Calls, RankRun, Row, Run, RunError, compared, compared_json, compared_text
 from autopar.planner import Pins, Plan, make_plan
+from autopar.report.columns import WIDTH
 from autopar.run import WorkerPool
 from cost_models import load_cluster
+from cost_models.recipe import AUTOPAR
 from tests.checkpoint_model import batch, plain
 from tests.planner_programs import program_of
 
@@ -57,7 +61,7 @@ def test_figures_stand_beside_those_of_the_plan() -> None:
     assert "4.00 times less than" in fast.verdict
     text = compared_text(found)
     assert found.verdict in " ".join(text.split())
-    assert "measured / predicted" in text
+    assert "ratio: measured over predicted" in " ".join(text.split()) and max(map(len, text.splitlines())) <= WIDTH
     assert json.loads(json.dumps(compared_json(found)))["rows"][0]["ratio"] == pytest.approx(2.0)
 
 
@@ -108,11 +112,50 @@ def test_groups_of_an_axis_are_that_axis() -> None:
     axes |= {"replica_tp": Calls(count=1, seconds=2.0)}
     ranks = [msgspec.structs.replace(rank, axes=axes) for rank in made.ranks]
     rows = {row.what.strip(): row for row in compared(plan, msgspec.structs.replace(made, ranks=ranks)).rows}
-    assert rows["over dp, 7 in a step"].measured == pytest.approx(0.75)
-    assert rows["over dp, 7 in a step"].predicted == pytest.approx(plan.account.seconds["communication over dp"])  # type: ignore[union-attr]
-    assert rows["over all ranks, 1 in a step"].measured == pytest.approx(0.125)
-    assert rows["over dp and tp, 1 in a step"].measured == pytest.approx(2.0)
+    assert rows["over dp, 7 waits in a step"].measured == pytest.approx(0.75)
+    assert rows["over dp, 7 waits in a step"].predicted == pytest.approx(plan.account.seconds["communication over dp"])  # type: ignore[union-attr]
+    assert rows["over all ranks, 1 wait in a step"].measured == pytest.approx(0.125)
+    assert rows["over dp and tp, 1 wait in a step"].measured == pytest.approx(2.0)
     assert not any("shard" in what for what in rows)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("pins", [{"dp": 4, "zero": 0}, {"dp": 4, "zero": 1}, {"dp": 2, "tp": 2, "zero": 0}, {"dp": 2, "tp": 2, "zero": 1}])
+def test_where_nothing_is_hidden_all_that_is_sent_is_what_the_step_waits_for(pins: dict[str, Any]) -> None:
+    """By a software that overlaps nothing, on a machine whose host is its device."""
+    alone = dataclasses.replace(AUTOPAR, overlaps_reduction=False, overlaps_gathers=False)
+    given = Pins(pp=1, micro_batches=1, recompute="none", **pins)
+    plan = make_plan(program_of("stack"), 4, load_cluster("cpu"), memory_limit_bytes=2**36, pins=given, recipe=alone)
+    assert plan.account is not None
+    waited = sum(s for kind, s in plan.account.seconds.items() if kind.startswith("communication over "))
+    assert sum(x.seconds for x in plan.account.sent) == pytest.approx(waited, rel=1e-9) and waited > 0
+    assert {x.axis.partition(" and ")[0] for x in plan.account.sent} == {axis for axis, n in plan.mesh.items() if n > 1}
+
+
+@pytest.mark.pure
+def test_kinds_stand_beside_what_the_plan_sends_under_any_name() -> None:
+    plan = planned(dp=4, tp=1, pp=1, zero=1, micro_batches=1)
+    assert plan.account is not None
+    sent = {x.kind: x for x in plan.account.sent}
+    assert set(sent) >= {"reduce_scatter", "all_gather"}
+    nccl = {"_reduce_scatter_base": Calls(count=1, seconds=0.5), "all_gather_into_tensor_coalesced": Calls(count=2, seconds=0.25)}
+    gloo = {"all_reduce": Calls(count=3, seconds=0.5), "broadcast": Calls(count=1, seconds=0.125)}
+
+    def rows(collectives: dict[str, Calls]) -> dict[str, Row]:
+        made = run_of(plan, 1.0)
+        ranks = [msgspec.structs.replace(rank, collectives=collectives) for rank in made.ranks]
+        found = compared(plan, msgspec.structs.replace(made, ranks=ranks)).rows
+        return {row.what.strip().removeprefix("of kind ").partition(",")[0]: row for row in found if "of kind" in row.what}
+
+    theirs = rows(nccl)
+    assert theirs["reduce_scatter"].predicted == pytest.approx(sent["reduce_scatter"].seconds)
+    assert theirs["all_gather"].predicted == pytest.approx(sent["all_gather"].seconds) and theirs["all_gather"].measured == 0.25
+    ours = rows(gloo)  # which runs a reduce-scatter as an all-reduce
+    both = sum(x.seconds for kind, x in sent.items() if kind in ("reduce_scatter", "all_reduce"))
+    assert ours["all_reduce"].predicted == pytest.approx(both)
+    assert ours["broadcast"].predicted is None and ours["broadcast"].why
+    before = msgspec.structs.replace(plan, account=None)
+    assert all(row.why or row.predicted is not None for row in compared(before, run_of(plan, 1.0)).rows if "of kind" in row.what)
 
 
 def _profiled(pins: dict[str, Any], folder: str) -> tuple[str, Plan]:
@@ -149,6 +192,10 @@ def test_every_rank_is_recorded(pins: dict[str, Any], tmp_path: Path) -> None:
     found = compared(plan, run)
     assert all(row.measured is not None for row in found.rows if "micro-batch" in row.what)
     assert any(row.what.strip().startswith(f"over {'dp' if 'dp' in pins else 'pp'}") and row.measured for row in found.rows)
+    assert all(row.predicted is not None or row.why for row in found.rows if row.what.startswith("  of kind"))
+    for what in (row.what for row in found.rows if row.what.startswith("  of kind") and row.predicted is not None):
+        ran, planned_too = map(int, re.findall(r"(\d+)", what)[:2])
+        assert ran == planned_too or (ran < planned_too and "zero" in pins), what  # what is still whole is not gathered again
     predicted = {row.what.split(",")[0].strip() for row in found.rows if row.predicted is not None}
     assert {f"over {axis}" for axis, n in plan.mesh.items() if n > 1} <= predicted  # under one name, in one row
     assert [r.rank for r in found.ranks] == ([0, 1] if "pp" in pins else [max(run.ranks, key=lambda r: r.step_s).rank])

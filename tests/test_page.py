@@ -19,7 +19,7 @@ from autopar.planner.plan import StagePlan
 from autopar.render import make_manifest, render, render_linked
 from autopar.report.explanation import Family, explanation_of
 from autopar.report.page import page_of, svg_of, svg_of_sweep, sweep_page
-from autopar.report.page.charts import matrix_chart, memory_chart, timeline_chart
+from autopar.report.page.charts import matrix_chart, memory_chart, timeline_chart, unit_of
 from autopar.report.page.graph import Node, tree_of
 from autopar.report.page.measuring import measured_timeline_chart
 from autopar.report.page.page import Emitted
@@ -303,6 +303,12 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(tmp_path: Path) -> None:
     assert seen.result == {"wide": 0, "width": 390, "missing": False, "cut": 0, "labels": 10}
 
 
+@pytest.mark.parametrize(("seconds", "unit"), [(21.4, "s"), (2.0, "s"), (1.9, "ms"), (0.002, "ms"), (0.0019, "us"), (0.0, "us")])
+def test_an_axis_has_the_unit_in_which_its_figures_are_short(seconds: float, unit: str) -> None:
+    named, each = unit_of(seconds)
+    assert named == unit and {"s": 1.0, "ms": 1e3, "us": 1e6}[named] == each
+
+
 def test_a_model_of_96_layers_and_1024_ranks_is_drawn(tmp_path: Path) -> None:
     """Under 5 MB, with no more elements than a browser shows at once."""
     pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
@@ -326,7 +332,7 @@ def test_a_model_of_96_layers_and_1024_ranks_is_drawn(tmp_path: Path) -> None:
     assert seen.errors == ()
     assert seen.result["rows"] > 20
     assert seen.result["colours"] > 3  # bars are there
-    assert len(timeline_chart(timeline_of(plan))["data"]["values"]) > 5000
+    assert len(timeline_chart(timeline_of(plan))["data"]["values"]) > 2000
     assert seen.result["ms"], "the page says how long it took until all was drawn"
     assert seen.result["elements"] < 30_000  # which a browser lays out in a fraction of a second
     assert not seen.result["missing"]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.answers import answer, answers_only
 from autopar.cli.application import UsageError
-from autopar.cli.options import check_gpus, check_time_limit, loss_of, memory_of, writable
+from autopar.cli.options import writable
 from autopar.files import write_file
 
 if TYPE_CHECKING:
+    from autopar.explain import Study
     from autopar.planner import Pins, Plan
     from autopar.stacks import Stack
 
-__all__ = ["check_stacks", "explain_from", "exported"]
+__all__ = ["check_stacks", "explain_from", "exported", "planner_of"]
 
 
 def check_stacks(*names: str | None) -> None:
@@ -49,35 +52,25 @@ def explain_from(
     precision: str, loss: str | None, time_limit: float | None,
 ) -> None:  # fmt: skip
     """Price what a configuration says, and what would be better."""
-    from autopar.capture import capture
-    from autopar.compiler import wishes
-    from autopar.run.precision import compute_dtype
+    from autopar.cli.studies import open_study
     from autopar.stacks import read
     from autopar.stacks.today import compared, compared_json, compared_text
-    from autopar.targets import load_target
+    from autopar.stopping import stopped_by_user
 
-    check_time_limit(time_limit)
     writable(out)
     stack, configuration = read(config)
     count = gpus or configuration.gpus
     if count is None:
         raise UsageError(f"{config} does not say how many data-parallel ranks there are: give --gpus N")
-    check_gpus(count)
-    asked: dict[str, Any] = {
-        "cluster": cluster, "memory": memory_of(memory), "time_limit": time_limit,
-        "optimizer": optimizer if configuration.optimizer is None else configuration.optimizer,
-        "precision": precision if configuration.precision is None else configuration.precision,
-    }  # fmt: skip
-    loss_fn = loss_of(loss)
-    wishes(count, **asked)  # what makes no sense is refused before the model is captured
     with answers_only(as_json):
-        model, inputs = load_target(target)
-        captured = capture(model, inputs, loss=loss_fn, dtype=compute_dtype(model, asked["precision"]))
+        study = open_study(
+            target, count, cluster=cluster, memory=memory, loss=loss, time_limit=time_limit,
+            optimizer=optimizer if configuration.optimizer is None else configuration.optimizer,
+            precision=precision if configuration.precision is None else configuration.precision,
+        )  # fmt: skip
 
-        def planner(pins: Pins | None, software: Stack | None, within: bool) -> Plan:
-            return wishes(count, **asked, pins=pins, stack=None if software is None else software.name, within=within)(captured)
-
-        found = compared(stack, configuration, count, captured.program.batch_size, planner)
+        with stopped_by_user() as study.stop:
+            found = compared(stack, configuration, count, study.program.batch_size, planner_of(study))
     said = compared_json(found)
     if out is not None:
         from autopar.cli.answers import json_line
@@ -88,3 +81,16 @@ def explain_from(
         answer(said)
     else:
         print(f"written to {out}" if out is not None else compared_text(found))
+
+
+def planner_of(study: Study) -> Callable[[Pins, int, int | None, Stack | None, bool], Plan | Callable[[], str]]:
+    """Of a model the plans that `stacks.today` compares, or what says why there is none."""
+    from autopar.explain import Refused
+
+    def planner(pins: Pins, gpus: int, batch: int | None, software: Stack | None, configured: bool) -> Plan | Callable[[], str]:
+        name = None if software is None else software.name
+        asked = dataclasses.replace(study.asked, pins=pins, gpus=gpus, batch=batch, stack=name, configured=configured)
+        found = study.solve(asked)
+        return (lambda: str(found.error)) if isinstance(found, Refused) else found
+
+    return planner

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autopar.ir import Program
     from autopar.planner import Pins, Plan
 
-__all__ = ["captured_of", "given_plan", "study_of"]
+__all__ = ["captured_of", "given_plan", "open_study", "study_of"]
 
 MOST_BYTES = 4 * 2**30  # of example inputs that are made for another batch
 
@@ -84,7 +84,8 @@ def study_of(
     check_time_limit(time_limit)
     limit = memory_of(memory)
     if given is not None:
-        optimizer, reduce_dtype, limit = given.optimizer, given.reduce_dtype, limit or given.memory_limit_bytes
+        optimizer, precision, reduce_dtype = given.optimizer, given.precision, given.reduce_dtype
+        limit = limit or given.memory_limit_bytes
         cluster = given.cluster if cluster == "auto" else cluster
         pins = _stated(given)
     described = choose_cluster(cluster, count)
@@ -97,10 +98,37 @@ def study_of(
     asked = Asked(
         gpus=count, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype,
         memory_limit_bytes=limit, pins=pins or Pins(), batch=program.batch_size,
+        stack=None if given is None else given.software or None,
     )  # fmt: skip
     store = Store(program=program, cluster=described, optimizer=optimizer, reduced_itemsize=itemsize_named(reduce_dtype))
     made = decide(captured, store) if given is None else _checked(captured, given, str(plan_file))
     return Study(program=program, asked=asked, given=made, recapture=of_batch, stores={(described, optimizer, program.batch_size): store})
+
+
+def open_study(
+    target: str, gpus: int, *, cluster: str, optimizer: str, precision: str, loss: str | None, memory: str | None = None,
+    pins: Pins | None = None, reduce_dtype: str | None = None, time_limit: float | None = None,
+) -> Study:  # fmt: skip
+    """What can be asked of a TARGET, with no plan of its own. What makes no sense is refused before the model is captured."""
+    from autopar.explain import Asked, Study
+    from autopar.planner import Pins
+    from autopar.planner.resources import choose_cluster
+    from autopar.planner.wishes import PRECISIONS, check_name
+    from cost_models.memory import OPTIMIZERS
+
+    check_gpus(gpus)
+    check_time_limit(time_limit)
+    check_name("optimizer", optimizer, OPTIMIZERS)
+    if reduce_dtype is not None:
+        check_name("reduce_dtype", reduce_dtype, PRECISIONS)
+    limit, described = memory_of(memory), choose_cluster(cluster, gpus)
+    captured, of_batch = captured_of(target, precision, loss)
+    program = captured.program
+    asked = Asked(
+        gpus=gpus, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, memory_limit_bytes=limit,
+        pins=pins or Pins(), batch=program.batch_size,
+    )  # fmt: skip
+    return Study(program=program, asked=asked, recapture=of_batch, time_limit_s=time_limit)
 
 
 def given_plan(plan_file: Path | None, gpus: int | None, pins: object) -> Plan | None:
@@ -118,12 +146,13 @@ def given_plan(plan_file: Path | None, gpus: int | None, pins: object) -> Plan |
 
 
 def _stated(given: Plan) -> Pins | None:
-    """What was pinned when the plan was made."""
+    """What the user had pinned when the plan was made."""
     import msgspec
 
     from autopar.planner import Pins
 
-    return msgspec.convert(given.pins, Pins) if given.pins else None
+    own = {name: value for name, value in given.pins.items() if name not in given.bound}
+    return msgspec.convert(own, Pins) if own else None
 
 
 def _checked(captured: Captured, given: Plan, name: str) -> Plan:

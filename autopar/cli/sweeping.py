@@ -5,17 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from autopar.cli.answers import answer, answers_only, json_line
 from autopar.cli.application import UsageError, app
 from autopar.cli.options import Json, Loss, Memory, Optimizer, PinList, Precision, ReduceDtype, Target, memory_of, pins_of, writable
+from autopar.cli.studies import open_study
 from autopar.stopping import stopped_by_user
-
-if TYPE_CHECKING:
-    from autopar.explain import Study
 
 
 class SweepFormat(enum.StrEnum):
@@ -61,7 +59,9 @@ def sweep(
     batches: list[int | None] = [*numbers_of("--batch", batch)] if batch is not None else [None]
     with answers_only(form is not SweepFormat.TEXT):
         first = clusters[0].name if cluster == "auto" else _listed("--cluster", cluster)[0]
-        study = _study(target, first, pin, optimizer, precision, reduce_dtype, loss)
+        study = open_study(
+            target, 1, cluster=first, pins=pins_of(pin), optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, loss=loss
+        )  # fmt: skip
         with stopped_by_user() as study.stop:
             found = swept(study, counts, memories, clusters, batches)
     if form in (SweepFormat.HTML, SweepFormat.SVG):
@@ -100,40 +100,17 @@ def fit(
     from autopar.explain.fit import fit_text
     from autopar.report.text import plan_json, show
 
-    limit = memory_of(memory)
     with answers_only(as_json):
-        study = _study(target, cluster, pin, optimizer, precision, reduce_dtype, loss, limit)
+        study = open_study(
+            target, 1, cluster=cluster, memory=memory, pins=pins_of(pin), optimizer=optimizer, precision=precision,
+            reduce_dtype=reduce_dtype, loss=loss,
+        )  # fmt: skip
         with stopped_by_user() as study.stop:
             found, plan = fewest(study, most)
     if as_json:
         answer({**plan_json(plan), **msgspec.to_builtins(found)})
     else:
         show(fit_text(found))
-
-
-def _study(
-    target: str, cluster: str, pin: list[str] | None, optimizer: str, precision: str, reduce_dtype: str | None, loss: str | None,
-    limit: int | None = None,
-) -> Study:  # fmt: skip
-    """What can be asked of a TARGET, with no plan of its own."""
-    from autopar.cli.studies import captured_of
-    from autopar.explain import Asked, Study
-    from autopar.planner import Pins
-    from autopar.planner.resources import choose_cluster
-    from autopar.planner.wishes import PRECISIONS, check_name
-    from cost_models.memory import OPTIMIZERS
-
-    check_name("optimizer", optimizer, OPTIMIZERS)
-    if reduce_dtype is not None:
-        check_name("reduce_dtype", reduce_dtype, PRECISIONS)
-    described, pins = choose_cluster(cluster, 1), pins_of(pin) or Pins()
-    captured, of_batch = captured_of(target, precision, loss)
-    program = captured.program
-    asked = Asked(
-        gpus=1, cluster=described, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, memory_limit_bytes=limit, pins=pins,
-        batch=program.batch_size,
-    )  # fmt: skip
-    return Study(program=program, asked=asked, recapture=of_batch)
 
 
 def _listed(option: str, text: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from autopar.explain.changes import pairs_of, parsed_pins, with_changes, with_pins
-from autopar.explain.study import Asked, Refused, Study
+from autopar.explain.study import SHORT, Asked, Refused, Study
 from autopar.report.columns import wrapped
 from autopar.report.compare import Comparison, compare, comparison_text
 
@@ -43,7 +43,8 @@ def what_if(study: Study, texts: Sequence[str]) -> Answer:
 def _answered(study: Study, asked: Asked, name: str, question: str) -> Answer:
     found = study.solve(asked)
     if isinstance(found, Refused):
-        return Answer(question=question, feasible=False, verdict=f"there is no such plan: {found.why}", remedy=str(found.error))
+        why = "it does not fit" if found.why.startswith(SHORT) else found.why  # by how much the remedy says, which looks further
+        return Answer(question=question, feasible=False, verdict=f"there is no such plan: {why}", remedy=str(found.error))
     comparison = compare(study.plan, found, ("chosen", name))
     verdict = comparison.verdict
     if comparison.equal or not (comparison.changes or comparison.details):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,7 +49,7 @@ def parsed_pins(values: Mapping[str, str], option: str) -> dict[str, Any]:
     known = [name for name in dict.fromkeys((*Pins.__struct_fields__, *AXES)) if name != "axes"]
     for name in values:
         if name not in known:
-            other = f"; --what-if {name}={values[name]} asks about it" if name in WHAT_IF else did_you_mean(name, known)
+            other = f"; --what-if {name}={values[name]} asks about it" if name in WHAT_IF else _near(name, known)
             raise WishError(f"{option} {name}={values[name]}: there is no pin {name!r}{other}")
     named = {name: value for name, value in values.items() if name in Pins.__struct_fields__}
     own: dict[str, Any] = {name: value.split(",") if name == "blocks" else value for name, value in named.items()}
@@ -59,6 +59,11 @@ def parsed_pins(values: Mapping[str, str], option: str) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise WishError(f"{option} {', '.join(f'{k}={v}' for k, v in values.items())}: {error}") from error
     return {name: getattr(made, name) for name in (*own, *(("axes",) if axes else ()))}
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """Near matches, or all there are."""
+    return did_you_mean(name, known) or f"; there are {', '.join(dict.fromkeys(known))}"
 
 
 def with_pins(asked: Asked, pins: Mapping[str, Any]) -> Asked:
@@ -78,7 +83,7 @@ def with_changes(asked: Asked, changes: Mapping[str, str]) -> tuple[Asked, list[
     for name in sorted(changes, key=lambda name: name != "cluster"):
         value = changes[name]
         if name not in known:
-            raise WishError(f"--what-if {name}={value}: there is nothing of this name to change{did_you_mean(name, known)}")
+            raise WishError(f"--what-if {name}={value}: there is nothing of this name to change{_near(name, known)}")
         if name not in WHAT_IF:
             pins[name] = value
             said.append(f"{name}={value}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import msgspec
 
@@ -50,10 +51,7 @@ def fit(study: Study, most: int | None = None) -> tuple[Fit, Plan]:
         if isinstance(tried[found], Plan):
             break
         if found >= limit:
-            refused = tried[found]
-            assert isinstance(refused, Refused)
-            text = f"{study.program.name} fits on none of {', '.join(map(str, tried))} GPUs of {cluster.name}\n{refused.error}"
-            raise Infeasible(text, more=refused.error.more)
+            raise _none(study, {n: refused for n, refused in tried.items() if isinstance(refused, Refused)})
         below, found = found, min(2 * found, limit)
     ended = False
     for n in (n for n in range(below + 1, found) if n <= cluster.gpus_per_node or n % cluster.gpus_per_node == 0):
@@ -67,6 +65,15 @@ def fit(study: Study, most: int | None = None) -> tuple[Fit, Plan]:
     assert isinstance(plan, Plan)
     listed = [_tried(n, tried[n]) for n in sorted(tried) if n <= found]
     return Fit(schema=1, gpus=found, cluster=cluster.name, verdict=verdict_of(plan), tried=listed, ended=ended), plan
+
+
+def _none(study: Study, refused: dict[int, Refused]) -> Infeasible:
+    """Why none of these numbers of GPUs fits, and what would do on that which is nearest to it."""
+    short = {n: min(x.search.said.short.values(), default=math.inf) for n, x in refused.items()}
+    nearest = min(refused, key=lambda n: (short[n], n))
+    error = refused[nearest].error
+    listed = f"{study.program.name} fits on none of {', '.join(map(str, refused))} GPUs of {study.asked.cluster.name}"
+    return Infeasible(f"{listed}\nOn {nearest}, which is nearest to it: {error}", more=error.more)
 
 
 def _on(study: Study, gpus: int) -> Plan | Refused:

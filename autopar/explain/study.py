@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -20,22 +21,26 @@ from autopar.planner.answer import ended_by_user, refusal
 from autopar.planner.candidate import gib
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.resources import usable_bytes
-from autopar.planner.search import Search
+from autopar.planner.search import Search, answered
 from autopar.planner.store import Store
 from autopar.planner.wishes import WishError, for_loss_outside, with_notes
 from autopar.progress import working
 from autopar.run.dtypes import itemsize_named
+from autopar.stacks import stack_of
+from autopar.stacks.spaces import as_configured, as_planned_for, best_within, deciding
 from cost_models.cluster import Cluster
 
-__all__ = ["Asked", "Refused", "Study"]
+__all__ = ["SHORT", "Asked", "Refused", "Study"]
 
 MIB = 2.0**20
+SHORT = "does not fit"  # how a reason begins that is memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """What a plan is made for, beside the program. memory_limit_bytes: None for what a plan may fill of the cluster's GPU; batch: samples
-    of a step, None for the program's own."""
+    of a step, None for the program's own. stack: the training software that runs it, by its name; configured: the pins are all that it is
+    told, instead of what is pinned of the best plan that it can run."""
 
     gpus: int
     cluster: Cluster
@@ -45,6 +50,8 @@ class Asked:
     memory_limit_bytes: int | None = None
     pins: Pins = Pins()
     batch: int | None = None
+    stack: str | None = None
+    configured: bool = False
 
     @property
     def limit_bytes(self) -> int:
@@ -75,6 +82,7 @@ class Study:
     given: Plan | None = None
     recapture: Callable[[int], Program] | None = None
     stop: Callable[[], bool] = lambda: False
+    time_limit_s: float | None = None
     programs: dict[int, Program] = field(default_factory=dict)
     stores: dict[tuple[Cluster, str, int | None], Store] = field(default_factory=dict)
     answers: dict[Asked, Plan | Refused] = field(default_factory=dict)
@@ -127,15 +135,21 @@ class Study:
             program=self.program_of(asked), gpus=asked.gpus, cluster=asked.cluster, memory_limit_bytes=asked.limit_bytes,
             optimizer=asked.optimizer, precision=asked.precision, reduce_dtype=asked.reduce_dtype,
             pins=for_loss_outside(self.program, asked.pins) or Pins(), store=self.store(asked), stop=self.stop,
+            time_limit_s=self.time_limit_s, **self._as_run_by(asked),
         )  # fmt: skip
+
+    def _as_run_by(self, asked: Asked) -> dict[str, Any]:
+        """What the search is told of the training software."""
+        if asked.stack is None:
+            return {}
+        return (as_configured if asked.configured else best_within)(stack_of(asked.stack), self.program, asked.pins)
 
     def _solved(self, asked: Asked) -> Plan | Refused:
         refused: list[Refused] = []
         program = self.program_of(asked)
 
         def make() -> Plan:
-            search = self.search(asked)
-            plan = search.answer()
+            plan, search = answered(self.search(asked))
             if plan is None:
                 refused.append(Refused(why=_in_a_line(search), search=search))
                 raise Infeasible(refused[0].why)
@@ -145,8 +159,9 @@ class Study:
             pinned = for_loss_outside(program, asked.pins if asked.pins != Pins() else None)
             wished = decisive(
                 asked.gpus, asked.cluster, asked.memory_limit_bytes, asked.optimizer, asked.precision, pinned, asked.reduce_dtype
-            )
-            return planned_once(program, wished, make, kept=lambda plan: not ended_by_user(plan))
+            ) | deciding(self._as_run_by(asked), asked.pins)
+            made = planned_once(program, wished, make, kept=lambda plan: not (ended_by_user(plan) or self.time_limit_s))
+            return made if asked.stack is None else as_planned_for(stack_of(asked.stack), made)
         except Infeasible:
             if not refused:
                 raise
@@ -158,5 +173,5 @@ def _in_a_line(search: Search) -> str:
     said = [line for line in lines if not line.startswith("micro-batches:")] or lines
     short = min(search.said.short.values(), default=0.0)
     if short >= MIB or (short and not said):
-        return f"does not fit: {f'{gib(short)} a GPU short at its leanest' if short >= MIB else 'no cut into stages does'}"
+        return f"{SHORT}: {f'{gib(short)} a GPU short or less' if short >= MIB else 'no cut into stages does'}"
     return said[0] if said else str(refusal(search)).splitlines()[0]

@@ -11,7 +11,7 @@ from autopar.ir import Strategy
 from autopar.planner.axis import AxisProblem, change_cost, changes_of, exchange_s, group_cost, local_bytes
 from autopar.planner.choices import Group, Source
 
-__all__ = ["Reads", "Terms", "own_terms", "reads_of", "terms_of", "timed"]
+__all__ = ["Chosen", "Reads", "Terms", "own_terms", "reads_of", "terms_of", "timed"]
 
 Chosen = Callable[[str], Strategy]
 Reads = Mapping[tuple[str, int], Source]  # (operator, operand) -> what it reads there

@@ -9,6 +9,7 @@ the whole step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -20,30 +21,30 @@ from autopar.axes import AXES, BATCH, axes_over
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
 from autopar.explain.study import Study
-from autopar.explain.terms import Reads, Terms, own_terms, reads_of, terms_of, timed
+from autopar.explain.terms import Chosen, Terms, own_terms, reads_of, terms_of, timed
 from autopar.ir import Op, Program, Strategy, refs
-from autopar.measure import Pricer
 from autopar.planner.account import generic
-from autopar.planner.axis import AxisProblem, group_cost, solve_axis, stated
-from autopar.planner.choices import Group
+from autopar.planner.axis import AxisProblem, AxisSolver, group_cost, objective_of, stated
+from autopar.planner.choices import Group, is_heavy
 from autopar.planner.lower import on_axes, on_inner_axes
-from autopar.planner.problems import axis_leaves, axis_problem
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solver import OutOfBudget
+from autopar.planner.space import Form, Mesh
 from autopar.planner.wishes import WishError
 from autopar.report.columns import with_beneath, wrapped
 from autopar.report.strategies import kind_of, shape_of, words_of
 from autopar.report.units import bytes_text, seconds_text
 from autopar.report.words import counted
-from autopar.run.dtypes import itemsize_named
 from autopar.targets import did_you_mean
 
 __all__ = ["Option", "Why", "WhyOperator", "why", "why_text"]
 
 OPERATORS = 3  # of a module, the longest ones, that are shown in full
 OPTIONS = 5  # strategies of one operator that are decided around, each by a program of the whole axis
+NAMED = 8  # modules of a model, where a question names none
 SAID = 0.01  # of a change: terms that are less are not said
-TIE = 1e-3  # of the axis' seconds, within which its program is solved
+TIE = 1e-3  # of the axis' seconds, within which its program is solved here
+SOLVED = 5e-3  # of its objective, within which the search has solved it
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,17 +118,21 @@ def _matched(program: Program, name: str) -> frozenset[str]:
     pattern = re.compile(re.escape(name).replace(r"\*", r"\d+") + r"(\.|$)")
     tests = (
         lambda op: bool(values & set(refs(op))),
-        lambda op: op.name == name,
         lambda op: bool(op.module) and pattern.match(op.module) is not None,
         lambda op: any(pattern.match(op.module[k + 1 :]) for k, c in enumerate(op.module) if c == "."),
         lambda op: name in (kind_of(op.name), op.target, op.target.removeprefix("aten.").partition(".")[0]),
+        lambda op: op.name == name,
     )
     for test in tests:
         if found := frozenset(op.name for op in program.ops if test(op)):
             return found
     modules = {m for op in program.ops for m in (op.module, generic(op.module)) if m}
     known = [*modules, *(p.fqn for p in program.params), *(kind_of(op.name) for op in program.ops)]
-    raise WishError(f"--why {name}: there is no such module, parameter or operator in {program.name}{did_you_mean(name, known)}")
+    near = did_you_mean(name, known)
+    if not near:  # the outermost modules that compute, as one would begin to look
+        outer = list(dict.fromkeys(".".join(generic(op.module).split(".")[:3]) for op in program.ops if op.module))
+        near = f"; it has {', '.join(outer[:NAMED])}" + (f" and {len(outer) - NAMED} more" if len(outer) > NAMED else "")
+    raise WishError(f"--why {name}: there is no such module, parameter or operator in {program.name}{near}")
 
 
 def _listed(program: Program, wanted: frozenset[str]) -> str:
@@ -140,55 +145,110 @@ def _listed(program: Program, wanted: frozenset[str]) -> str:
 def _on_axis(study: Study, body: Program, assignment: Assignment, wanted: frozenset[str]) -> list[WhyOperator]:
     """Of the operators on one axis, those that take longest first."""
     axis, n = assignment.axis, assignment.n
-    pricer = Pricer(study.asked.cluster, study.plan.mesh)
-    reduced = itemsize_named(study.asked.reduce_dtype)
-    problem = axis_problem(body, axis, n, pricer, study.asked.optimizer, axis_leaves(body, axis), reduced_itemsize=reduced)
-    by_time, reads = timed(problem), reads_of(problem)
+    one = _OneAxis(study, body, assignment)
+    problem, by_time = one.problem, timed(one.problem)
     groups = [g for g in problem.choices.groups.values() if g.op is not None and not wanted.isdisjoint(g.members)]
     ops = {op.name: op for op in body.ops}
-    base = terms_of(problem, stated(problem, assignment), reads) or Terms()
     found: list[WhyOperator] = []
     for group in sorted(groups, key=lambda g: -group_cost(by_time, g, assignment.ops[g.members[0]])):
         chosen, op = assignment.ops[group.members[0]], ops[group.members[0]]
         if group_cost(by_time, group, chosen) <= 0 and found:
             continue
         full = len(found) < OPERATORS
-        options = list(_options(problem, reads, base, group, assignment, chosen)) if full else []
+        options = list(_options(one, group, chosen)) if full else []
         options += _unavailable(body, op, n, axis, group) if full else []
-        reason = "splits as much work as can be, then saves communication" if AXES[axis].work_first else "is the fastest that was found"
         module = generic(op.module) if len(group.members) > 1 else op.module
         found.append(
             WhyOperator(
-                axis=axis, n=n, kind=kind_of(op.name), module=module, source=op.source, count=len(group.members), reason=reason,
-                axis_s=base.seconds, options=options,
+                axis=axis, n=n, kind=kind_of(op.name), module=module, source=op.source, count=len(group.members),
+                reason=one.reason, axis_s=one.base.seconds, options=options,
             )
         )  # fmt: skip
     return found
 
 
-def _options(
-    problem: AxisProblem, reads: Reads, base: Terms, group: Group, assignment: Assignment, chosen: Strategy
-) -> Iterator[Option]:
+class _OneAxis:
+    """An axis as it was decided: its program under what was asked of it, and what the plan has chosen."""
+
+    def __init__(self, study: Study, body: Program, assignment: Assignment) -> None:
+        plan, axis = study.plan, assignment.axis
+        made = plan.axes[axis]
+        self.form = Form(sequence=made.sequence_parallel, split=made.all_work, byte_s=made.kept_s_per_byte)
+        self.pinned = plan.pins.get("sequence_parallel") is not None
+        self.problem = study.store(study.asked).problem(axis, Mesh(**plan.mesh), body, self.form)
+        self.reads = reads_of(self.problem)
+        self.now = stated(self.problem, assignment)
+        self.base = terms_of(self.problem, self.now, self.reads) or Terms()
+        self.objective = objective_of(self.problem, self.now)
+        self.solver = AxisSolver(self.problem)
+
+    @functools.cached_property
+    def never(self) -> dict[str, frozenset[Strategy]]:
+        """Where all work is to be split: of what the plan splits the strategies that do not."""
+        heavy = [(key, g) for key, g in self.problem.choices.groups.items() if g.op is not None and is_heavy(g.op.target)]
+        split = [(key, g) for key, g in heavy if self.form.split and self.now(key).splits_work]
+        return {key: frozenset(s for s in g.strategies if not s.splits_work) for key, g in split}
+
+    @property
+    def reason(self) -> str:
+        """What the choice goes by, in words."""
+        if AXES[self.problem.axis].work_first:
+            return "splits as much work as can be, then saves communication"
+        if self.form.sequence is not None:
+            because = "is pinned" if self.pinned else "takes less memory"
+            return f"is the fastest that was found with sequence_parallel={str(self.form.sequence).lower()}, which {because}"
+        if self.form.byte_s:
+            counts = seconds_text(self.form.byte_s * 2**30)
+            return f"is the best that was found where memory is short: a GiB that is kept counts as {counts}"
+        return "is the fastest that was found" + (" of those that split all work that can be" if self.form.split else "")
+
+    def around(self, group: Group, s: Strategy) -> Around | None:
+        """What the axis takes more with this strategy and the rest decided anew; None if there is no such assignment."""
+        never = {key: without for key, without in self.never.items() if key != group.key}
+        try:
+            solution = self.solver.solve(gap=TIE, given=(group.key, s), never=never)
+        except (Infeasible, OutOfBudget):
+            return None
+        after = stated(self.problem, solution.assignment)
+        terms = terms_of(self.problem, after, self.reads)
+        if terms is None:
+            return None
+        others = [key for key, g in self.problem.choices.groups.items() if g.op is not None and key != group.key]
+        changed = [key for key in others if str(after(key)) != str(self.now(key))]
+        more = objective_of(self.problem, after) / self.objective - 1 if self.objective else 0.0
+        return Around(change=terms - self.base, dearer=more, forces=_forced(self.problem, changed, self.now, after))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Around:
+    """dearer: by which share of the axis' objective, which has also what parameters, memory and the issuing of operators cost."""
+
+    change: Terms
+    dearer: float
+    forces: str
+
+
+def _options(one: _OneAxis, group: Group, chosen: Strategy) -> Iterator[Option]:
     """The chosen strategy first, then the others by what they do to the step."""
-    axis, now = problem.axis, stated(problem, assignment)
-    here = own_terms(problem, group, chosen, now, reads) or Terms()
+    problem, axis, now = one.problem, one.problem.axis, one.now
+    here = own_terms(problem, group, chosen, now, one.reads) or Terms()
     yield Option(
         split=_words(axis, group, chosen), layouts=str(chosen), compute_s=here.compute_s, communication_s=here.communication_s,
         memory_bytes=here.memory_bytes, change_s=0.0, verdict="chosen",
     )  # fmt: skip
     found: list[Option] = []
-    alone = {s: own_terms(problem, group, s, now, reads) for s in group.strategies if s != chosen}
+    alone = {s: own_terms(problem, group, s, now, one.reads) for s in group.strategies if s != chosen}
     cheapest = sorted(alone, key=lambda s: math.inf if (own := alone[s]) is None else own.seconds)
     for s in _various(axis, group, cheapest)[:OPTIONS]:
-        own, (change, forces) = alone[s], _around(problem, reads, group, s, assignment, base)
-        less = AXES[axis].work_first and chosen.splits_work and not s.splits_work
-        more = Terms() if change is None else change
+        own, around = alone[s], one.around(group, s)
+        more = Terms() if around is None else around.change
         option = Option(
             split=_words(axis, group, s), layouts=str(s), compute_s=None if own is None else own.compute_s,
             communication_s=None if own is None else own.communication_s, memory_bytes=None if own is None else own.memory_bytes,
-            change_s=None if change is None else change.seconds, change_compute_s=more.compute_s,
-            change_communication_s=more.communication_s, change_memory_bytes=more.memory_bytes, forces=forces,
-            verdict=_verdict(None if own is None else own.seconds - here.seconds, change, base, less, AXES[axis].work_first),
+            change_s=None if around is None else more.seconds, change_compute_s=more.compute_s,
+            change_communication_s=more.communication_s, change_memory_bytes=more.memory_bytes,
+            forces="" if around is None else around.forces,
+            verdict=_verdict(one, None if own is None else own.seconds - here.seconds, around, chosen.splits_work and not s.splits_work),
         )  # fmt: skip
         found.append(option)
     best: dict[str, Option] = {}  # of those that split alike
@@ -217,50 +277,55 @@ def _words(axis: str, group: Group, s: Strategy) -> str:
     return words_of(axis, kind_of(group.key), s, shape_of(s, group.ins, group.outs))
 
 
-def _verdict(here_s: float | None, change: Terms | None, base: Terms, less: bool, work_first: bool) -> str:
-    """here_s: what the operator takes more beside its neighbours as they are; change: the whole; less: it splits less work."""
-    if change is None:
-        return "unavailable: what is beside it cannot be laid so"
-    if abs(change.seconds) <= TIE * base.seconds:
+def _verdict(one: _OneAxis, here_s: float | None, around: Around | None, less: bool) -> str:
+    """here_s: what the operator takes more beside its neighbours as they are; less: it splits less work."""
+    if around is None:
+        asked = "" if one.form.sequence is None else f" with sequence_parallel={str(one.form.sequence).lower()}"
+        return f"unavailable{asked}: what is beside it cannot be laid so"
+    change_s, least_s = around.change.seconds, TIE * one.base.seconds
+    if change_s < -least_s:
+        return _saves(one, around, less)
+    if abs(change_s) <= least_s:
         return "a tie"
-    if change.seconds < 0 and less:
-        return "less communication, but every rank does the whole work"
-    if change.seconds < 0:
-        by = "this axis alone; another axis or memory decided" if work_first else "itself; memory, stages or a pin decided"
-        return f"faster by {by}"
-    if here_s is not None and here_s < -TIE * base.seconds:
+    if here_s is not None and here_s < -least_s:
         return "cheaper here, dearer elsewhere"
-    return "dearer here" if here_s is None or here_s > TIE * base.seconds else "dearer elsewhere"
+    return "dearer here" if here_s is None or here_s > least_s else "dearer elsewhere"
 
 
-def _around(
-    problem: AxisProblem, reads: Reads, group: Group, s: Strategy, assignment: Assignment, base: Terms
-) -> tuple[Terms | None, str]:
-    """What the axis takes more with this strategy and the rest decided anew, by the axis' own program, and what else changes then."""
-    groups = {**problem.choices.groups, group.key: dataclasses.replace(group, strategies=(s,))}
-    fixed = dataclasses.replace(problem, choices=dataclasses.replace(problem.choices, groups=groups))
-    try:
-        solution = solve_axis(fixed, gap=TIE)
-    except (Infeasible, OutOfBudget):
-        return None, ""
-    after = terms_of(problem, stated(problem, solution.assignment), reads)
-    if after is None:
-        return None, ""
-    others = {k: g for k, g in problem.choices.groups.items() if g.op is not None and k != group.key}
-    changed = [k for k, g in others.items() if _differs(g, solution.assignment, assignment)]
-    return after - base, _forced(problem, changed, solution.assignment)
+def _saves(one: _OneAxis, around: Around, less: bool) -> str:
+    """Why a strategy is not chosen though operators and communication would take less with it."""
+    work_first = AXES[one.problem.axis].work_first
+    if less and (work_first or one.form.split):
+        return "less communication, but every rank does the whole work"
+    if work_first:
+        return "faster by this axis alone; another axis or memory decided"
+    if around.dearer < -SOLVED:
+        return "faster by itself; memory, stages or a pin decided"
+    if around.dearer <= TIE:
+        return f"a tie: an axis is decided to within {SOLVED:.1%} of what it costs"
+    if one.form.byte_s and around.change.memory_bytes > 0:
+        return "faster, but keeps more, and memory is short"
+    return "faster in its operators, dearer in parameters, memory or the issuing of operators"
 
 
-def _differs(group: Group, a: Assignment, b: Assignment) -> bool:
-    member = group.members[0]
-    return str(a.ops[member]) != str(b.ops[member])
+def _forced(problem: AxisProblem, changed: Sequence[str], now: Chosen, after: Chosen) -> str:
+    """What else changes, in words: the two that take longest of those that are split otherwise, and how many more; then those whose split
+    goes by the same words. Operators that take no time follow the others, and are not said."""
+    own = timed(problem)
+    seconds = {key: max(group_cost(own, problem.choices.groups[key], s) for s in (now(key), after(key))) for key in changed}
+    groups = [problem.choices.groups[key] for key in sorted(changed, key=lambda key: -seconds[key]) if seconds[key] > 0]
+    words = {g.key: [_words(problem.axis, g, chosen(g.key)) for chosen in (now, after)] for g in groups}
+    other = [g for g in groups if len(set(words[g.key])) > 1]
+    listed = list(dict.fromkeys(f"{_named(g)} {_be(words[g.key][1])}" for g in other))
+    said = [", ".join(listed[:2])] if listed else []
+    said += [f"{len(listed) - 2} more"] if len(listed) > 2 else []
+    alike = len(groups) - len(other)
+    laid = [f"{counted(alike, 'further operator' if other else 'operator')} to be laid otherwise"] if alike else []
+    return ", and ".join([*([" and ".join(said)] if said else []), *laid])
 
 
-def _forced(problem: AxisProblem, changed: list[str], after: Assignment) -> str:
-    heavy = sorted(changed, key=lambda k: -group_cost(problem, problem.choices.groups[k], after.ops[problem.choices.groups[k].members[0]]))
-    groups = [problem.choices.groups[k] for k in heavy[:2]]
-    said = [f"{_named(g)} to {_words(problem.axis, g, after.ops[g.members[0]])}" for g in groups]
-    return ", ".join(said) + (f" and {len(changed) - 2} more" if len(changed) > 2 else "")
+def _be(split: str) -> str:
+    return "not to be split" if split.startswith("not split") else f"to be split by {split}"
 
 
 def _unavailable(body: Program, op: Op, n: int, axis: str, group: Group) -> list[Option]:

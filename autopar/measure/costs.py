@@ -216,6 +216,23 @@ class Pricer:
         forward, backward = (sum(self.collective_s("all_reduce", 4.0 * n * numbers, str(axis)) for n in each) for each in of[:2])
         return forward, backward
 
+    def sends(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[list[tuple[str, float]], ...]:
+        """The collectives of one of autopar's own operators, in forward and in backward: their kinds, and seconds of each."""
+        axis = str(op.kwarg("axis"))
+        if op.target in _EXCHANGES:
+            of = _EXCHANGES[op.target]
+            numbers = ins[of.operand].numel if of.dim is None else ins[of.operand].shape[of.dim]
+            each = [[("all_reduce", self.collective_s("all_reduce", 4.0 * n * numbers, axis)) for n in values] for values in of[:2]]
+            return each[0], each[1] if any(t.grad for t in outs) and not op.no_grad else []
+        if not op.target.startswith("autopar.C.") or self.mesh.get(axis, 1) == 1:
+            return [], []
+        t, cost = _TRANSITION[op.target.rpartition(".")[2]], self._transition(op, count(op, ins, outs), ins[0], outs[0])
+        forward = [(t.forward, cost.forward_s)] if t.forward else []
+        if not ins[0].grad:
+            return forward, []
+        again = forward if self.recipe.regathers and op.target == GATHER else []
+        return forward, [*again, *([(t.backward, cost.backward_s - sum(s for _, s in again))] if t.backward else [])]
+
     @property
     def shared(self) -> float:
         """How many times slower computation is than on a device of its own."""

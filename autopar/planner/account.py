@@ -19,7 +19,9 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.choices import is_heavy
 from autopar.planner.curve import curves_of
 from autopar.planner.lower import on_inner_axes
-from autopar.planner.plan import Account, AxisPlan, BlockAccount, IdleAccount, parse_strategy
+from autopar.planner.plan import AxisPlan, parse_strategy
+from autopar.planner.plan_account import Account, BlockAccount, IdleAccount
+from autopar.planner.sent import sent_of
 from autopar.planner.shard import Assignment, view_of
 from autopar.report.strategies import is_unnamed, kind_of, shape_of
 from cost_models.cluster import Gpu
@@ -57,6 +59,7 @@ def account_of(program: Program, c: Candidate, axes: Mapping[str, AxisPlan]) -> 
         before_s=float(times.before_s),
         curves=curves_of(c),
         shapes=_shapes(program, axes),
+        sent=sent_of(c),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
+
+import msgspec
 
 from autopar.axes import AXES
 from autopar.capture import program_hash
@@ -18,8 +19,8 @@ from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
-from autopar.planner.shortfall import gpus_that_do, pins_that_do, shortfall_text
-from autopar.planner.space import Mesh
+from autopar.planner.shortfall import elsewhere_too, gpus_that_do, pins_that_do, shortfall_text, sizes_that_do, tried, values_that_do
+from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
 from autopar.planner.words import choice_words
@@ -42,7 +43,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
     cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute})
     bodies = list(zip(on_inner_axes(rank.moments.body, rank.inner[:-1]), rank.inner, strict=False))
     axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
-    axes |= {x.axis: axis_plan(body, x) for body, x in bodies}
+    axes |= {x.axis: _asked(axis_plan(body, x), (c.form or Form()).on(x.axis)) for body, x in bodies}
     bound_s = min(question.said.bound_s, fastest_s) if question.said.bound_s < math.inf else 0.0
     tokens, kinds = _tokens(program), seconds_by_kind(c)
     return Plan(
@@ -91,9 +92,15 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         seconds_by_kind=kinds,
         step_spread=spread_of(kinds, question.cluster),
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
+        bound=[name for name in question.pins.__struct_fields__ if getattr(question.pins, name) != getattr(question.asked, name)],
         searched=question.said.counts(),
         account=account_of(program, c, axes),
     )
+
+
+def _asked(made: AxisPlan, form: Form) -> AxisPlan:
+    """With what was asked of it."""
+    return msgspec.structs.replace(made, sequence_parallel=form.sequence, all_work=form.split, kept_s_per_byte=form.byte_s)
 
 
 def _tied(tie: Tie) -> str:
@@ -130,12 +137,14 @@ def ended_by_user(plan: Plan) -> bool:
 
 def refusal(question: Question) -> Infeasible:
     """Why no candidate was found: which constraint binds, by how much, what was tried and would help; and the first reasons, of many."""
+    if question.spaces is not None and isinstance(why := question.spaces(question.asked), str):
+        return Infeasible(why + tried(elsewhere_too(question, values_that_do(question) or pins_that_do(question))))
     if not any(True for _ in question.space.meshes()):
         pinned = ", ".join(f"{axis}={n}" for axis in AXES if (n := question.pins.of_axis(axis)) is not None)
         product = " x ".join(AXES)
         text = f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs ({product} = {question.gpus})"
-        do = _sizes_that_do(question)
-        return Infeasible(f"{text}\nTried, and each gives a mesh: {'; '.join(do)}." if do else text)
+        do = sizes_that_do(question) or pins_that_do(question) or gpus_that_do(question)
+        return Infeasible(text + tried(elsewhere_too(question, do)))
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
     short = question.said.short
     found = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
@@ -144,19 +153,7 @@ def refusal(question: Question) -> Infeasible:
         return Infeasible(f"no plan fits the constraints. {said}", more=lines)
     text = "\n".join(["no plan fits the constraints:", *lines[:FIRST]])
     changes = pins_that_do(question) or gpus_that_do(question)
-    said = f"\nTried, and each would do: {'; '.join(changes)}." if changes else ""
-    return Infeasible(text + said, more=lines[FIRST:])
-
-
-def _sizes_that_do(question: Question) -> list[str]:
-    """Of each pinned axis the nearest other sizes, and none, with which there is a mesh."""
-    found = []
-    for axis in [axis for axis in AXES if question.pins.of_axis(axis) is not None]:
-        space, pinned = question.space, question.pins.of_axis(axis) or 0
-        free = dataclasses.replace(space, pins=question.pins.without_axis(axis))
-        sizes = {mesh.sizes()[axis] for mesh in free.meshes()}
-        found += [f"{axis}={n}" for n in sorted(sizes, key=lambda n: (abs(n - pinned), n))[:2]]
-    return found
+    return Infeasible(text + tried(elsewhere_too(question, changes)), more=lines[FIRST:])
 
 
 def _replicated(body: Program, assignment: Assignment, types: Mapping[str, TensorType]) -> list[str]:

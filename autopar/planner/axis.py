@@ -17,7 +17,7 @@ operator and every change of layout, outlasts the device: where kernels are shor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -27,9 +27,11 @@ from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
-from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, solve
+from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, Repeated
 
-__all__ = ["AxisProblem", "AxisSolution", "changes_of", "exchange_s", "local_bytes", "objective_of", "solve_axis", "stated"]
+__all__ = [
+    "AxisProblem", "AxisSolution", "AxisSolver", "changes_of", "exchange_s", "local_bytes", "objective_of", "solve_axis", "stated",
+]  # fmt: skip
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
 Var: TypeAlias = int | float  # a column, or the constant 1.0 where there is no choice
@@ -81,31 +83,65 @@ def solve_axis(problem: AxisProblem, *, gap: float = 1e-3) -> AxisSolution:
     """The best assignment, with its objective, bound and gap. Infeasible is raised only where leaves are restricted to layouts that no
     operator can read, or strategies to some that do not meet; else all-I is always a choice. Where the budget ends before the solver has
     a solution, it is the answer, with the bound so far."""
-    model = _Model(problem)
-    groups = problem.choices.groups
+    solver = AxisSolver(problem)
     try:
-        solution = solve(model.linear, gap=gap)
-        outcome = solution.outcome
-        chosen = {g: model.chosen(g, solution.values) for g in groups}
+        return solver.solve(gap=gap)
     except OutOfBudget as e:
-        chosen = {g: group.strategies[0] for g, group in groups.items()}
+        chosen = {g: group.strategies[0] for g, group in problem.choices.groups.items()}
         objective = objective_of(problem, chosen.__getitem__)
         if objective == INFINITY:
             raise
         bound = max(0.0, e.bound)
         outcome = Outcome(
             objective=objective, bound=bound, gap=(objective - bound) / objective if objective else 0.0, seconds=0.0,
-            solver="none", variables=len(model.linear.names), constraints=len(model.linear.rows), status="out of budget",
+            solver="none", variables=len(solver.linear.names), constraints=len(solver.linear.rows), status="out of budget",
         )  # fmt: skip
+        return AxisSolution(assignment=_assigned(problem, chosen), outcome=outcome)
+
+
+class AxisSolver:
+    """The program of an axis, which is built once and solved as often as is asked, each time with other strategies given."""
+
+    def __init__(self, problem: AxisProblem) -> None:
+        self.problem = problem
+        self._model = _Model(problem)
+        self._repeated = Repeated(self.linear)
+
+    @property
+    def linear(self) -> Linear:
+        return self._model.linear
+
+    def solve(
+        self, *, gap: float = 1e-3, given: tuple[str, Strategy] | None = None, never: Mapping[str, Set[Strategy]] | None = None
+    ) -> AxisSolution:
+        """given: a group and the strategy that it has; never: group -> strategies that it has not. Infeasible, OutOfBudget."""
+        held: dict[int, float] = {}
+        for key, without in (never or {}).items():
+            held |= {x: 0.0 for x, s in self._columns(key) if s in without}
+        if given is not None:
+            held |= {x: float(s == given[1]) for x, s in self._columns(given[0])}
+        solution = self._repeated.solve(held, gap=gap)
+        chosen = {key: self._model.chosen(key, solution.values) for key in self.problem.choices.groups}
+        return AxisSolution(assignment=_assigned(self.problem, chosen), outcome=solution.outcome)
+
+    def _columns(self, key: str) -> Iterator[tuple[int, Strategy]]:
+        """Those that stand for the strategies of a group, if it has several."""
+        for x, s in zip(self._model.x[key], self.problem.choices.groups[key].strategies, strict=True):
+            if isinstance(x, int):
+                yield x, s
+
+
+def _assigned(problem: AxisProblem, chosen: Mapping[str, Strategy]) -> Assignment:
+    """What is chosen for groups, for each of their members."""
     ops: dict[str, Strategy] = {}
     leaves: dict[str, Layout] = {}
-    for key, group in groups.items():
+    for key, group in problem.choices.groups.items():
         for member in group.members:
             if group.op is None:
                 leaves[member] = chosen[key].outputs[0]
             else:
                 ops[member] = chosen[key]
-    return AxisSolution(assignment=Assignment(axis=problem.axis, n=problem.n, ops=ops, leaves=leaves), outcome=outcome)
+    return Assignment(axis=problem.axis, n=problem.n, ops=ops, leaves=leaves)
 
 
 def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:

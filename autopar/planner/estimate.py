@@ -145,21 +145,21 @@ class Estimator:
         outside = {r for k, op in enumerate(program.ops) if inside and k not in covered for r in refs(op)}
         return [tuple((v, v in inside and v not in outside) for v in sorted(self.read(x.span))) for x in self.segments.segments]
 
-    def _own(self, i: int, j: int) -> list[tuple[str, int]]:
+    def own(self, i: int, j: int) -> list[tuple[str, int]]:
         """The parameters of the pieces [i, j): (value, which of its copies)."""
         pieces = self.segments
         found = {(v, pieces.copies[k] * each): None for k in range(i, j) for v, each in self._reads[pieces.order[k]]}
         return list(found)
 
-    def _params(self, own: Collection[tuple[str, int]]) -> list[ParamBytes]:
+    def params_of(self, own: Collection[tuple[str, int]]) -> list[ParamBytes]:
         return [self.params[v] for v, _ in own]
 
     def _gather_s(self, own: Collection[str], compute_s: float, *, and_scatter: bool = False) -> float:
         """Exposed seconds of gathering parameters where they are used, the next unit while the present one is used;
         and_scatter: and of reduce-scattering their gradients in the same way."""
-        gathered = self._gathered([(v, 0) for v in own])
-        sent = (self._exchange.unit_s(n, scattered=x if and_scatter else 0.0) for n, x in gathered.values())
-        return self._exchange.beside(sum(sent), compute_s)
+        gathered = self.gathered([(v, 0) for v in own])
+        sent = (self.exchange.unit_s(n, scattered=x if and_scatter else 0.0) for n, x in gathered.values())
+        return self.exchange.beside(sum(sent), compute_s)
 
     def _casts_s(self, params: Collection[ParamBytes]) -> float:
         """Of casting what rests of these parameters to the dtype in which they are used, once."""
@@ -185,18 +185,18 @@ class Estimator:
         nothing runs then."""
         if not self._units:
             return 0.0
-        gathered = self._gathered(self._own(i, j))
-        first = next((min(here) for k in range(i, j) if (here := self._gathered(self._own(k, k + 1)))), None)
-        return 0.0 if first is None else self._exchange.unit_s(gathered[first][0], scattered=gathered[first][1])
+        gathered = self.gathered(self.own(i, j))
+        first = next((min(here) for k in range(i, j) if (here := self.gathered(self.own(k, k + 1)))), None)
+        return 0.0 if first is None else self.exchange.unit_s(gathered[first][0], scattered=gathered[first][1])
 
     @functools.cached_property
-    def _exchange(self) -> Exchange:
+    def exchange(self) -> Exchange:
         return Exchange(
             rest=self.rest, shard=self.shard, micro_batches=self.rank.micro_batches, pricer=self.pricer,
             recipe=self.recipe,
         )  # fmt: skip
 
-    def _gathered(self, own: Collection[tuple[str, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+    def gathered(self, own: Collection[tuple[str, int]]) -> dict[tuple[int, int], tuple[int, int]]:
         """(unit, which copy of it) -> bytes, of these parameters if they are gathered where they are used, and of their gradients as they
         are reduce-scattered."""
         found: dict[tuple[int, int], tuple[int, int]] = {}
@@ -204,7 +204,7 @@ class Estimator:
             if v in self._units:
                 p, key = self.params[v], (self._units[v], copy)
                 gathered, sent = found.get(key, (0, 0))
-                found[key] = gathered + p.local_bytes, sent + self._exchange.scattered_bytes(p)
+                found[key] = gathered + p.local_bytes, sent + self.exchange.scattered_bytes(p)
         return found
 
     @functools.cached_property
@@ -389,10 +389,10 @@ class Estimator:
     def _of_step(self, spans: tuple[tuple[int, int], ...]) -> _OfStep:
         """Of a rank that holds the pieces [i, j) of each of these."""
         if spans not in self._steps:
-            own = list(dict.fromkeys(x for i, j in spans for x in self._own(i, j)))
-            params = self._params(own)
+            own = list(dict.fromkeys(x for i, j in spans for x in self.own(i, j)))
+            params = self.params_of(own)
             self._steps[spans] = _OfStep(
-                once=self._exchange.once(params), ends_s=self._ends_s(*spans[0]), optimizer_s=self._optimizer_s(own),
+                once=self.exchange.once(params), ends_s=self._ends_s(*spans[0]), optimizer_s=self._optimizer_s(own),
                 casts_s=self._casts_of_a_step_s(params),
             )  # fmt: skip
         return self._steps[spans]
@@ -420,8 +420,8 @@ class Estimator:
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
-        params = self._params(self._own(0, n))
-        ends_s = self._exchange.step_s(params, forward_s, backward_s) + self._ends_s(0, n)
+        params = self.params_of(self.own(0, n))
+        ends_s = self.exchange.step_s(params, forward_s, backward_s) + self._ends_s(0, n)
         return update_s + self._casts_of_a_step_s(params) + ends_s
 
     @functools.cached_property
@@ -430,7 +430,7 @@ class Estimator:
 
     def least_update_s(self) -> float:
         """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""
-        trained = [self.params[v] for v, _ in self._own(0, len(self.segments)) if self.params[v].trainable]
+        trained = [self.params[v] for v, _ in self.own(0, len(self.segments)) if self.params[v].trainable]
         if not trained:
             return 0.0
         item = min(p.itemsize for p in trained)
@@ -455,7 +455,7 @@ class Estimator:
                 continue
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
             own = self.read(segment.span)
-            exposed = self._gather_s(own, backward, and_scatter=True) + self._exchange.pass_s([self.params[v] for v in own], backward)
+            exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s([self.params[v] for v in own], backward)
             casts_s = self._casts_of_a_pass_s(own)
             found.append((forward + self._gather_s(own, forward) + casts_s[0], backward + exposed + casts_s[1]))
             if segment.block >= 0:

@@ -9,7 +9,7 @@ all of these axes at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.axes import BATCH
@@ -19,7 +19,17 @@ from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
-__all__ = ["Exchange", "Once"]
+__all__ = ["Exchange", "Once", "Sent"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """So many collectives of a kind over the ranks of these axes, of so many seconds each as if nothing hid them."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +134,30 @@ class Exchange:
             reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, taken=self.taken,
             overlaps_reduction=self.recipe.overlaps_reduction, overlaps_gathers=self.recipe.overlaps_gathers,
         )  # fmt: skip
+
+    def in_a_pass(self, units: Iterable[tuple[float, float]]) -> Iterator[Sent]:
+        """Of units that are gathered where they are used, in forward and in backward, and of their gradients: (bytes, of gradients)."""
+        for nbytes, scattered in units:
+            yield Sent(kind="all_gather", axes=(BATCH,), count=2, seconds=self._parts_s("all_gather", nbytes))
+            if scattered and self.rest.reduced == "pass":
+                yield Sent(kind="reduce_scatter", axes=(BATCH,), count=1, seconds=self._parts_s("reduce_scatter", scattered))
+
+    def in_a_step(self, params: Collection[ParamBytes]) -> Iterator[Sent]:
+        """All else that brings gradients together or parameters back: `once`, and what the passes before the last one send of it."""
+        parts = [p for p in params if p.trainable and p.in_parts]
+        passes = 1 if self.rest.reduced != "pass" else 0 if self.rest.gathered == "use" else self.micro_batches
+        for axes, nbytes in self._by_axes([p for p in params if p.trainable and not p.in_parts]).items():
+            yield from (Sent(kind="all_reduce", axes=axes, count=n, seconds=self.pricer.joint_s("all_reduce", x, axes))
+                        for n, x in self._buckets(nbytes))  # fmt: skip
+        for n, x in self._buckets(self._sent_bytes(parts)):
+            yield Sent(kind="reduce_scatter", axes=(BATCH,), count=passes * n, seconds=self._parts_s("reduce_scatter", x))
+        for axes, nbytes in self._by_axes(parts).items():
+            for n, x in self._buckets(nbytes):
+                if seconds := self._copies_s(x, axes):
+                    yield Sent(kind="all_reduce", axes=axes, count=n, seconds=seconds)
+        if self.rest.gathered == "step":
+            for n, x in self._buckets(float(sum(p.local_bytes for p in parts))):
+                yield Sent(kind="all_gather", axes=(BATCH,), count=n, seconds=self._parts_s("all_gather", x))
 
     def _parts_s(self, kind: str, nbytes: float) -> float:
         """Of a collective over the ranks that share the parts of one parameter."""

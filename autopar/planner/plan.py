@@ -16,16 +16,15 @@ from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.files import write_file
 from autopar.ir import Layout, Strategy
-from autopar.planner.memory_curve import RankCurve
 from autopar.planner.modes import RECOMPUTES
+from autopar.planner.plan_account import Account, Count, Positive, Seconds
 from autopar.run.dtypes import PRECISIONS
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
 from cost_models.uncertainty import CENTRAL, interval, memory_spread_bytes
 
 __all__ = [
-    "SHOWN", "Account", "AxisPlan", "BlockAccount", "BlockMode", "IdleAccount", "MemoryPlan", "Pins", "Plan", "StagePlan",
-    "UnruledAccount", "parse_strategy",
+    "SHOWN", "AxisPlan", "BlockMode", "MemoryPlan", "Pins", "Plan", "StagePlan", "parse_strategy",
 ]  # fmt: skip
 
 SHOWN: dict[str, Callable[[Plan], str]] = {}
@@ -34,9 +33,6 @@ SHOWN: dict[str, Callable[[Plan], str]] = {}
 FORMAT = "autopar-plan"
 VERSION = 4
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
 ABSURD = 1000.0  # times a whole, beyond which a part of it is no figure of ours
 Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
 _NAMED = {"pp", "dp", "tp"}  # the mesh axes that are pins of their own
@@ -76,11 +72,12 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         found: int | None = getattr(self, axis) if axis in _NAMED else (self.axes or {}).get(axis)
         return found
 
-    def without_axis(self, axis: str) -> Pins:
-        """The same with this axis free."""
+    def with_axis(self, axis: str, n: int | None) -> Pins:
+        """The same with another size of this axis; None: with the axis free."""
         if axis in _NAMED:
-            return msgspec.structs.replace(self, **{axis: None})
-        return msgspec.structs.replace(self, axes={k: n for k, n in (self.axes or {}).items() if k != axis} or None)
+            return msgspec.structs.replace(self, **{axis: n})
+        others = {k: v for k, v in (self.axes or {}).items() if k != axis}
+        return msgspec.structs.replace(self, axes=others | ({} if n is None else {axis: n}) or None)
 
     def __post_init__(self) -> None:
         if unknown := set(self.axes or ()) - (set(AXES) - _NAMED):
@@ -130,11 +127,15 @@ def _positive(name: str, value: object) -> None:
 
 class AxisPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One axis of n ranks: operator -> strategy, leaf -> layout, as text. Operators of a repeated block are named once, by
-    the first instance."""
+    the first instance. What was asked of it (planner.space.Form): sequence_parallel, as in Pins; all_work: every heavy operator that can be
+    split is; kept_s_per_byte: what each byte that a micro-batch keeps counts as."""
 
     n: Positive
     ops: dict[str, str]
     leaves: dict[str, str]
+    sequence_parallel: bool | None = None
+    all_work: bool = False
+    kept_s_per_byte: Seconds = 0.0
 
 
 class BlockMode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,71 +202,6 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     micro_batches_in_flight: Count
 
 
-class BlockAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pieces of the model that are alike: instances of a repeated block that run in one mode, by module path, or what lies between blocks
-    (repeated False), by its modules. Seconds, kept bytes: of one of them, one rank and one micro-batch; backward_s without again_s, what
-    runs again. rest_bytes: of parameters and optimizer states at rest on a rank."""
-
-    paths: list[str]
-    repeated: bool
-    recompute: str
-    forward_s: Seconds
-    backward_s: Seconds
-    again_s: Seconds
-    communication_s: Seconds
-    kept_bytes: Count
-    rest_bytes: Count
-    parameters: Count
-
-
-class IdleAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Operators of a kind that an axis does not split though they compute. seconds: of all of them, on one rank and one micro-batch.
-    undivided: the strategy that fewer ranks could have, and size: what of it does not divide among these; '' and 0 where there is none."""
-
-    axis: str
-    kind: str
-    count: Count
-    modules: list[str]
-    seconds: Seconds
-    undivided: str = ""
-    size: Count = 0
-
-
-class UnruledAccount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Operators of a kind that the catalogue has no rule for. probed: they are split over dim 0, as running them in parts has shown that
-    they can be; else they run whole wherever an axis is split."""
-
-    kind: str
-    count: Count
-    modules: list[str]
-    probed: bool
-
-
-class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the figures of a plan are made of (planner.account). memory_bytes, peak_flops_per_s: of one GPU, the peak for the model's mix of
-    dtypes; flops: of a step of the model, forward and backward, once; per_node: how many neighbours on each axis share a node; seconds:
-    what the step is spent on, which adds up to it; unruled: of operators without a rule; transfer_s: of the slowest transfer between
-    stages; before_s: of what runs once a step before the micro-batches; curves: of each pipeline rank; leaves, modules: the user's names of
-    what the plan names by values; shapes: of operators that an axis splits along a dim that has no name, the shape of what is split."""
-
-    gpu: str
-    gpus_per_node: Positive
-    memory_bytes: Count
-    peak_flops_per_s: Seconds
-    flops: Seconds
-    per_node: dict[str, int]
-    seconds: dict[str, Seconds]
-    blocks: list[BlockAccount]
-    idle: list[IdleAccount]
-    leaves: dict[str, str]
-    modules: dict[str, str]
-    transfer_s: Seconds = 0.0
-    before_s: Seconds = 0.0
-    curves: list[RankCurve] = []
-    unruled: list[UnruledAccount] = []
-    shapes: dict[str, list[Count]] = {}
-
-
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole plan. step_time_s = compute_s + bubble_s + gradient_sync_s + optimizer_s (+ the communication inside compute). objective_s,
     bound_s, gap: of the search: no plan of its space (see planner.search) is faster than bound_s, and gap is the share of objective_s that
@@ -275,7 +211,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     left. recompute: (block, instance, index of one of `modes`) of what runs again in part or whole. split_share: share of FLOPs that tp
     really divides. reduce_dtype: in which gradients are brought together over ranks (a name as of `precision`), None for that in which
     parameters rest. seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard
-    deviation of the step. account: what the figures are made of; None in plans of before."""
+    deviation of the step. software: that runs it, if it is another than autopar's own, by its name in autopar.stacks; bound: pins that
+    follow from that, and are not the user's. account: what the figures are made of; None in plans of before."""
 
     model: str
     program_hash: str
@@ -315,6 +252,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limits: list[str]
     alternatives: list[str] = []
     pins: dict[str, Any] = {}
+    software: str = ""
+    bound: list[str] = []
     seconds_by_kind: dict[str, Seconds] = {}
     step_spread: Spread = 0.0
     planning_s: dict[str, float] = {}

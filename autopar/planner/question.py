@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final, Literal, Self
@@ -33,12 +34,25 @@ from cost_models.cluster import MOST_GPUS, Cluster
 from cost_models.pipeline import flow
 from cost_models.recipe import AUTOPAR, Recipe
 
-__all__ = ["NO_BETTER", "Ledgers", "Question", "Searched"]
+__all__ = ["NO_BETTER", "Elsewhere", "Ledgers", "Question", "Searched", "Spaces"]
 
 NO_BETTER: Final = "no better"
 TRIES = 12  # of the stages of one choice, where several pieces together need more than the account of each says (see `pieces.py`)
 AGAIN = 6  # further ones, where what did not fit is refused alone
 Ledgers = dict[tuple[object, ...], Ledger]  # by data-parallel ranks, micro-batches, and the axes that divide operators
+
+
+Spaces = Callable[[Pins], Sequence[Pins] | str]
+"""Of what the user has pinned the pins whose plans together are the space, or why there are none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elsewhere:
+    """Another training software: its name, what it can run, and how it does."""
+
+    name: str
+    spaces: Spaces | None
+    recipe: Recipe
 
 
 @dataclass(kw_only=True)
@@ -68,7 +82,8 @@ class Searched:
 class Question:
     """recipe: of the training software; reduce_dtype: in which it brings gradients together (a name as of precision), None for that in
     which parameters rest. batch_size: the global batch, by default that of the program; with another one candidates can be priced, but no
-    plan made. stated: what of the pins is the user's, None: all. known: what was found out about ranks; said: about choices; unsure:
+    plan made. stated: what of the pins is the user's, None: all. spaces: what is searched under the user's pins, None: the pins themselves.
+    elsewhere: other training softwares, which a refusal may name. known: what was found out about ranks; said: about choices; unsure:
     choices that were tried without proof that nothing fits."""
 
     program: Program
@@ -83,6 +98,8 @@ class Question:
     batch_size: int | None = None
     store: Store | None = None
     stated: Pins | None = None
+    spaces: Spaces | None = None
+    elsewhere: Sequence[Elsewhere] = ()
 
     def __post_init__(self) -> None:
         if self.gpus > MOST_GPUS:
@@ -107,6 +124,16 @@ class Question:
         return dataclasses.replace(
             self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes, store=self.known
         )
+
+    @property
+    def asked(self) -> Pins:
+        """What the user has pinned."""
+        return self.pins if self.stated is None else self.stated
+
+    def under(self, asked: Pins) -> Sequence[Pins]:
+        """The pins of what is searched where the user pins this; none where that cannot be run."""
+        found = (asked,) if self.spaces is None else self.spaces(asked)
+        return () if isinstance(found, str) else found
 
     @property
     def refused(self) -> dict[str, None]:

@@ -42,7 +42,7 @@ from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
 from autopar.planner.plan import Pins, Plan
-from autopar.planner.question import NO_BETTER, Ledgers, Question, Searched
+from autopar.planner.question import NO_BETTER, Elsewhere, Ledgers, Question, Searched, Spaces
 from autopar.planner.rank import Rank
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
@@ -56,7 +56,7 @@ from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
 from cost_models.recipe import AUTOPAR, Recipe
 
-__all__ = ["Search", "make_plan"]
+__all__ = ["Search", "answered", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
 WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fastest one by more waits behind it
@@ -264,11 +264,10 @@ class Search(Question):
     # ---------------------------------------------------------------------------------------------------------- the answer
     def best(self) -> Plan:
         """The best plan. Raises Infeasible with the binding constraint, the shortfall and what would fix it."""
-        with held_back():
-            plan = self.answer()
-            if plan is None:
-                raise refusal(self)
-            return plan
+        plan, said = answered(self)
+        if plan is None:
+            raise refusal(said)
+        return plan
 
     def answer(self) -> Plan | None:
         """The best plan, or the simplest of those that tie with it; None where nothing fits."""
@@ -350,13 +349,15 @@ def make_plan(
     time_limit_s: float | None = None,
     measure: str = "roofline",
     recipe: Recipe = AUTOPAR,
-    variants: Sequence[Pins] = (),
+    stated: Pins | None = None,
+    spaces: Spaces | None = None,
+    elsewhere: Sequence[Elsewhere] = (),
     store: Store | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Search and return the best plan found. reduce_dtype: in which gradients are brought together, None: as parameters rest. recipe: how
-    the training software carries a plan out. variants: several, of whose plans the best is the answer; each has what pins says, and what
-    the software is bound to. measure: 'roofline' for times estimated from the cluster's description, 'live' for times of operators measured
+    the training software carries a plan out. stated, spaces, elsewhere: as of a Question; the best plan of all spaces is the answer.
+    measure: 'roofline' for times estimated from the cluster's description, 'live' for times of operators measured
     on this machine. time_limit_s: stop after so long; by default budgets are counted in choices and nodes, and the plan is the same on any
     machine. store: what is known of the program; stop: whether the user has enough of it: then the best plan so far is the answer, or the
     first that is found. Raises Infeasible, ValueError for an unknown optimizer or way to measure, and PlanError where this machine is not
@@ -364,7 +365,7 @@ def make_plan(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_measure(measure, cluster)
-    first, *others = [*variants] or [pins or Pins()]
+    asked = pins or Pins() if stated is None else stated
     search = Search(
         program=program,
         gpus=gpus,
@@ -373,34 +374,30 @@ def make_plan(
         optimizer=optimizer,
         precision=precision,
         reduce_dtype=reduce_dtype,
-        pins=first,
+        pins=pins or Pins(),
         recipe=recipe,
         time_limit_s=time_limit_s,
         measure=measure,
         store=store,
         stop=stop,
-        stated=pins,
+        stated=asked,
+        spaces=spaces,
+        elsewhere=elsewhere,
     )
-    return _best_of([search, *(_under(search, each) for each in others)])
+    return search.best()
 
 
-def _under(search: Search, pins: Pins) -> Search:
-    """The same search under other pins."""
-    return search.other(
-        gpus=search.gpus, pins=pins, batch_size=search.batch_size, recipe=search.recipe, memory_limit_bytes=search.memory_limit_bytes
-    )
-
-
-def _best_of(searches: Sequence[Search]) -> Plan:
-    """The fastest plan of several spaces; its bound is that of all of them together."""
-    if len(searches) == 1:
-        return searches[0].best()
+def answered(search: Search) -> tuple[Plan | None, Search]:
+    """The best plan of all spaces of a search, whose bound is that of all of them together, or None; and the search that can say why."""
     with held_back():
-        found = [plan for search in searches if (plan := search.answer()) is not None]
-        if not found:  # the one that was nearest to fitting says why
-            raise refusal(min(searches, key=lambda search: min(search.said.short.values(), default=math.inf)))
+        if search.spaces is None:
+            return search.answer(), search
+        searches = [dataclasses.replace(search, pins=pins, store=search.known) for pins in search.under(search.asked)]
+        found = [plan for each in searches if (plan := each.answer()) is not None]
+    if not found:  # the one that was nearest to fitting says why
+        return None, min(searches, key=lambda each: min(each.said.short.values(), default=math.inf), default=search)
     best = min(found, key=lambda plan: plan.step_time_s)
     bound_s = min(plan.bound_s for plan in found)
-    searched = {name: sum(plan.searched.get(name, 0) for plan in found) for name in best.searched}
+    counts = {name: sum(plan.searched.get(name, 0) for plan in found) for name in best.searched}
     gap = (best.step_time_s - bound_s) / best.step_time_s if best.step_time_s else 0.0
-    return msgspec.structs.replace(best, bound_s=bound_s, gap=gap, searched=searched)
+    return msgspec.structs.replace(best, bound_s=bound_s, gap=gap, searched=counts), search

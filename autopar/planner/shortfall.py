@@ -13,8 +13,9 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -23,18 +24,28 @@ from autopar.errors import Infeasible, PlanError
 from autopar.planner.candidate import GIB, Candidate, candidate_of, gib
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
+from autopar.planner.modes import RECOMPUTES
 from autopar.planner.plan import MemoryPlan, Pins
 from autopar.planner.question import Question
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Form, Mesh
 from cost_models.cluster import MOST_GPUS
+from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS
 
-__all__ = ["Short", "changes_that_do", "gpus_that_do", "leanest", "memory_text", "pins_that_do", "shortfall_text"]
+__all__ = [
+    "Short", "changes_that_do", "elsewhere_too", "gpus_that_do", "leanest", "memory_text", "pins_that_do", "shortfall_text",
+    "sizes_that_do", "tried", "values_that_do",
+]  # fmt: skip
 
 MESHES = 12  # that are looked at for one change, those that split the most first
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "zero": tuple(sorted({row.zero for row in RESTS.values()})), "recompute": (*RECOMPUTES, "auto"), "schedule": tuple(SCHEDULES),
+    "sequence_parallel": (False, True),
+}  # fmt: skip
 OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pins that may take memory beside those with a leaner value
 DOUBLINGS = 5  # of the GPUs
+SIZES = 4  # of a mesh axis that are tried in place of one that makes no mesh
 NEAR = 4  # numbers of GPUs below those that were asked for that are tried
 BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
 SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
@@ -70,7 +81,7 @@ def shortfall_text(question: Question) -> str:
         f"{memory_text(found.memory)}."
     )
     if changes:
-        return f"{text}\nTried, and each would do: {'; '.join(changes)}.\n{needs}"
+        return f"{text}{tried(changes)}\n{needs}"
     return f"{text}\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory).\n{needs}"
 
 
@@ -157,18 +168,44 @@ def _leanest_candidate(question: Question, choice: Choice) -> Candidate | None:
 # ------------------------------------------------------------------------------------------------------------- changes
 def changes_that_do(question: Question, short: Short) -> list[str]:
     """What would make it fit, as the user would write it: pins alone, then together; GPUs; memory."""
-    found = _that_do(question, {text: changed for text, changed in _pins_changed(question) if _users(question, text)})
+    found = _that_do(question, dict(_pins_changed(question)))
     gpus = _fewest_gpus(question)
     memory = _least_memory(question, short)
-    return [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])]
+    return elsewhere_too(question, [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])])
+
+
+def tried(changes: Sequence[str]) -> str:
+    """As the end of a refusal."""
+    return f"\nTried, and each would do: {'; '.join(changes)}." if changes else ""
+
+
+def elsewhere_too(question: Question, changes: Sequence[str]) -> list[str]:
+    """The changes, and the softwares that can run a plan with the same pins on the same GPUs."""
+    found = []
+    for other in question.elsewhere:
+        if _fits(dataclasses.replace(question, spaces=other.spaces, recipe=other.recipe, store=question.known, elsewhere=())):
+            found.append(other.name)
+    return [*changes, *([f"{', '.join(found)} in its place"] if found else [])]
+
+
+def values_that_do(question: Question) -> list[str]:
+    """Of each pin of the user the nearest other value, where its own is none that the software has."""
+    pins, found = question.asked, []
+    for name, values in VALUES.items():
+        own = getattr(pins, name)
+        for value in sorted(values, key=lambda v: abs(values.index(v) - values.index(own))) if own in values else ():
+            with contextlib.suppress(PlanError):  # what else is pinned excludes it
+                if value != own and _fits(question, pins=msgspec.structs.replace(pins, **{name: value})):
+                    found.append(f"{name}={str(value).lower()}")
+                    break
+    return found
 
 
 def pins_that_do(question: Question) -> list[str]:
-    """Of what is pinned what would have to be left free, alone or together, where memory is not what is short."""
-    pins = question.pins
-    free = {f"{name} not pinned": without for name, without in _left_out(pins, pins.__struct_fields__)}
-    free |= {f"{axis} not pinned": pins.without_axis(axis) for axis in AXES if pins.of_axis(axis) is not None and pins.blocks is None}
-    return _that_do(question, {text: changed for text, changed in free.items() if _users(question, text)})
+    """Of what the user has pinned what would have to be left free, alone or together, where memory is not what is short."""
+    pins = question.asked
+    free = {f"{name} not pinned": without for name, without in _left_out(question, pins.__struct_fields__)}
+    return _that_do(question, free | dict(_axes_left_out(pins)))
 
 
 def gpus_that_do(question: Question) -> list[str]:
@@ -179,31 +216,40 @@ def gpus_that_do(question: Question) -> list[str]:
     return [f"{found} GPU{'s' * (found > 1)}"] if found else []
 
 
-def _left_out(pins: Pins, names: Iterable[str]) -> Iterator[tuple[str, Pins]]:
+def _left_out(question: Question, names: Iterable[str]) -> Iterator[tuple[str, Pins]]:
+    pins = question.asked
+    follow = () if question.program.own_loss else ("schedule", "micro_batches")  # from that (wishes.for_loss_outside)
     for name in names:
-        if name not in (*AXES, "axes") and getattr(pins, name) is not None:
+        if name not in (*AXES, "axes", *follow) and getattr(pins, name) is not None:
             with contextlib.suppress(PlanError):  # what else is pinned needs it
                 yield name, msgspec.structs.replace(pins, **{name: None})
 
 
-def _users(question: Question, change: str) -> bool:
-    """Whether a change is of what the user has pinned, and not of what a software is bound to."""
-    name = change.partition(" ")[0].partition("=")[0]
-    stated = question.stated
-    if not question.program.own_loss and name in ("schedule", "micro_batches"):  # which follow from it (wishes.for_loss_outside)
-        return False
-    if stated is None:
-        return True
-    return stated.of_axis(name) is not None if name in AXES else name == "micro_batch" or getattr(stated, name, None) is not None
+def sizes_that_do(question: Question) -> list[str]:
+    """Of each mesh axis that the user has pinned the nearest other sizes under which there is a plan, where its own makes no mesh."""
+    found = []
+    pins = question.asked
+    for axis in [axis for axis in AXES if pins.of_axis(axis) is not None and pins.blocks is None]:
+        pinned, free = pins.of_axis(axis) or 0, question.under(pins.with_axis(axis, None))
+        sizes = {mesh.sizes()[axis] for each in free for mesh in dataclasses.replace(question.space, pins=each).meshes()}
+        nearest = sorted(sizes, key=lambda n: (abs(n - pinned), n))[:SIZES]
+        found += [f"{axis}={n}" for n in nearest if _fits(question, pins=pins.with_axis(axis, n))][:2]
+    return found
+
+
+def _axes_left_out(pins: Pins) -> Iterator[tuple[str, Pins]]:
+    for axis in AXES:
+        if pins.of_axis(axis) is not None and pins.blocks is None:
+            yield f"{axis} not pinned", pins.with_axis(axis, None)
 
 
 def _that_do(question: Question, pins: dict[str, Pins]) -> list[str]:
     """Each alone, or else together those that are needed."""
     found = [text for text, changed in pins.items() if _fits(question, pins=changed)]
-    if not found and len(pins) > 1 and _fits(question, pins=_together(question.pins, pins)):
+    if not found and len(pins) > 1 and _fits(question, pins=_together(question.asked, pins)):
         for text in list(pins):
             fewer = {t: p for t, p in pins.items() if t != text}
-            if len(fewer) > 1 and _fits(question, pins=_together(question.pins, fewer)):
+            if len(fewer) > 1 and _fits(question, pins=_together(question.asked, fewer)):
                 pins = fewer
         found = [" with ".join(pins)]
     return found
@@ -219,19 +265,18 @@ def _together(pins: Pins, changes: Mapping[str, Pins]) -> Pins:
 
 def _pins_changed(question: Question) -> Iterator[tuple[str, Pins]]:
     """A leaner value of each pin that has one, or the pin left out; and smaller micro-batches than are tried where none are pinned."""
-    pins, most = question.pins, max(row.zero for row in RESTS.values())
-    if pins.zero not in (None, most):
-        yield f"zero={most}", msgspec.structs.replace(pins, zero=most)
+    pins = question.asked
+    leaner = [msgspec.structs.replace(pins, zero=zero) for zero in sorted({row.zero for row in RESTS.values()}) if zero > (pins.zero or 0)]
+    if pins.zero is not None and (most := next((p for p in reversed(leaner) if question.under(p)), None)) is not None:
+        yield f"zero={most.zero}", most
     if pins.recompute not in (None, "auto", "full"):
         yield "recompute=full", msgspec.structs.replace(pins, recompute="full")
     if pins.micro_batch not in (None, 1) or pins.micro_batches is not None or _larger_alone(question):
         yield "micro_batch=1", msgspec.structs.replace(pins, micro_batch=1, micro_batches=None)
     if pins.sequence_parallel is False:
         yield "sequence_parallel=true", msgspec.structs.replace(pins, sequence_parallel=True)
-    yield from ((f"{name} not pinned", without) for name, without in _left_out(pins, OTHERS))
-    for axis in AXES:
-        if pins.of_axis(axis) is not None and pins.blocks is None:
-            yield f"{axis} not pinned", pins.without_axis(axis)
+    yield from ((f"{name} not pinned", without) for name, without in _left_out(question, OTHERS))
+    yield from _axes_left_out(pins)
 
 
 def _larger_alone(question: Question) -> bool:
@@ -246,19 +291,19 @@ def _larger_alone(question: Question) -> bool:
 def _fits(
     question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None, first: Choice | None = None
 ) -> bool:
-    """Whether a plan was found; the leanest choices alone are tried. first: one that is tried before them."""
-    other = question.other(
-        gpus=gpus or question.gpus, pins=pins or question.pins, batch_size=question.batch_size, recipe=question.recipe,
-        memory_limit_bytes=limit_bytes or question.memory_limit_bytes,
-    )  # fmt: skip
-    try:
-        if first is not None and other.exact(first) is not None:
-            return True
-        for choice, estimator in _lean_choices(other):
-            if _by_pieces(estimator) <= other.memory_limit_bytes and other.exact(choice) is not None:
+    """Whether a plan was found; the leanest choices alone are tried. pins: in place of the user's. first: a choice that is tried before
+    them."""
+    for under in question.under(question.asked if pins is None else pins):
+        other = question.other(
+            gpus=gpus or question.gpus, pins=under, batch_size=question.batch_size, recipe=question.recipe,
+            memory_limit_bytes=limit_bytes or question.memory_limit_bytes,
+        )  # fmt: skip
+        with contextlib.suppress(NotAlike):
+            if first is not None and under == question.pins and other.exact(first) is not None:
                 return True
-    except NotAlike:
-        pass
+            for choice, estimator in _lean_choices(other):
+                if _by_pieces(estimator) <= other.memory_limit_bytes and other.exact(choice) is not None:
+                    return True
     return False
 
 

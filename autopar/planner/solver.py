@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import Infeasible
 
-__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Solution", "solve"]
+__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "solve"]
 
 RELAXED_STEPS = 4  # of the simplex method, for each row and column: the programs of one axis need a third of one
 WHOLE = 1e-6  # what is so near to a whole number is one, as it is for the solver
@@ -96,92 +96,132 @@ class Linear:
 def solve(problem: Linear, *, gap: float = 1e-3, nodes: int = NODES) -> Solution:
     """Solve to a relative gap, or until so many nodes were looked at. Raises Infeasible if there is no solution, and OutOfBudget if
     none was found that proves that."""
-    start = time.perf_counter()
-    try:
-        import highspy
-    except ImportError:
-        status, objective, bound, values = _with_cbc(problem, gap, nodes)
-        solver = "CBC"
-    else:
-        status, objective, bound, values = _with_highs(highspy, problem, gap, nodes)
-        solver = "HiGHS"
-    size = f"{len(problem.names)} variables, {len(problem.rows)} constraints"
-    if status == "infeasible":
-        raise Infeasible(f"{problem.name}: infeasible ({size})")
-    if not values and problem.names:
-        raise OutOfBudget(f"{problem.name}: no solution within {nodes} nodes ({size})", bound + problem.constant)
-    objective, bound = objective + problem.constant, min(bound, objective) + problem.constant
-    outcome = Outcome(
-        objective=objective, bound=bound, gap=max(0.0, (objective - bound) / abs(objective)) if objective else 0.0,
-        seconds=time.perf_counter() - start, solver=solver, variables=len(problem.names), constraints=len(problem.rows),
-        status="solved" if status == "solved" else "out of budget",
-    )  # fmt: skip
-    return Solution(outcome=outcome, values=values)
+    return Repeated(problem).solve(gap=gap, nodes=nodes)
+
+
+class Repeated:
+    """A program that is solved several times, with columns held at other values each time. HiGHS begins where it has ended before, so that
+    what is like the last question takes a few steps."""
+
+    def __init__(self, problem: Linear) -> None:
+        self.problem = problem
+        self._highs: _Highs | None = None
+
+    def solve(self, held: Mapping[int, float] | None = None, *, gap: float = 1e-3, nodes: int = NODES) -> Solution:
+        """held: column -> its value, of those that are not free this time. Raises as `solve`."""
+        problem, start, held = self.problem, time.perf_counter(), held or {}
+        try:
+            import highspy
+        except ImportError:
+            status, objective, bound, values = _with_cbc(problem, held, gap, nodes)
+            solver = "CBC"
+        else:
+            self._highs = self._highs or _Highs(highspy, problem)
+            status, objective, bound, values = self._highs.solve(held, gap, nodes)
+            solver = "HiGHS"
+        size = f"{len(problem.names)} variables, {len(problem.rows)} constraints"
+        if status == "infeasible":
+            raise Infeasible(f"{problem.name}: infeasible ({size})")
+        if not values and problem.names:
+            raise OutOfBudget(f"{problem.name}: no solution within {nodes} nodes ({size})", bound + problem.constant)
+        objective, bound = objective + problem.constant, min(bound, objective) + problem.constant
+        outcome = Outcome(
+            objective=objective, bound=bound, gap=max(0.0, (objective - bound) / abs(objective)) if objective else 0.0,
+            seconds=time.perf_counter() - start, solver=solver, variables=len(problem.names), constraints=len(problem.rows),
+            status="solved" if status == "solved" else "out of budget",
+        )  # fmt: skip
+        return Solution(outcome=outcome, values=values)
 
 
 Answer = tuple[Literal["solved", "infeasible", "out of budget"], float, float, tuple[float, ...]]  # status, objective, bound, values
 
 
-def _with_highs(highspy: Any, problem: Linear, gap: float, nodes: int) -> Answer:
+class _Highs:
     """The program of an axis is so tight that without the demand for whole numbers it mostly has a whole solution: that is the answer,
     and its own bound, and takes a fifth of the time. Where few columns are not whole, those that are mostly need not change: what comes of
     that, if it is within the gap of the same bound, is the answer. Else the demand is made of all of them."""
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(problem.names), len(problem.rows)
-    lp.col_cost_ = numpy.array(problem.costs, dtype=float)
-    lp.col_lower_, lp.col_upper_ = numpy.zeros(lp.num_col_), numpy.array(problem.uppers, dtype=float)
-    lp.row_lower_ = numpy.array([low for low, _ in problem.bounds], dtype=float)
-    lp.row_upper_ = numpy.array([high for _, high in problem.bounds], dtype=float)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = numpy.array(problem.starts, dtype=numpy.int32)
-    lp.a_matrix_.index_ = numpy.array(problem.indices, dtype=numpy.int32)
-    lp.a_matrix_.value_ = numpy.array(problem.weights, dtype=float)
-    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    if int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3:
-        _write(highspy, lp, problem, [kinds[whole] for whole in problem.whole])
-    if any(problem.whole):
-        steps = RELAXED_STEPS * (lp.num_col_ + lp.num_row_)
-        relaxed = _highs(highspy, lp, presolve="off", simplex_iteration_limit=steps)
-        if relaxed.getModelStatus() == highspy.HighsModelStatus.kOptimal:
-            values = numpy.array(relaxed.getSolution().col_value)
-            least = relaxed.getInfo().objective_function_value
-            settled = numpy.array(problem.whole) & (abs(values - values.round()) < WHOLE)
-            if settled.sum() == sum(problem.whole):
-                return "solved", least, least, tuple(values.tolist())
-            found = _of_the_rest(highspy, lp, problem, gap, nodes, settled, values.round())
-            if found is not None and found[0] - least <= gap * abs(found[0]):
-                return "solved", found[0], least, found[1]
-    lp.integrality_ = [kinds[whole] for whole in problem.whole]
-    solver = _highs(highspy, lp, mip_rel_gap=gap, mip_max_nodes=nodes)
-    status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
-    if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no column is unbounded where it could pay
-        return "infeasible", INFINITY, INFINITY, ()
-    if status == known.kModelEmpty:
-        return "solved", 0.0, 0.0, ()
-    whole = any(problem.whole)
-    if status == known.kOptimal:
-        objective = info.objective_function_value
-        return "solved", objective, info.mip_dual_bound if whole else objective, tuple(solver.getSolution().col_value)
-    if status not in (known.kSolutionLimit, known.kIterationLimit, known.kTimeLimit, known.kInterrupt):
-        raise RuntimeError(f"HiGHS could not solve {problem.name}: {solver.modelStatusToString(status)}")
-    bound = info.mip_dual_bound if whole and abs(info.mip_dual_bound) < 1e300 else -INFINITY
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return "out of budget", INFINITY, bound, ()
-    return "out of budget", info.objective_function_value, bound, tuple(solver.getSolution().col_value)
 
+    def __init__(self, highspy: Any, problem: Linear) -> None:
+        self.highspy, self.problem = highspy, problem
+        self.whole = numpy.array(problem.whole, dtype=bool)
+        self.lower, self.upper = numpy.zeros(len(problem.names)), numpy.array(problem.uppers, dtype=float)
+        lp = self.lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(problem.names), len(problem.rows)
+        lp.col_cost_ = numpy.array(problem.costs, dtype=float)
+        lp.col_lower_, lp.col_upper_ = self.lower, self.upper
+        lp.row_lower_ = numpy.array([low for low, _ in problem.bounds], dtype=float)
+        lp.row_upper_ = numpy.array([high for _, high in problem.bounds], dtype=float)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = numpy.array(problem.starts, dtype=numpy.int32)
+        lp.a_matrix_.index_ = numpy.array(problem.indices, dtype=numpy.int32)
+        lp.a_matrix_.value_ = numpy.array(problem.weights, dtype=float)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        self.kinds = [kinds[whole] for whole in problem.whole]
+        self.relaxed: Any = None
+        if int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3:
+            _write(highspy, lp, problem, self.kinds)
 
-def _of_the_rest(
-    highspy: Any, lp: Any, problem: Linear, gap: float, nodes: int, settled: NDArray[numpy.bool_], values: NDArray[numpy.float64]
-) -> tuple[float, tuple[float, ...]] | None:
-    """The objective and the best solution of a program with some columns at these values; None if there is none."""
-    lower, upper = lp.col_lower_, lp.col_upper_
-    lp.col_lower_, lp.col_upper_ = numpy.where(settled, values, lower), numpy.where(settled, values, upper)
-    lp.integrality_ = [highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in problem.whole]
-    solver = _highs(highspy, lp, mip_rel_gap=gap / 10, mip_max_nodes=nodes)
-    lp.col_lower_, lp.col_upper_, lp.integrality_ = lower, upper, []
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return None
-    return solver.getInfo().objective_function_value, tuple(solver.getSolution().col_value)
+    def solve(self, held: Mapping[int, float], gap: float, nodes: int) -> Answer:
+        highspy, columns = self.highspy, numpy.array(list(held), dtype=numpy.int32)
+        lower, upper = self.lower.copy(), self.upper.copy()
+        lower[columns] = upper[columns] = list(held.values())
+        if self.whole.any():
+            relaxed = self._without_whole(columns, lower, upper)
+            if relaxed is not None:
+                least, values = relaxed
+                settled = self.whole & (abs(values - values.round()) < WHOLE)
+                if settled.sum() == self.whole.sum():
+                    return "solved", least, least, tuple(values.tolist())
+                rounded = values.round()
+                rest = self._run(
+                    numpy.where(settled, rounded, lower), numpy.where(settled, rounded, upper), mip_rel_gap=gap / 10, mip_max_nodes=nodes
+                )  # fmt: skip
+                if rest.getModelStatus() == highspy.HighsModelStatus.kOptimal:
+                    objective = rest.getInfo().objective_function_value
+                    if objective - least <= gap * abs(objective):
+                        return "solved", objective, least, tuple(rest.getSolution().col_value)
+        solver = self._run(lower, upper, mip_rel_gap=gap, mip_max_nodes=nodes)
+        status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
+        if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no column is unbounded where it could pay
+            return "infeasible", INFINITY, INFINITY, ()
+        if status == known.kModelEmpty:
+            return "solved", 0.0, 0.0, ()
+        whole = bool(self.whole.any())
+        if status == known.kOptimal:
+            objective = info.objective_function_value
+            return "solved", objective, info.mip_dual_bound if whole else objective, tuple(solver.getSolution().col_value)
+        if status not in (known.kSolutionLimit, known.kIterationLimit, known.kTimeLimit, known.kInterrupt):
+            raise RuntimeError(f"HiGHS could not solve {self.problem.name}: {solver.modelStatusToString(status)}")
+        bound = info.mip_dual_bound if whole and abs(info.mip_dual_bound) < 1e300 else -INFINITY
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return "out of budget", INFINITY, bound, ()
+        return "out of budget", info.objective_function_value, bound, tuple(solver.getSolution().col_value)
+
+    def _without_whole(
+        self, columns: NDArray[numpy.int32], lower: NDArray[numpy.float64], upper: NDArray[numpy.float64]
+    ) -> tuple[float, NDArray[numpy.float64]] | None:
+        """The objective and the solution without the demand for whole numbers, from the last basis on; None if there is none. columns:
+        those that are held."""
+        if self.relaxed is None:
+            steps = RELAXED_STEPS * (self.lp.num_col_ + self.lp.num_row_)
+            self.relaxed = _highs(self.highspy, self.lp, presolve="off", simplex_iteration_limit=steps)
+        solver = self.relaxed
+        solver.changeColsBounds(len(columns), columns, lower[columns], upper[columns])
+        solver.run()
+        found = None
+        if solver.getModelStatus() == self.highspy.HighsModelStatus.kOptimal:
+            found = solver.getInfo().objective_function_value, numpy.array(solver.getSolution().col_value)
+        solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])
+        return found
+
+    def _run(self, lower: NDArray[numpy.float64], upper: NDArray[numpy.float64], **options: object) -> Any:
+        """The program with whole numbers and these bounds, after it was solved."""
+        lp = self.lp
+        lp.col_lower_, lp.col_upper_, lp.integrality_ = lower, upper, self.kinds
+        solver = _highs(self.highspy, lp, **options)
+        lp.col_lower_, lp.col_upper_, lp.integrality_ = self.lower, self.upper, []
+        solver.run()
+        return solver
 
 
 def _write(highspy: Any, lp: Any, problem: Linear, kinds: list[Any]) -> None:
@@ -195,23 +235,22 @@ def _write(highspy: Any, lp: Any, problem: Linear, kinds: list[Any]) -> None:
 
 
 def _highs(highspy: Any, lp: Any, **options: object) -> Any:
-    """HiGHS after it has run on a program."""
+    """HiGHS with a program, before it has run."""
     solver = highspy.Highs()
     for option, value in {"output_flag": False, "parallel": "off", **options}.items():
         solver.setOptionValue(option, value)
     solver.passModel(lp)
-    solver.run()
     return solver
 
 
-def _with_cbc(problem: Linear, gap: float, nodes: int) -> Answer:
+def _with_cbc(problem: Linear, held: Mapping[int, float], gap: float, nodes: int) -> Answer:
     """CBC states no bound: where it is done, its tolerance is proven; else nothing is."""
     import pulp
 
     model = pulp.LpProblem(problem.name.replace(" ", "_"), pulp.LpMinimize)
     kinds = (pulp.LpContinuous, pulp.LpInteger)
     uppers = [None if upper == INFINITY else upper for upper in problem.uppers]
-    columns = [pulp.LpVariable(f"c{k}", 0, upper, kinds[problem.whole[k]]) for k, upper in enumerate(uppers)]
+    columns = [pulp.LpVariable(f"c{k}", held.get(k, 0), held.get(k, upper), kinds[problem.whole[k]]) for k, upper in enumerate(uppers)]
     model.setObjective(pulp.LpAffineExpression(zip(columns, problem.costs, strict=True)))
     for k, (low, high) in enumerate(problem.bounds):
         places = range(problem.starts[k], problem.starts[k + 1])

@@ -76,6 +76,10 @@ class Form:
     split: bool = False
     byte_s: float = 0.0
 
+    def on(self, axis: str) -> Form:
+        """What is asked of one axis: only some have Megatron's forms."""
+        return self if AXES[axis].forms else Form(split=self.split)
+
     @property
     def simplicity(self) -> tuple[float, ...]:
         return (self.sequence is not None, self.sequence is False, self.split, self.byte_s)

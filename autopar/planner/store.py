@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from autopar.axes import AXES, BATCH
+from autopar.axes import BATCH
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
 from autopar.ir import Layout, Program, Strategy
@@ -207,7 +207,7 @@ class Store:
         """The axes that divide operators, one after the other, or why one cannot."""
         program, found, outcomes = body, list[Assignment](), list[Outcome]()
         for axis, n in mesh.inner:
-            own = form if AXES[axis].forms else Form(split=form.split)
+            own = form.on(axis)
             try:
                 assignment, outcome = self.on_axis(axis, mesh, program, own, exactly=exactly)
             except Infeasible as e:
@@ -275,12 +275,13 @@ class Store:
             for known_key, known in self._inner.items():
                 if known_key[1:] == key[1:] and _fits(known[0], body):
                     return known
-        problem = self._inner_problem(axis, mesh, body, form)
+        problem = self.problem(axis, mesh, body, form)
         solution = self._solve_inner(problem, form)
         self._inner[key] = (solution.assignment, solution.outcome)
         return self._inner[key]
 
-    def _inner_problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
+    def problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
+        """What is to decide on an axis, as it is asked of it."""
         leaves, n = axis_leaves(body, axis), mesh.sizes()[axis]
         key = (id(body), axis, n)
         if key not in self._inner_choices:  # the body is kept, so that no other one has its identity

@@ -16,7 +16,8 @@ from autopar.errors import PlanError
 from autopar.ir import I, Op, Program, R, refs
 from autopar.planner.account import generic
 from autopar.planner.lower import lower
-from autopar.planner.plan import Pins, Plan, UnruledAccount
+from autopar.planner.plan import Pins, Plan
+from autopar.planner.plan_account import UnruledAccount
 from autopar.run.dtypes import PRECISIONS
 from autopar.targets import did_you_mean
 from cost_models.cluster import MOST_GPUS

@@ -23,6 +23,7 @@ __all__ = ["Change", "Comparison", "Term", "compare", "comparison_text", "verdic
 SAME = 5e-4  # of a step: what differs by less is as fast
 TELLING = 0.25  # of a difference: the terms that are named
 MOST = 12  # groups of operators that are listed
+OTHERWISE = ", laid otherwise"  # what is split by the same words
 HALF = 38  # letters of a value in a table of two plans
 
 
@@ -146,9 +147,10 @@ def _details(first: Plan, second: Plan) -> list[Change]:
                 shape = next((x.account.shapes[op] for x in (first, second) if x.account and op in x.account.shapes), ())
                 said = [words_of(axis, kind_of(op), parse_strategy(x), shape) for x in (text, b.ops[op])]
                 if said[0] == said[1]:
-                    said[1] += ", laid otherwise"
+                    said[1] += OTHERWISE
                 groups[f"{kind_of(op)} of {module or 'the model'} over {axis}", said[0], said[1]] += 1
-    return [Change(what=what + (f" x{n}" if n > 1 else ""), first=x, second=y) for (what, x, y), n in groups.most_common()]
+    otherwise_last = sorted(groups.items(), key=lambda group: (group[0][2].endswith(OTHERWISE), -group[1]))
+    return [Change(what=what + (f" x{n}" if n > 1 else ""), first=x, second=y) for (what, x, y), n in otherwise_last]
 
 
 def _module(plan: Plan, op: str) -> str:

@@ -15,17 +15,19 @@ import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS, TIME, axes_over
 from autopar.planner.account import BUBBLE, LAUNCHES, collectives, generic
-from autopar.planner.plan import BlockAccount, Plan, parse_strategy
+from autopar.planner.plan import Plan, parse_strategy
+from autopar.planner.plan_account import BlockAccount
 from autopar.planner.words import axis_words, choice_words
 from autopar.report.limits import Limit, limits_of
 from autopar.report.strategies import splits_of, undivided_words, without_a_name
 from autopar.report.units import count_text, in_one_unit, in_own_unit, seconds_text
 from autopar.report.words import MEMORY_TERMS, counted, rest_words, scale_text, share_text
+from autopar.stacks.table import stack_of
 from cost_models.rests import rest_of
 
 __all__ = [
     "HOWS", "SCHEMA", "AxisView", "BlockView", "Choice", "Explanation", "Family", "Limit", "OperatorView", "Relief", "StageView", "Summary",
-    "TimePart", "explanation_of", "in_words", "schema",
+    "TimePart", "explanation_of", "in_words", "mesh_words", "schema",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -258,9 +260,15 @@ def mesh_words(plan: Plan) -> str:
         return "one GPU, nothing is split"
     found = []
     for x in [x for x in reversed(_axes(plan)) if x.size > 1]:
-        idle = AXES[x.name].divides == "operators" and plan.account is not None and not _divides(plan, x.name)
-        found.append(f"{axis_words(x.name, x.size)}{f' {x.place}' if x.place else ''}{' (it splits nothing)' if idle else ''}")
+        idle = " (it splits nothing)" if x.name in _idle_axes(plan) else ""
+        found.append(f"{axis_words(x.name, x.size)}{f' {x.place}' if x.place else ''}{idle}")
     return ", ".join([*found, *(["no pipeline"] if plan.mesh[LAYERS] == 1 else [])])
+
+
+def _idle_axes(plan: Plan) -> list[str]:
+    """Axes over whose ranks every operator does the same work."""
+    named = [axis for axis, n in plan.mesh.items() if n > 1 and AXES[axis].divides == "operators"]
+    return [axis for axis in named if plan.account is not None and not _divides(plan, axis)]
 
 
 def _divides(plan: Plan, axis: str) -> bool:
@@ -273,7 +281,8 @@ def in_words(plan: Plan) -> str:
     again = sum(len(s.recomputed) + len(s.selective) for s in plan.stages)
     blocks = sum(len(s.blocks) for s in plan.stages)
     words = choice_words(plan.mesh, rest_of(plan.rest), plan.shard, plan.micro_batches, plan.virtual_stages)
-    return words + (f", recompute {'all' if again == blocks else f'{again} of {blocks}'}" if again else "")
+    idle = "".join(f", {axis} splits nothing" for axis in _idle_axes(plan))
+    return words + idle + (f", recompute {'all' if again == blocks else f'{again} of {blocks}'}" if again else "")
 
 
 def summary_of(plan: Plan) -> Summary:
@@ -328,8 +337,10 @@ def _choices(plan: Plan) -> list[Choice]:
     whole, part = (sum(len(x) for x in each) for each in (([s.recomputed for s in plan.stages]), ([s.selective for s in plan.stages])))
     again = [f"{n} of {counted(blocks, 'block')} {how}" for n, how in ((whole, "whole"), (part, "in part")) if n]
     found.append(("recompute", ", ".join(again) or "none"))
-    if plan.pins:
-        found.append(("pinned", ", ".join(f"{name}={value}" for name, value in sorted(plan.pins.items()))))
+    if own := [f"{name}={value}" for name, value in sorted(plan.pins.items()) if name not in plan.bound]:
+        found.append(("pinned", ", ".join(own)))
+    if plan.software:
+        found.append(("for", f"{stack_of(plan.software).title}, priced as that runs it"))
     return [Choice(name=name, value=value) for name, value in found]
 
 

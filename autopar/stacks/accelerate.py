@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from autopar.stacks.configuration import Configuration
+from autopar.stacks.configuration import Configuration, unpriced_of
 from autopar.stacks.files import count, mapping_of, size
 from autopar.stacks.stack import Limits, Stack, StackError
 from cost_models.recipe import WHOLE, mixed_precision
@@ -55,8 +55,7 @@ def _read(data: Mapping[str, Any]) -> Configuration:
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         raise StackError(f"distributed_type: {kind}: give --from that software's own configuration instead")
     sizes = {k.removeprefix("parallelism_config_"): size(v, k) for k, v in own.items() if str(k).endswith("_size")}
-    if sizes.get("cp_size", 1) > 1 or sizes.get("sp_size", 1) > 1:
-        raise StackError("context parallelism (parallelism_config_cp_size, parallelism_config_sp_size) cannot be priced yet")
+    others = {f"parallelism_config_{name}:": sizes.get(name, 1) for name in ("cp_size", "sp_size")}
     tp, processes = sizes.get("tp_size", 1), count(data.get("num_processes"), "num_processes")
     replicate = sizes.get("dp_replicate_size", 1)
     dp = replicate * sizes.get("dp_shard_size", 1) if own else processes
@@ -75,7 +74,7 @@ def _read(data: Mapping[str, Any]) -> Configuration:
     return Configuration(
         dp=dp, tp=tp, zero=zero, shard=sizes.get("dp_shard_size") if replicate > 1 and zero else None, micro_batches=steps or 1,
         recompute="full" if fsdp.get("fsdp_activation_checkpointing") is True else "none", sequence_parallel=False if tp > 1 else None,
-        precision=precision if precision in ("bf16", "fp16") else "fp32", said=tuple(said),
+        precision=precision if precision in ("bf16", "fp16") else "fp32", said=tuple(said), unpriced=unpriced_of(others),
     )  # fmt: skip
 
 

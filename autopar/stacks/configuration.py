@@ -10,7 +10,7 @@ from autopar.axes import BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.planner.plan import Pins, Plan, parse_strategy
 
-__all__ = ["NORMS", "Configuration", "Field", "changes", "configuration_of", "pins_of"]
+__all__ = ["NORMS", "Configuration", "Field", "changes", "configuration_of", "pins_of", "unpriced_of"]
 
 NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "pow", "mean", "rsqrt"}  # what stands between the matrices that tp cuts
 
@@ -21,7 +21,7 @@ class Configuration:
     rank; micro_batches: of a step. zero: stage of ZeRO; shard: over how many data-parallel ranks a parameter's parts lie (None: all).
     recompute: 'none', 'selective' (what is cheap to make again) or 'full'; recomputed: of so many blocks of a stage (None: of all).
     blocks: how many layers each stage has (None: as many as the others). None elsewhere: not stated. said: what was read and is not in
-    these fields, or what a plan has beside them."""
+    these fields, or what a plan has beside them. unpriced: what was read that no plan can have, and what in its place can be priced."""
 
     dp: int | None = None
     tp: int = 1
@@ -40,6 +40,18 @@ class Configuration:
     optimizer: str | None = None
     blocks: tuple[int, ...] | None = None
     said: tuple[str, ...] = ()
+    unpriced: tuple[str, str] | None = None
+
+    def ranks_on(self, gpus: int) -> int | None:
+        """The data-parallel ranks on so many GPUs; None if it is not one of so many."""
+        dp = self.dp or gpus // (self.tp * self.pp)
+        return dp if dp and dp * self.tp * self.pp == gpus else None
+
+    def batch_on(self, gpus: int) -> int | None:
+        """The global batch on so many GPUs, as far as it is stated."""
+        dp = self.ranks_on(gpus)
+        of_parts = self.micro_batch * self.micro_batches * dp if self.micro_batch and self.micro_batches and dp else None
+        return self.global_batch or of_parts
 
     @property
     def gpus(self) -> int | None:
@@ -109,20 +121,16 @@ def _sequence(plan: Plan) -> bool:
 def pins_of(configuration: Configuration, gpus: int, batch: int | None) -> Pins:
     """The pins with which autopar prices it on so many GPUs. PlanError if it is not one of so many."""
     c = configuration
-    others = c.tp * c.pp
-    dp = c.dp or gpus // others
-    if dp * others != gpus:
+    dp = c.ranks_on(gpus)
+    if dp is None:
         raise PlanError(
-            f"the configuration is for {f'{c.gpus}' if c.gpus else f'a multiple of {others}'} GPUs (tp={c.tp}, pp={c.pp}"
+            f"the configuration is for {f'{c.gpus}' if c.gpus else f'a multiple of {c.tp * c.pp}'} GPUs (tp={c.tp}, pp={c.pp}"
             f"{f', dp={c.dp}' if c.dp else ''}), not for {gpus}"
         )
     count, micro = c.micro_batches, c.micro_batch
-    stated = c.global_batch or (micro * count * dp if micro and count else None)
+    stated = c.batch_on(gpus)
     if batch is not None and stated is not None and stated != batch:
-        raise PlanError(
-            f"the configuration is for a global batch of {stated} samples, and the example inputs have {batch}: "
-            f"give TARGET a batch of {stated}"
-        )
+        raise PlanError(f"the configuration is for a global batch of {stated} samples, and the example inputs have {batch}")
     if micro is not None:
         count = None
     interleaved = c.pp > 1 and c.virtual_stages > 1
@@ -134,6 +142,13 @@ def pins_of(configuration: Configuration, gpus: int, batch: int | None) -> Pins:
         sequence_parallel=c.sequence_parallel if c.tp > 1 else None, blocks=c.blocks if c.pp > 1 else None,
         even_stages=True if c.pp > 1 and c.blocks is None else None,
     )  # fmt: skip
+
+
+def unpriced_of(sizes: Mapping[str, int]) -> tuple[str, str] | None:
+    """Context or expert parallelism, of which there are no plans: what states it, and the same with one rank. sizes: by what states it."""
+    large = {name: n for name, n in sizes.items() if n > 1}
+    stated = ", ".join(f"{name} {n}" for name, n in large.items())
+    return (f"context and expert parallelism ({stated})", ", ".join(f"{name} 1" for name in large)) if large else None
 
 
 _WORDS: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from autopar.stacks.configuration import Configuration
+from autopar.stacks.configuration import Configuration, unpriced_of
 from autopar.stacks.files import ShellWords, count, size
 from autopar.stacks.stack import Limits, Stack, StackError
 from cost_models.recipe import mixed_precision
@@ -74,11 +74,7 @@ def _read(words: ShellWords) -> Configuration:
             found[name] = words[k + 1]
     if hidden := [f"{name} {value}" for name, value in found.items() if "$" in value or "`" in value]:
         raise StackError(f"the script works out {', '.join(hidden)} when it runs, and it is not run here: write the values in their place")
-    if (
-        size(found.get("--context-parallel-size"), "--context-parallel-size") > 1
-        or size(found.get("--expert-model-parallel-size"), "experts") > 1
-    ):
-        raise StackError("context and expert parallelism (--context-parallel-size, --expert-model-parallel-size) cannot be priced yet")
+    others = {name: size(found.get(name), name) for name in ("--context-parallel-size", "--expert-model-parallel-size")}
 
     def number(name: str) -> int | None:
         return count(found.get(name), name)
@@ -90,7 +86,9 @@ def _read(words: ShellWords) -> Configuration:
     each, chunks = number("--num-layers-per-virtual-pipeline-stage"), number("--num-virtual-stages-per-pipeline-rank") or 1
     if each and layers and pp > 1:
         if layers % (pp * each):
-            raise StackError(f"--num-layers {layers} is no multiple of {pp} pipeline ranks times {each} layers of a virtual stage")
+            fit = [str(n) for n in range(1, layers + 1) if layers % (pp * n) == 0]
+            instead = f": --num-layers-per-virtual-pipeline-stage could be {', '.join(fit)}" if fit else ""
+            raise StackError(f"--num-layers {layers} is no multiple of {pp} pipeline ranks times {each} layers of a virtual stage{instead}")
         chunks = layers // (pp * each)
     elif each and pp > 1:
         raise StackError("--num-layers-per-virtual-pipeline-stage needs --num-layers beside it, to say how many stages a rank holds")
@@ -113,7 +111,7 @@ def _read(words: ShellWords) -> Configuration:
         recomputed=some, sequence_parallel="--sequence-parallel" in found if tp > 1 else None,
         precision="bf16" if "--bf16" in found else "fp16" if "--fp16" in found else None,
         optimizer={"adam": "adamw", "sgd": "sgd"}.get(found.get("--optimizer", "adam")), blocks=_blocks(found, layers, pp),
-        said=tuple(said),
+        said=tuple(said), unpriced=unpriced_of(others),
     )  # fmt: skip
 
 

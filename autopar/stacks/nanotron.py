@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from autopar.stacks.configuration import Configuration
+from autopar.stacks.configuration import Configuration, unpriced_of
 from autopar.stacks.files import count, mapping_of, size
 from autopar.stacks.stack import Limits, Stack, StackError
 from cost_models.recipe import NANOTRON, mixed_precision
@@ -40,11 +40,7 @@ def _write(c: Configuration, cannot: Sequence[str]) -> str:
 
 def _read(data: Mapping[str, Any]) -> Configuration:
     own, tokens, optimizer, model = (mapping_of(data.get(name), name) for name in ("parallelism", "tokens", "optimizer", "model"))
-    if (
-        size(own.get("context_parallel_size"), "context_parallel_size") > 1
-        or size(own.get("expert_parallel_size"), "expert_parallel_size") > 1
-    ):
-        raise StackError("context and expert parallelism (parallelism.context_parallel_size, expert_parallel_size) cannot be priced yet")
+    others = {f"parallelism.{name}:": size(own.get(name), name) for name in ("context_parallel_size", "expert_parallel_size")}
     tp, pp = size(own.get("tp"), "parallelism.tp"), size(own.get("pp"), "parallelism.pp")
     engine = str(own.get("pp_engine") or "afab").lower()
     if engine not in _ENGINES.values():
@@ -58,7 +54,7 @@ def _read(data: Mapping[str, Any]) -> Configuration:
         zero=(count(optimizer.get("zero_stage") or None, "optimizer.zero_stage") or 0),
         recompute="full" if own.get("recompute_layer") is True else "none",
         sequence_parallel=str(own.get("tp_mode") or "ALL_REDUCE").upper() == "REDUCE_SCATTER" if tp > 1 else None,
-        precision={v: k for k, v in _DTYPES.items()}.get(dtype), optimizer="adamw",
+        precision={v: k for k, v in _DTYPES.items()}.get(dtype), optimizer="adamw", unpriced=unpriced_of(others),
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def pins_within(stack: Stack, pins: Pins) -> Iterator[Pins]:
         even: Mapping[str, Any] = {"even_stages": True} if limits.even and limits.schedules and pins.blocks is None else {}
         yield Pins(**{**own, **further, **even})
     if not some:
-        raise StackError(f"{stack.title} cannot run a plan with the pins {', '.join(reasons)}: it has {_can(limits)}. Leave such a pin out")
+        raise StackError(f"{stack.title} cannot run a plan with the pins {', '.join(reasons)}: it has {_can(limits)}")
 
 
 def _variants(limits: Limits) -> Iterator[dict[str, Any]]:

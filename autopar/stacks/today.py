@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.errors import Infeasible
+from autopar.errors import PlanError
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.words import axis_words
 from autopar.report.columns import wrapped
 from autopar.report.units import bytes_text, seconds_text, table
 from autopar.stacks.configuration import Configuration, changes, configuration_of, pins_of
-from autopar.stacks.stack import Stack
+from autopar.stacks.remedies import Price, Remedy, of_another_batch, of_another_size, remedies, remedies_text
+from autopar.stacks.stack import Stack, StackError
 
 __all__ = ["Compared", "compared", "compared_json", "compared_text"]
 
 Priced = Plan | str  # or why there is none
-Planner = Callable[[Pins | None, Stack | None, bool], Plan]
-"""Of (pins, the software that runs the plan, whether its plans are those that it can run)."""
+Planner = Callable[[Pins, int, int | None, Stack | None, bool], Plan | Callable[[], str]]
+"""Of (pins, GPUs, global batch, the software that runs the plan, whether the pins are all that it is told) the plan, or what says why there
+is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """today: as it is configured; within: the best that the same software can run; free: the best of autopar's own."""
+    """today: as it is configured, and remedies: what of it would have to be other, where it does not fit; within: the best that the same
+    software can run; free: the best of autopar's own."""
 
     stack: Stack
     configuration: Configuration
     today: Priced
+    remedies: list[Remedy]
     within: Priced
     free: Priced
 
 
 def compared(stack: Stack, configuration: Configuration, gpus: int, batch: int | None, planner: Planner) -> Compared:
-    """PlanError where the configuration does not fit so many GPUs or this batch."""
-    pins = pins_of(configuration, gpus, batch)
+    """PlanError where the configuration is not one of so many GPUs or of this batch, StackError where it cannot be priced: each with what
+    would do, which was tried."""
 
-    def priced(given: Pins | None, software: Stack | None, within: bool) -> Priced:
-        try:
-            return planner(given, software, within)
-        except Infeasible as why:
-            return str(why)
+    def price(pins: Pins, gpus: int, batch: int | None) -> Plan | None:
+        found = planner(pins, gpus, batch, stack, True)
+        return found if isinstance(found, Plan) else None
 
+    def priced(pins: Pins, software: Stack | None, configured: bool) -> Priced:
+        found = planner(pins, gpus, batch, software, configured)
+        return found if isinstance(found, Plan) else found()
+
+    today = priced(_pins(stack, configuration, gpus, batch, price), stack, True)
     return Compared(
-        stack=stack, configuration=configuration, today=priced(pins, stack, False), within=priced(None, stack, True),
-        free=priced(None, None, False),
+        stack=stack, configuration=configuration, today=today,
+        remedies=[] if isinstance(today, Plan) else remedies(stack, configuration, gpus, batch, price),
+        within=priced(Pins(), stack, False), free=priced(Pins(), None, False),
     )  # fmt: skip
+
+
+def _pins(stack: Stack, c: Configuration, gpus: int, batch: int | None, price: Price) -> Pins:
+    """Those of the configuration."""
+    if c.unpriced:
+        why, instead = c.unpriced
+        plan = price(pins_of(dataclasses.replace(c, dp=None), gpus, batch), gpus, batch)
+        raise StackError(f"{why} cannot be priced yet" + remedies_text([] if plan is None else [Remedy(change=instead, plan=plan)]))
+    try:
+        return pins_of(c, gpus, batch)
+    except PlanError as why:
+        stated = c.batch_on(gpus)
+        if c.ranks_on(gpus) is None:
+            found = of_another_size(stack, c, gpus, batch, price)
+        elif batch is not None and stated is not None and stated != batch:
+            found = of_another_batch(stack, c, gpus, stated, batch, price)
+        else:
+            found = remedies(stack, c, gpus, batch, price)
+        raise type(why)(f"{why}{remedies_text(found)}") from why
 
 
 def _rows(found: Compared) -> list[tuple[str, Priced]]:
@@ -75,7 +103,8 @@ def compared_text(found: Compared) -> str:
     parts = [wrapped(_verdict(found)), table(("", "mesh", "ZeRO", "micro-batches", "step", "memory"), rows)]
     for name, priced in _rows(found):
         if isinstance(priced, str):
-            parts.append("\n".join(wrapped(line, "    ") for line in f"{name}: {priced}".splitlines()))
+            more = remedies_text(found.remedies) if priced is found.today else ""
+            parts.append("\n".join(wrapped(line, "    ") for line in f"{name}: {priced}{more}".splitlines()))
     said: dict[str, str] = {}
     for name, priced in _rows(found)[1:]:
         if isinstance(priced, Plan) and (lines := _changes(found, priced)):
@@ -91,7 +120,9 @@ def compared_text(found: Compared) -> str:
 def _verdict(found: Compared) -> str:
     title = found.stack.title
     if isinstance(found.today, str):
-        return f"what {title} is told does not fit these GPUs, by this account"
+        others = [(f"another configuration of {title}", found.within), ("autopar's own plan", found.free)]
+        better = [f"{name} does, in {seconds_text(x.step_time_s)} a step" for name, x in others if isinstance(x, Plan)]
+        return "; ".join([f"what {title} is told does not fit these GPUs, by this account", *better])
     today_s = found.today.step_time_s
     parts = [
         f"{title}, as it is configured: {seconds_text(today_s)} a step, {bytes_text(max(found.today.memory_bytes))} on the fullest GPU"
@@ -122,6 +153,7 @@ def compared_json(found: Compared) -> dict[str, Any]:
         }  # fmt: skip
 
     return {
-        "stack": found.stack.name, "today": priced(found.today), "within": priced(found.within), "free": priced(found.free),
+        "stack": found.stack.name, "today": priced(found.today), "remedies": [x.as_json() for x in found.remedies],
+        "within": priced(found.within), "free": priced(found.free),
         "not_priced": list(found.configuration.said),
     }  # fmt: skip

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.stacks.configuration import Configuration
+from autopar.stacks.configuration import Configuration, unpriced_of
 from autopar.stacks.files import ShellWords, count, mapping_of, size, toml_text
 from autopar.stacks.stack import Limits, Stack, StackError
 from cost_models.recipe import WHOLE, mixed_precision
@@ -98,10 +98,8 @@ def _read(data: Mapping[str, Any] | ShellWords) -> Configuration:
     data = _tables(data) if isinstance(data, ShellWords) else data
     parallelism, training = mapping_of(data.get("parallelism"), "[parallelism]"), mapping_of(data.get("training"), "[training]")
     recompute = mapping_of(data.get("activation_checkpoint"), "[activation_checkpoint]")
-    if any(size(parallelism.get(f"{kind}_parallel_degree"), kind) > 1 for kind in ("context", "expert")):
-        raise StackError(
-            "context and expert parallelism ([parallelism] context_parallel_degree, expert_parallel_degree) cannot be priced yet"
-        )
+    degrees = [f"{kind}_parallel_degree" for kind in ("context", "expert")]
+    unpriced = unpriced_of({f"{name} =": size(parallelism.get(name), name) for name in degrees})
     tp, pp = (size(parallelism.get(f"{kind}_parallel_degree"), f"{kind}_parallel_degree") for kind in ("tensor", "pipeline"))
     replicate = size(parallelism.get("data_parallel_replicate_degree"), "data_parallel_replicate_degree")
     shard = count(parallelism.get("data_parallel_shard_degree", -1), "data_parallel_shard_degree")
@@ -109,8 +107,9 @@ def _read(data: Mapping[str, Any] | ShellWords) -> Configuration:
     keeps = reshard == "never" or (reshard == "default" and pp > 1)  # torchtitan does not free parameters between micro-batches then
     zero = 0 if shard == 1 else 2 if keeps else 3
     schedule = {v.lower(): k for k, v in _SCHEDULES.items()}.get(str(parallelism.get("pipeline_parallel_schedule", "1F1B")).lower())
-    if schedule is None:
-        raise StackError(f"[parallelism] pipeline_parallel_schedule = {parallelism['pipeline_parallel_schedule']!r} cannot be priced yet")
+    if schedule is None and pp > 1:
+        stated = str(parallelism["pipeline_parallel_schedule"])[:100]
+        unpriced = unpriced or (f"pipeline_parallel_schedule = {stated!r}", "pipeline_parallel_schedule = '1F1B'")
     parts, blocks, chunks = parallelism.get("module_fqns_per_model_part"), None, 1
     if isinstance(parts, list) and parts and pp > 1:
         blocks = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts if isinstance(part, list))
@@ -127,11 +126,12 @@ def _read(data: Mapping[str, Any] | ShellWords) -> Configuration:
     dp = None if shard is None else replicate * shard
     return Configuration(
         dp=dp, tp=tp, pp=pp, global_batch=total if total else local * dp if local and dp else None, micro_batch=micro,
-        schedule=schedule if pp > 1 else "1f1b", virtual_stages=chunks if pp > 1 else 1, zero=zero,
+        schedule=schedule if schedule and pp > 1 else "1f1b", virtual_stages=chunks if pp > 1 else 1, zero=zero,
         shard=shard if replicate > 1 and zero else None, recompute={"none": "none", "full": "full"}.get(mode, "selective"),
         sequence_parallel=str(parallelism.get("enable_sequence_parallel", True)).lower() != "false" if tp > 1 else None,
         precision="bf16" if training.get("mixed_precision_param", "bfloat16") == "bfloat16" else "fp32",
         optimizer=str(mapping_of(data.get("optimizer"), "[optimizer]").get("name", "AdamW")).lower(), blocks=blocks, said=tuple(said),
+        unpriced=unpriced,
     )  # fmt: skip
 
 

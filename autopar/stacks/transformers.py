@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.stacks.accelerate import FSDP2
-from autopar.stacks.configuration import Configuration
+from autopar.stacks.configuration import Configuration, unpriced_of
 from autopar.stacks.files import count, mapping_of, size
-from autopar.stacks.stack import Stack, StackError
+from autopar.stacks.stack import Stack
 from cost_models.recipe import WHOLE, mixed_precision
 
 __all__ = ["TRANSFORMERS"]
@@ -43,8 +43,6 @@ def _read(data: Mapping[str, Any]) -> Configuration:
     own = mapping_of(data.get("distributed_config"), "distributed_config")
     training = mapping_of(data.get("training_arguments"), "training_arguments")
     sizes = {name: size(own.get(name), name) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")}
-    if sizes["ep_size"] > 1:
-        raise StackError("expert parallelism (distributed_config.ep_size) cannot be priced yet")
     keeps = "keep_full_weight" in mapping_of(own.get("fsdp_plan"), "fsdp_plan").values()
     zero = (2 if keeps else 3) if sizes["fsdp_size"] > 1 else 0
     stated = bool({"fsdp_size", "dp_replicate_size"} & set(own))
@@ -58,6 +56,7 @@ def _read(data: Mapping[str, Any]) -> Configuration:
         sequence_parallel=bool(own.get("enable_sequence_parallel", False)) if sizes["tp_size"] > 1 else None,
         precision="bf16" if own.get("fsdp_mixed_precision") is True else half[0] if half else "fp32",
         optimizer={v: k for k, v in _OPTIMIZERS.items()}.get(str(training.get("optim", "adamw_torch")).removesuffix("_fused"), "adamw"),
+        unpriced=unpriced_of({"distributed_config.ep_size": sizes["ep_size"]}),
     )  # fmt: skip
 
 

@@ -25,15 +25,16 @@ from autopar.report.units import bytes_text, seconds_text
 from autopar.report.words import MEMORY_TERMS
 
 __all__ = [
-    "AXIS_COLOURS", "COLOURS", "MOST_BARS", "MS", "PALETTE", "Spec", "bars_of", "families_chart", "matrix_chart", "memory_chart",
-    "parts_chart", "pool_chart", "spec_of", "timeline_chart", "tooltip_of",
+    "AXIS_COLOURS", "COLOURS", "MOST_BARS", "PALETTE", "Spec", "bars_of", "families_chart", "matrix_chart", "memory_chart",
+    "parts_chart", "pool_chart", "short", "spec_of", "timeline_chart", "tooltip_of", "unit_of",
 ]  # fmt: skip
 
 Spec = dict[str, Any]
-GIB, MS = 2.0**30, 1e3
-MOST_BARS = 6000  # of a timeline that is drawn; a trace for Perfetto has all
+GIB = 2.0**30
+MOST_BARS = 2400  # of a timeline that is drawn, where a pass is a few dots wide; a trace for Perfetto has all
 MOST_RANKS = MOST_DRAWN  # rows of a timeline, and lines of a matrix
 CURVES = 8  # of different memory that are drawn
+LEVELS = 300  # of a curve: two dots of a wide screen each
 
 # of Okabe and Ito, told apart by colour-blind people, on white and on black
 COLOURS = {
@@ -59,9 +60,10 @@ def timeline_chart(made: StepTimeline) -> Spec:
     """What each pipeline rank does when; ranks that do the same are one row."""
     rows = _some(made.ranks)
     each = max(8, MOST_BARS // max(1, len(rows)))
+    unit, scale = unit_of(made.end_s)
     values = [
         {
-            "row": _row(rank), "kind": bar.kind, "start": bar.start_s * MS, "end": bar.end_s * MS,
+            "row": _row(rank), "kind": bar.kind, "start": short(bar.start_s * scale), "end": short(bar.end_s * scale),
             "takes": seconds_text(bar.end_s - bar.start_s), "from": seconds_text(bar.start_s),
             "stage": "" if bar.stage < 0 else str(bar.stage),
             "micro": f"{bar.passes} passes" if bar.passes > 1 else "" if bar.micro_batch < 0 else str(bar.micro_batch),
@@ -75,7 +77,7 @@ def timeline_chart(made: StepTimeline) -> Spec:
         mark={"type": "bar", "stroke": "#00000055", "strokeWidth": 0.4, "cornerRadius": 1},
         encoding={
             "y": {"field": "row", "type": "nominal", "sort": None, "title": "pipeline rank"},
-            "x": {"field": "start", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}},
+            "x": {"field": "start", "type": "quantitative", "title": f"{unit} of the step", "scale": {"nice": False}},
             "x2": {"field": "end"},
             "color": {
                 "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top", "columns": 3},
@@ -87,6 +89,16 @@ def timeline_chart(made: StepTimeline) -> Spec:
             ],
         },
     )  # fmt: skip
+
+
+def short(amount: float) -> float:
+    """With as many digits as can be seen."""
+    return float(f"{amount:.7g}")
+
+
+def unit_of(seconds: float) -> tuple[str, float]:
+    """In what an axis up to so many seconds is drawn, and how many of it a second has."""
+    return next(((unit, each) for unit, each in (("s", 1.0), ("ms", 1e3)) if seconds * each >= 2), ("us", 1e6))
 
 
 def _row(rank: RankTimeline) -> str:
@@ -113,18 +125,22 @@ def memory_chart(made: StepTimeline, plan: Plan) -> Spec | None:
         kept = sorted({fullest, *(round(k * (len(curves) - 1) / (CURVES - 2)) for k in range(CURVES - 1))})
         curves = [curves[k] for k in kept]
     values = []
+    unit, scale = unit_of(made.end_s)
     for group in curves:
         name = f"rank {group[0].rank}" if len(group) == 1 else f"ranks {group[0].rank}-{group[-1].rank}"
-        levels = group[0].few_levels(600)
+        levels = group[0].few_levels(LEVELS)
         values += [
-            {"rank": name, "at": x.at_s * MS, "gib": x.nbytes / GIB, "holds": bytes_text(x.nbytes), "when": seconds_text(x.at_s)}
+            {
+                "rank": name, "at": short(x.at_s * scale), "gib": short(x.nbytes / GIB), "holds": bytes_text(x.nbytes),
+                "when": seconds_text(x.at_s),
+            }
             for x in levels
         ]  # fmt: skip
     order = list(dict.fromkeys(v["rank"] for v in values))
     line = {
         "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
         "encoding": {
-            "x": {"field": "at", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}},
+            "x": {"field": "at", "type": "quantitative", "title": f"{unit} of the step", "scale": {"nice": False}},
             "y": {"field": "gib", "type": "quantitative", "title": "GiB of a GPU"},
             "color": {
                 "field": "rank", "type": "nominal", "title": "pipeline rank", "sort": order, "legend": {"orient": "top", "columns": 4},
@@ -136,21 +152,28 @@ def memory_chart(made: StepTimeline, plan: Plan) -> Spec | None:
     layers: list[Spec] = [line]
     if plan.memory_limit_bytes:
         limit = {"gib": plan.memory_limit_bytes / GIB, "says": f"may use {bytes_text(plan.memory_limit_bytes)}"}
-        layers.append(
+        place = {"y": {"field": "gib", "type": "quantitative"}}
+        layers += [
             {
                 "data": {"values": [limit]}, "mark": {"type": "rule", "strokeDash": [6, 4], "color": "#d55e00", "strokeWidth": 2},
-                "encoding": {"y": {"field": "gib", "type": "quantitative"}, "tooltip": [tooltip_of("says", "a plan")]},
-            }
-        )  # fmt: skip
+                "encoding": {**place, "tooltip": [tooltip_of("says", "a plan")]},
+            },
+            {
+                "data": {"values": [limit]}, "mark": {"type": "text", "align": "left", "baseline": "bottom", "dy": -3, "color": "#d55e00"},
+                "encoding": {**place, "x": {"value": 4}, "text": {"field": "says", "type": "nominal"}},
+            },
+        ]  # fmt: skip
     return spec_of(values, height=240, layer=layers)
 
 
 def parts_chart(found: Explanation) -> Spec:
     """What the step is spent on, of the busiest pipeline rank."""
+    unit, scale = unit_of(max((part.seconds for part in found.time), default=0.0))
     values = [
-        {"kind": part.kind, "ms": part.seconds * MS, "takes": f"{seconds_text(part.seconds)} ({part.share:.1%})"} for part in found.time
+        {"kind": part.kind, "time": part.seconds * scale, "takes": f"{seconds_text(part.seconds)} ({part.share:.1%})"}
+        for part in found.time
     ]
-    return bars_of(values, "kind", "ms", "ms of the step", [tooltip_of("kind", "what"), tooltip_of("takes", "takes")])
+    return bars_of(values, "kind", "time", f"{unit} of the step", [tooltip_of("kind", "what"), tooltip_of("takes", "takes")])
 
 
 def bars_of(values: Sequence[Spec], name: str, amount: str, title: str, tooltip: list[Spec], marked: str | None = None) -> Spec:
@@ -168,15 +191,16 @@ def bars_of(values: Sequence[Spec], name: str, amount: str, title: str, tooltip:
 
 def families_chart(found: Explanation) -> Spec | None:
     """Step times of the families of plans that were tried; those that do not fit are in the table beside it."""
+    unit, scale = unit_of(max((x.step_time_s or 0.0 for x in found.families), default=0.0))
     values = [
-        {"name": x.name, "ms": x.step_time_s * MS, "takes": seconds_text(x.step_time_s), "plan": x.plan, "chosen": x.chosen}
+        {"name": x.name, "time": x.step_time_s * scale, "takes": seconds_text(x.step_time_s), "plan": x.plan, "chosen": x.chosen}
         for x in found.families
         if x.step_time_s is not None
     ]
     if not values:
         return None
     tooltip = [tooltip_of("name", "family"), tooltip_of("takes", "a step takes"), tooltip_of("plan", "plan")]
-    return bars_of(values, "name", "ms", "ms of a step (what was chosen in orange)", tooltip, marked="chosen")
+    return bars_of(values, "name", "time", f"{unit} of a step (what was chosen in orange)", tooltip, marked="chosen")
 
 
 def pool_chart(found: Explanation) -> Spec:

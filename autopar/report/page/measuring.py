@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.measured import Compared, RankRun, axis_of
-from autopar.report.page.charts import COLOURS, MOST_BARS, MS, PALETTE, Spec, bars_of, spec_of, tooltip_of
+from autopar.report.page.charts import COLOURS, MOST_BARS, PALETTE, Spec, bars_of, short, spec_of, tooltip_of, unit_of
 from autopar.report.timeline import BACKWARD, FORWARD, MOST_DRAWN, StepTimeline
 from autopar.report.units import seconds_text
 
@@ -31,7 +31,7 @@ def measured_chart(found: Compared) -> Spec:
 def _named(what: str) -> str:
     """As a row of a chart: what the table says beside it is left out."""
     name = what.partition(" (")[0].partition(",")[0].replace(" of pipeline rank ", ", rank ")
-    return f"collectives{name[1:]}" if name.startswith("  over ") else name.strip()
+    return f"collectives{name[1:]}" if name.startswith(("  over ", "  of kind ")) else name.strip()
 
 
 def measured_timeline_chart(made: StepTimeline, found: Compared) -> Spec | None:
@@ -42,6 +42,7 @@ def measured_timeline_chart(made: StepTimeline, found: Compared) -> Spec | None:
     step = max(1, -(-len(made.ranks) // (MOST_DRAWN // 2)))
     shown = list(zip(made.ranks, found.ranks, strict=False))[::step]
     each = max(8, MOST_BARS // (2 * len(shown)))
+    unit, scale = unit_of(max(made.end_s, *(run.step_s for _, run in shown)))
     values: list[dict[str, Any]] = []
     for rank, run in shown:
         values += [
@@ -51,6 +52,8 @@ def measured_timeline_chart(made: StepTimeline, found: Compared) -> Spec | None:
             for bar in rank.few_bars(each)
         ]  # fmt: skip
         values += list(_measured(f"{rank.rank} measured", run))[:each]
+    for value in values:
+        value |= {end: short(value[end] * scale) for end in ("start", "end")}
     kinds = list(dict.fromkeys(v["kind"] for v in values))
     own = iter([colour for colour in PALETTE if colour not in (COLOURS[FORWARD], COLOURS[BACKWARD])] * 4)
     colours = [COLOURS.get(kind) or next(own) for kind in kinds]
@@ -58,7 +61,8 @@ def measured_timeline_chart(made: StepTimeline, found: Compared) -> Spec | None:
         values, height={"step": 20}, mark={"type": "bar", "stroke": "#00000055", "strokeWidth": 0.4},
         encoding={
             "y": {"field": "row", "type": "nominal", "sort": None, "title": "pipeline rank"},
-            "x": {"field": "start", "type": "quantitative", "title": "ms of the step", "scale": {"nice": False}}, "x2": {"field": "end"},
+            "x": {"field": "start", "type": "quantitative", "title": f"{unit} of the step", "scale": {"nice": False}},
+            "x2": {"field": "end"},
             "color": {
                 "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top", "columns": 3},
                 "scale": {"domain": kinds, "range": colours},
@@ -85,6 +89,6 @@ def _measured(row: str, run: RankRun) -> list[dict[str, Any]]:
 
 def _value(row: str, kind: str, start_s: float, end_s: float, of: str) -> dict[str, Any]:
     return {
-        "row": row, "kind": kind, "start": start_s * MS, "end": end_s * MS, "of": of, "from": seconds_text(start_s),
+        "row": row, "kind": kind, "start": start_s, "end": end_s, "of": of, "from": seconds_text(start_s),
         "takes": seconds_text(end_s - start_s),
     }  # fmt: skip

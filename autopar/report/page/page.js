@@ -9,7 +9,7 @@
   const many = (spec) => spec.data.some((data) => data.values && data.values.length > 800);
   // On a phone the names of rows leave room for what they name, and a legend is as wide as the screen.
   const fitted = (spec, width) => width >= 500 ? spec : {
-    ...spec, axes: (spec.axes || []).map((axis) => ({ ...axis, labelLimit: Math.min(axis.labelLimit || 110, 110) })),
+    ...spec, axes: (spec.axes || []).map((axis) => ({ ...axis, labelLimit: Math.min(axis.labelLimit || 140, 140) })),
     legends: (spec.legends || []).map((legend) => ({ ...legend, columns: 1 })),
   };
   async function draw(element) {
