@@ -156,8 +156,8 @@ class Restricted(Store):
     seed: int
     left: int
 
-    def _inner_problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
-        problem = super()._inner_problem(axis, mesh, body, Form(byte_s=form.byte_s))
+    def problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
+        problem = super().problem(axis, mesh, body, Form(byte_s=form.byte_s))
         few = restricted(problem.choices, random.Random(f"{self.seed} {mesh.tp}"), self.left)
         if form.sequence is not None:
             raise Infeasible("the forms of transformers are not asked of these")
@@ -230,7 +230,7 @@ def _ranks(store: Restricted, mesh: Mesh, m: int) -> Iterator[tuple[str, Rank]]:
     if mesh.tp == 1:
         yield "", dataclasses.replace(known, mesh=mesh)
         return
-    problem = store._inner_problem("tp", mesh, known.moments.body, Form())
+    problem = store.problem("tp", mesh, known.moments.body, Form())
     groups = problem.choices.groups
     for combination in itertools.product(*(g.strategies for g in groups.values())):
         chosen = dict(zip(groups, combination, strict=True))
