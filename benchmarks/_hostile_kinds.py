@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -324,7 +325,8 @@ def _question(given: Given, draw: random.Random, out: Path) -> Prepared:
 
 def _configuration(given: Given, draw: random.Random, out: Path) -> Prepared:
     """A configuration of another software, read, priced, written again."""
-    from autopar.compiler import wishes
+    from autopar.cli.stacks import planner_of
+    from autopar.explain import Study
     from autopar.stacks import read
     from autopar.stacks.today import compared, compared_json, compared_text
 
@@ -339,13 +341,11 @@ def _configuration(given: Given, draw: random.Random, out: Path) -> Prepared:
         stack.text(configuration)
         if not priced:
             return
-        gpus = configuration.gpus or 2
-        asked = {"cluster": "cpu", "optimizer": configuration.optimizer or "adamw", "precision": configuration.precision or "fp32"}
-
-        def planner(pins: Any, software: Any, within: bool) -> Any:
-            return wishes(gpus, **asked, pins=pins, stack=None if software is None else software.name, within=within)(given.captured)
-
-        found = compared(stack, configuration, gpus, given.captured.program.batch_size, planner)
+        asked = dataclasses.replace(
+            given.study.asked, optimizer=configuration.optimizer or "adamw", precision=configuration.precision or "fp32"
+        )  # fmt: skip
+        study = Study(program=given.study.program, asked=asked)
+        found = compared(stack, configuration, configuration.gpus or 2, study.program.batch_size, planner_of(study))
         compared_text(found)
         compared_json(found)
 
