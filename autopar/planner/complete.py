@@ -85,7 +85,9 @@ class _Completion:
         recompute, modes = self.recomputed(over.rank)
         self.check_stages(over, cuts)
         axes = {} if over.data is None else {over.data.axis: axis_plan(self.new, over.data)}
-        axes |= {x.axis: axis_plan(body, x) for body, x in zip(on_inner_axes(over.moments.body, over.inner), over.inner, strict=False)}
+        for body, x in zip(on_inner_axes(over.moments.body, over.inner), over.inner, strict=False):
+            made = axis_plan(body, x)
+            axes[x.axis] = msgspec.structs.replace(self.plan.axes[x.axis], ops=made.ops, leaves=made.leaves)
         return msgspec.structs.replace(
             self.plan, program_hash=program_hash(self.new), global_batch=self.new.batch_size or 0, axes=axes, cuts=list(cuts),
             stages=stages, recompute=recompute, modes=modes,

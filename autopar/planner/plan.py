@@ -73,7 +73,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return found
 
     def with_axis(self, axis: str, n: int | None) -> Pins:
-        """The same with another size of this axis; None: with the axis free."""
+        """The same with another size of this axis. n: ranks; None: with the axis free."""
         if axis in _NAMED:
             return msgspec.structs.replace(self, **{axis: n})
         others = {k: v for k, v in (self.axes or {}).items() if k != axis}
