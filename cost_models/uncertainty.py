@@ -72,7 +72,7 @@ class More:
 def more_for(saved: float, allocated: float, context: float, slack: float) -> More:
     """The bound that is nearest where about so many bytes are saved, of so many that are allocated."""
     own = MEMORY["saved_activations"] * saved
-    others = math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated)
+    others = _others_bytes(allocated, context, slack)
     if own <= 0.0:
         return More()
     both = math.hypot(own, others)
@@ -84,8 +84,13 @@ def least_upper_bytes(allocated: float, context: float, slack: float, more: More
     besides; context: the framework's bytes. more: in which bytes of saved activations count for more; by default all are alike, whatever
     they are for."""
     x = more or More()
-    off = math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated / (1 + x.saved))
+    off = _others_bytes(allocated / (1 + x.saved), context, slack)
     return allocated * (1 + slack) + context + CENTRAL * x.others * off
+
+
+def _others_bytes(allocated: float, context: float, slack: float) -> float:
+    """The standard deviation of what is there beside what the program allocates."""
+    return math.hypot(MEMORY["framework_context"] * context, MEMORY["allocator_slack"] * slack * allocated)
 
 
 def room_bytes(limit: float, context: float, slack: float, more: More | None = None) -> float:

@@ -62,7 +62,8 @@ def peak(program: Program, **changes: Any) -> Moment:
         "gradients": {v: (n, n) for v, n in whole.items()}, "reduced": (), "scattered": (), "at_once": (), "where_used": {}, "units": {},
         "bucket_bytes": 0,
     }  # fmt: skip
-    return Liveness(program).peak(Activity(**{**plain, **changes}))
+    activity = Activity(**{**plain, **changes})
+    return max(Liveness(program).peaks(activity), key=lambda x: x.counted(accumulates=activity.accumulates))
 
 
 # 64 rows of 8, 1024 wide inside: activations are large and weights small

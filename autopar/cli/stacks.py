@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.explain import Study
     from autopar.planner import Pins, Plan
     from autopar.stacks import Stack
+    from autopar.stacks.today import Planner
 
 __all__ = ["check_stacks", "explain_from", "exported", "planner_of"]
 
@@ -83,7 +84,7 @@ def explain_from(
         print(f"written to {out}" if out is not None else compared_text(found))
 
 
-def planner_of(study: Study) -> Callable[[Pins, int, int | None, Stack | None, bool], Plan | Callable[[], str]]:
+def planner_of(study: Study) -> Planner:
     """Of a model the plans that `stacks.today` compares, or what says why there is none."""
     from autopar.explain import Refused
 

@@ -76,10 +76,6 @@ class Liveness(Storages):
     """The storages of one rank's program over the passes of a step."""
 
     # ----------------------------------------------------------------------------------------------------------- a stage
-    def peak(self, activity: Activity) -> Moment:
-        """The moment of a step at which most is alive."""
-        return max(self.peaks(activity), key=lambda x: x.counted(accumulates=activity.accumulates))
-
     def peaks(self, activity: Activity) -> list[Moment]:
         """The moments of a step at which most is alive: no other has as much of every kind and in all."""
         held, accumulates = self._held(activity), activity.accumulates

@@ -1,6 +1,6 @@
 """The memory of one stage from the account of its pieces, and the modes in which its pieces fit.
 
-Beside what rests, a stage needs most at one of these moments (liveness.Liveness.peak goes through them operator by operator):
+Beside what rests, a stage needs most at one of these moments (liveness.Liveness.peaks goes through them operator by operator):
 
     first     while backward of the first micro-batch is in piece k: what the others in flight keep, what pieces before k keep, what k
               needs, and the gradients of the pieces behind it

@@ -25,7 +25,7 @@ from autopar.report.units import bytes_text, seconds_text
 from autopar.report.words import MEMORY_TERMS
 
 __all__ = [
-    "AXIS_COLOURS", "COLOURS", "MOST_BARS", "PALETTE", "Spec", "bars_of", "families_chart", "matrix_chart", "memory_chart",
+    "AXIS_COLOURS", "COLOURS", "MOST_BARS", "PALETTE", "Spec", "bars_of", "families_chart", "in_time", "matrix_chart", "memory_chart",
     "parts_chart", "pool_chart", "short", "spec_of", "timeline_chart", "tooltip_of", "unit_of",
 ]  # fmt: skip
 
@@ -56,6 +56,20 @@ def tooltip_of(field: str, title: str) -> Spec:
     return {"field": field, "title": title, "type": "nominal"}
 
 
+def in_time(unit: str, kinds: Sequence[str], colours: Sequence[str], tooltips: Sequence[tuple[str, str]]) -> Spec:
+    """The encoding of bars from `start` to `end`, a row for each pipeline rank, coloured by kind. tooltips: fields and their titles."""
+    return {
+        "y": {"field": "row", "type": "nominal", "sort": None, "title": "pipeline rank"},
+        "x": {"field": "start", "type": "quantitative", "title": f"{unit} of the step", "scale": {"nice": False}},
+        "x2": {"field": "end"},
+        "color": {
+            "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top", "columns": 3},
+            "scale": {"domain": list(kinds), "range": list(colours)},
+        },
+        "tooltip": [tooltip_of(field, title) for field, title in tooltips],
+    }  # fmt: skip
+
+
 def timeline_chart(made: StepTimeline) -> Spec:
     """What each pipeline rank does when; ranks that do the same are one row."""
     rows = _some(made.ranks)
@@ -75,19 +89,10 @@ def timeline_chart(made: StepTimeline) -> Spec:
     return spec_of(
         values, height={"step": 22 if len(rows) <= 16 else 12},
         mark={"type": "bar", "stroke": "#00000055", "strokeWidth": 0.4, "cornerRadius": 1},
-        encoding={
-            "y": {"field": "row", "type": "nominal", "sort": None, "title": "pipeline rank"},
-            "x": {"field": "start", "type": "quantitative", "title": f"{unit} of the step", "scale": {"nice": False}},
-            "x2": {"field": "end"},
-            "color": {
-                "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top", "columns": 3},
-                "scale": {"domain": kinds, "range": [COLOURS[kind] for kind in kinds]},
-            },
-            "tooltip": [
-                tooltip_of("row", "rank"), tooltip_of("kind", "what"), tooltip_of("stage", "stage"),
-                tooltip_of("micro", "micro-batch"), tooltip_of("from", "from"), tooltip_of("takes", "takes"),
-            ],
-        },
+        encoding=in_time(
+            unit, kinds, [COLOURS[kind] for kind in kinds],
+            (("row", "rank"), ("kind", "what"), ("stage", "stage"), ("micro", "micro-batch"), ("from", "from"), ("takes", "takes")),
+        ),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.measured import Compared, RankRun, axis_of
-from autopar.report.page.charts import COLOURS, MOST_BARS, PALETTE, Spec, bars_of, short, spec_of, tooltip_of, unit_of
+from autopar.report.page.charts import COLOURS, MOST_BARS, PALETTE, Spec, bars_of, in_time, short, spec_of, tooltip_of, unit_of
 from autopar.report.timeline import BACKWARD, FORWARD, MOST_DRAWN, StepTimeline
 from autopar.report.units import seconds_text
 
@@ -59,19 +59,9 @@ def measured_timeline_chart(made: StepTimeline, found: Compared) -> Spec | None:
     colours = [COLOURS.get(kind) or next(own) for kind in kinds]
     return spec_of(
         values, height={"step": 20}, mark={"type": "bar", "stroke": "#00000055", "strokeWidth": 0.4},
-        encoding={
-            "y": {"field": "row", "type": "nominal", "sort": None, "title": "pipeline rank"},
-            "x": {"field": "start", "type": "quantitative", "title": f"{unit} of the step", "scale": {"nice": False}},
-            "x2": {"field": "end"},
-            "color": {
-                "field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top", "columns": 3},
-                "scale": {"domain": kinds, "range": colours},
-            },
-            "tooltip": [
-                tooltip_of("row", "rank"), tooltip_of("kind", "what"), tooltip_of("of", "of"), tooltip_of("from", "from"),
-                tooltip_of("takes", "takes"),
-            ],
-        },
+        encoding=in_time(
+            unit, kinds, colours, (("row", "rank"), ("kind", "what"), ("of", "of"), ("from", "from"), ("takes", "takes"))
+        ),
     )  # fmt: skip
 
 
