@@ -327,8 +327,10 @@ def _configuration(given: Given, draw: random.Random, out: Path) -> Prepared:
     """A configuration of another software, read, priced, written again."""
     from autopar.cli.stacks import planner_of
     from autopar.explain import Study
+    from autopar.planner.wishes import check_name
     from autopar.stacks import read
     from autopar.stacks.today import compared, compared_json, compared_text
+    from cost_models.memory import OPTIMIZERS
 
     text, suffix = draw.choice(given.configurations)
     data = inputs.configuration(draw, text, suffix)
@@ -344,6 +346,7 @@ def _configuration(given: Given, draw: random.Random, out: Path) -> Prepared:
         asked = dataclasses.replace(
             given.study.asked, optimizer=configuration.optimizer or "adamw", precision=configuration.precision or "fp32"
         )  # fmt: skip
+        check_name("optimizer", asked.optimizer, OPTIMIZERS)  # as the command does
         study = Study(program=given.study.program, asked=asked)
         found = compared(stack, configuration, configuration.gpus or 2, study.program.batch_size, planner_of(study))
         compared_text(found)
