@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.axes import BATCH, LAYERS
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
 from autopar.planner.activity import Activity
-from autopar.planner.exchange import Exchange, Once
+from autopar.planner.exchange import Exchange, LeastOnce, Once
 from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import AtRest, PieceMaker
-from autopar.planner.plan import StagePlan
+from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.price import ParamBytes
 from autopar.planner.prologue import prologue_bytes, prologue_s
 from autopar.planner.rank import Rank
+from autopar.planner.relaxed import Ends, least_of_stages
 from autopar.planner.stage_account import Piece, stage_bytes
 from autopar.planner.stages import Pieces, recomputable
 from autopar.planner.units import gather_units
@@ -39,6 +40,7 @@ from cost_models.uncertainty import More, least_upper_bytes, more_for, room_byte
 
 __all__ = ["Estimator", "Times"]
 
+MANY = 3  # pieces for each stage
 MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
@@ -261,6 +263,11 @@ class Estimator:
         buffers = sum(program.types[b.value].nbytes for b in program.buffers)
         return OfRank(buffers=buffers, batch=self.batch_bytes, prologue=prologue_bytes(self.rank))
 
+    @functools.cached_property
+    def memory_plans(self) -> dict[Hashable, MemoryPlan]:
+        """Of stages, once they have been worked out (candidate.py)."""
+        return {}
+
     def activity(
         self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0, late: Collection[str] = ()
     ) -> Activity:  # fmt: skip
@@ -319,6 +326,34 @@ class Estimator:
             limit_bytes=limit_bytes, recompute=self.recompute, cuts=cuts, worth_s=objective_s, over=over, refused=refused,
             step_s=self.step_s, least_ends_s=self.least_ends_s,
         )  # fmt: skip
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether `least_of_stages_s` can say more than `least_s`, in less time than it takes to cut the stages. With few pieces on a stage
+        what counts is that they are whole."""
+        flow = self.flow
+        return flow.ranks > 1 and (not flow.closed_form or len(self.segments) >= MANY * flow.stages)
+
+    def least_of_stages_s(self, limit_bytes: float, worth_s: float = math.inf) -> float:
+        """No stages and modes that fit make a faster step, by a bound that knows of memory; infinite where none fit. worth_s: that it is
+        above this is enough to know."""
+        pieces, ends_s = self.pieces, self.least_ends_s
+        return ends_s + least_of_stages(pieces, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
+
+    @functools.cached_property
+    def _least_once(self) -> Ends:
+        """Of the parameters of each piece, where it is the first one that has them."""
+        seen, known = set[tuple[str, int]](), dict[tuple[str, ...], LeastOnce]()
+        found = []
+        for k in range(len(self.segments)):
+            own = [x for x in self.own(k, k + 1) if x not in seen]
+            seen.update(own)
+            key = tuple(v for v, _ in own)
+            if key not in known:
+                known[key] = self.exchange.least_once(self.params_of(own))
+            found.append(known[key])
+        overlaps = self.recipe.overlaps_reduction, self.recipe.overlaps_gathers
+        return Ends(of_piece=found, taken=self.exchange.taken, overlaps_reduction=overlaps[0], overlaps_gathers=overlaps[1])
 
     @functools.cached_property
     def least_bytes(self) -> float:
