@@ -31,7 +31,7 @@ from cost_models.pipeline import Flow
 
 __all__ = ["least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
 
-NODES = 600  # ends of stages that are looked at for one candidate
+NODES = 200  # ends of stages that are looked at for one candidate
 MOVES = 24  # of one cut, each priced
 MODES = 4_000  # nodes of the searches for the modes of the ranks of one candidate: each takes as many as it likes until these are gone
 FEWER = 20  # and then so many
