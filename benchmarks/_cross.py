@@ -52,10 +52,15 @@ CONSTANT_OF = {UPDATE: "pointwise", "reduction": "pointwise", "gather": "pointwi
 
 CLIP = 0.4
 ROWS = 100  # of one source, for a chip: no sweep outweighs the others by its length
-KERNELS: Mapping[str, Point] = {"a100": {"attention": 0.61}, "h100": {"attention": 0.35}, "v100": {"matmul": 0.86}}
-"""What timings of kernels say of a chip. matmul: the median of DeepBench's in half precision, of 10 GFLOP or more, as conv above.
+KERNELS: Mapping[str, Point] = {
+    "a100": {"attention": 0.61, "pointwise": 0.89},
+    "h100": {"attention": 0.35},
+    "v100": {"matmul": 0.86, "conv": 0.67, "pointwise": 0.89},
+}
+"""What timings of kernels say of a chip. matmul, conv: the medians of DeepBench's on V100 in half precision, of 10 GFLOP or more.
 attention, in forward: FlashAttention-2 reaches 50 to 73% of an A100's rate (Dao 2023, abstract) and 35% of an H100's (Shah et al.
-2024, "FlashAttention-3", abstract)."""
+2024, "FlashAttention-3", abstract). pointwise: what copying with a factor ("scale") reaches of the bandwidth with every thread in use, 802
+of 900 GB/s on a V100, 1,381 of 1,555 on an A100 of 40 GB (te42kyfo/gpu-benches, gpu-stream/v100.txt, a100_40.txt @a7dc559)."""
 
 LAUNCH = "launch_s"
 START_S = {LAUNCH: 2e-5, ONCE: 1e-2, **dict.fromkeys(SOFTWARE_S, 2e-4)}
@@ -71,7 +76,8 @@ GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
 LAUNCHES = (1.0, 2.0, 4.0)  # times what is assumed, where fits begin: while the host is not what takes time, nothing says how fast it is
 SOFTWARE_SPREAD = 1.5  # nothing but the order of magnitude is assumed of them
-OTHERS = SPREADS["derived"]  # of a step of a software that is not known, by what others reach of the same chip
+OTHERS, STRANGERS = SPREADS["derived"], SPREADS["assumed"]
+"""Of a step of a software that is not known, by what others reach of the same chip: those that issue operators as it does, or none."""
 ONCE_SPREAD = 0.8  # it is tens of milliseconds, or a few
 ROUNDS, HALVINGS, LONGEST, BY = 8, 4, 0.5, 0.02  # of the fit; the longest step and that of the slopes are of logarithms
 LEAST_ERROR, LEAST_GAIN = 0.01, 0.05  # of a run; of the whole loss
@@ -148,7 +154,8 @@ class Constants:
         launches = (launches**-2 + self.said.get(p.software, ("", 0.0))[1]) ** -0.5 if mine else launches
         kinds = {**self.known.get(p.chip, {}), ISSUING: launches}
         spreads = {kind: kinds.get(CONSTANT_OF.get(kind, kind), spread_of_kind(kind, p.run.cluster)) for kind in p.form.seconds}
-        unseen = math.hypot(SOFTWARE_SPREAD * software_s / step_s, OTHERS)  # kernels, too, are a software's own
+        kernels = OTHERS if any(kind == p.kind for kind, _ in self.said.values()) else STRANGERS  # they, too, are a software's own
+        unseen = math.hypot(SOFTWARE_SPREAD * software_s / step_s, kernels)
         return math.hypot(step_spread(p.form.seconds, spreads), 0.0 if mine else unseen)
 
 

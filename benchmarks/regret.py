@@ -5,7 +5,8 @@
 A sweep measured many plans of one model on one number of GPUs. In each group (source, model, sequence, GPUs, global batch) the planner
 chooses among the sweep's plans, under its recipe, the one that it predicts to be fastest of those that it predicts to fit at the upper end
 of their intervals. Regret is 1 - measured throughput of the choice / best measured throughput. A choice that did not run counts as 1; a
-plan that was not measured, or whose measurement its source doubts, cannot be chosen. The advice is given the benefit of the doubt: of
+plan that was not measured, or whose measurement its source doubts, cannot be chosen, nor one that crashed though its ranks had room, as the
+same plan on other GPUs shows (_fits.had_room): why it did, nothing of the plan says. The advice is given the benefit of the doubt: of
 the plans in its order it takes the first that did run; `random` is the mean over all that ran. --limit takes N groups spread evenly.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._fits import had_room
 from benchmarks._predict import Figures, predictions
 from benchmarks._runs import DATA, Run, Skip, load
 
@@ -87,9 +89,10 @@ ADVICE: dict[str, Callable[[Run], tuple[float, ...]]] = {
 
 
 def groups_of(found: Sequence[Figures]) -> list[Group]:
-    """The choices that there are, without plans whose measurement is doubted."""
+    """The choices that there are, without plans whose measurement is doubted, and those that had room and crashed."""
     by_key: dict[tuple[str, str, str, int, int], list[Figures]] = {}
-    for p in (p for p in found if not p.run.chosen):  # what the planner chose is no choice
+    roomy = had_room([p.run for p in found])
+    for p in (p for p in found if not p.run.chosen and id(p.run) not in roomy):  # what the planner chose is no choice
         if p.run.failed or (not p.run.flagged and p.run.step_time_s):
             by_key.setdefault(p.run.group, []).append(p)
     groups = [

@@ -213,13 +213,18 @@ def timed(op: str, least: float) -> list[tuple[float, float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("op,stated", [("conv", CLASSES["conv"]), ("matmul", KERNELS["v100"]["matmul"])])
+@pytest.mark.parametrize("op,stated", [("conv", CLASSES["conv"]), *((op, KERNELS["v100"][op]) for op in ("conv", "matmul"))])
 def test_what_kernels_are_assumed_to_reach_is_the_median_of_timings(op: str, stated: float) -> None:
     """Beside the writing of their results, at three quarters of the bandwidth."""
     gpu = load_gpu("v100-32gb")
     peak, streamed = dict(gpu.rates)["float16"], 0.75 * gpu.memory_bandwidth_bytes_per_s
     reached = [flops / (seconds - result / streamed) / peak for flops, _, result, seconds in timed(op, 1e10)]
     assert statistics.median(reached) == pytest.approx(stated, abs=0.006)
+
+
+@pytest.mark.parametrize("gpu,copied", [("v100-32gb", 802e9), ("a100-40gb", 1381e9)])
+def test_what_streaming_reaches_is_what_was_timed(gpu: str, copied: float) -> None:
+    assert KERNELS[chip_of(gpu)]["pointwise"] == pytest.approx(copied / load_gpu(gpu).memory_bandwidth_bytes_per_s, abs=0.006)
 
 
 def test_products_are_priced_better_with_the_writing_of_their_results() -> None:

@@ -19,7 +19,7 @@ import torch
 from autopar.planner import Pins
 from benchmarks import published, regret
 from benchmarks._decoders import Decoder
-from benchmarks._fits import CERTAIN, fits, ran_out
+from benchmarks._fits import CERTAIN, ROOM, fits, had_room, ran_out
 from benchmarks._predict import Figures, Prediction, predictions
 from benchmarks._runs import COLUMNS, COMPILED_LAUNCH_S, Run, Skip, load, read, rebuilt
 from benchmarks._scores import score, tau
@@ -233,7 +233,7 @@ def test_a_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert answer["memory"]["median_ape"] == pytest.approx(statistics.median(map(abs, memory)))
     inside = [p.step_interval_s[0] <= (p.run.step_time_s or 0.0) <= p.step_interval_s[1] for p in found if p.run.step_time_s]
     assert answer["time"]["inside"] == pytest.approx(statistics.fmean(inside))
-    assert answer["fit"].keys() == {"ran", "oom"} and "precision" not in answer["fit"] and answer["fit"]["oom"]["count"] == 1
+    assert answer["fit"].keys() == {"ran", ROOM} and answer["fit"][ROOM]["count"] == 1, "what did not run is a plan that ran"
     assert answer["fit"]["ran"]["too_large"] == 0.0
     assert answer["kendall_tau"] is None, "all were measured to take the same"
 
@@ -273,6 +273,39 @@ def test_the_order_of_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert published.main(["--data", str(table(tmp_path / f"{sign}.csv", rows + pair)), "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
         assert (answer["kendall_tau"], answer["groups"]) == (sign, 1)
+
+
+def test_runs_that_certainly_had_room() -> None:
+    """By a run of the same plan on other GPUs, or of other parts of what rests, which held as much or more and left room."""
+
+    def failed(**changes: object) -> Run:
+        return rebuilt(row(**{"global_batch": 64, "status": "oom", "step_time_s": "", "peak_mem": "", **changes}), 2)
+
+    ran = rebuilt(row(global_batch=64, n_gpus=4, dp=4, peak_mem=60), 2)
+    full = rebuilt(row(global_batch=64, n_gpus=4, dp=4, peak_mem=75), 2)
+    crashed = failed(n_gpus=8, dp=8)
+    assert had_room([ran, crashed]) == {id(crashed)}
+    assert not had_room([full, crashed]), "a few GiB of room are no certainty"
+    assert not had_room([dataclasses.replace(ran, failed=True), crashed]) and not had_room([crashed])
+    for other in (
+        failed(n_gpus=8, dp=8, micro_batch=4), failed(n_gpus=8, dp=4, tp=2), failed(n_gpus=8, dp=8, model="m", hidden=128),
+        failed(n_gpus=8, dp=4, pp=2), failed(n_gpus=8, dp=8, precision="fp32"),
+    ):  # fmt: skip
+        assert not had_room([ran, other]), other.parallelism
+    one = rebuilt(row(global_batch=64, n_gpus=1, dp=1, peak_mem=60), 2)
+    assert not had_room([one, crashed]), "one copy of a model has no buffers for what it sends"
+    parts = [rebuilt(row(global_batch=64, n_gpus=n, dp=n, sharding="ZeRO-1", peak_mem=60), 2) for n in (4, 16)]
+    in_parts = failed(n_gpus=8, dp=8, sharding="ZeRO-1")
+    assert had_room([parts[0], in_parts]) == {id(in_parts)} and not had_room([parts[1], in_parts]), "more parts are smaller"
+    pipes = [rebuilt(row(global_batch=b, n_gpus=4, dp=2, pp=2, peak_mem=60), 2) for b in (4, 12)]
+    steady = failed(n_gpus=4, dp=2, pp=2)
+    assert had_room([pipes[1], steady]) == {id(steady)} and not had_room([pipes[0], steady]), "a pipeline that is not full holds less"
+
+    plans = [Plan(r, 1.0, 2.0**30) for r in (ran, crashed, failed(tp=2, dp=1))]
+    shares = fits(cast(Any, plans))
+    assert (shares[ROOM]["count"], shares["oom"]["count"]) == (1, 1)
+    refused = fits(cast(Any, [Plan(r, 1.0, 2.0**40) for r in (ran, crashed)]))
+    assert refused["precision"]["too_large"] == 0.0, "neither was short of memory"
 
 
 # ------------------------------------------------------------------------------------------------------------------ regret
@@ -342,6 +375,10 @@ def test_what_was_not_measured_or_is_doubted_cannot_be_chosen() -> None:
     (g,) = groups_of([doubted, unmeasured, *ran, failed])
     assert set(map(id, g.found)) == set(map(id, (*ran, failed))) and len(g.ran) == 3
     assert groups_of([*ran[:2], failed]) == [], "two that ran are no choice"
+    with_memory = [plan(k, k, micro_batch=b) for k, b in ((1.0, 4), (2.0, 8), (3.0, 1))]
+    crashed = plan(0.5, None, micro_batch=8)
+    (g,) = groups_of([*with_memory, crashed])
+    assert crashed not in g.found, "it crashed, and had room as its repetition shows"
     elsewhere = [plan(k, k, micro_batch=b, model="another") for k, b in ((1.0, 4), (2.0, 8), (3.0, 1))]
     assert [len(x.found) for x in groups_of([*ran, *elsewhere])] == [3, 3]
 
