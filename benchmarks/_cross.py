@@ -71,7 +71,7 @@ a compiled program does that on the device."""
 MOST_S = {LAUNCH: 1e-3, ONCE: 0.5, **dict.fromkeys(SOFTWARE_S, 5e-3)}
 SLACK_ROWS = 10
 BEYOND = "beyond_bytes"  # of MemoryPlan: no memory, but how far an interval reaches
-HELD = 0.5  # of the gathers that may be held; what is known is that it is none to all of them
+HELD = 1.0  # of the gathers that may be held
 GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
 LAUNCHES = (1.0, 2.0, 4.0)  # times what is assumed, where fits begin: while the host is not what takes time, nothing says how fast it is
@@ -169,19 +169,29 @@ def steps_s(found: Sequence[Priced], constants: Constants, hardware_alone: bool 
     return fitted.steps_s([constants.of(p, hardware_alone) for p in found])
 
 
-def memory_terms(p: Priced, constants: Constants, which: str = "memory") -> dict[str, int]:
-    """The terms of MemoryPlan of the stage that the source states, or of the 'fullest' one, by these constants."""
+def held_bytes(found: Sequence[Priced], constants: Constants) -> list[tuple[float, float]]:
+    """Of each run: the bytes of gathers that the allocator may hold, on the rank of the stage that the source states, and of the fullest:
+    those of the stages where the host is ahead of the device by these constants."""
+    if not found:
+        return []
+    stages = Fitted([p.form for p in found], [p.run.cluster.gpu for p in found]).ahead([constants.of(p) for p in found])
+
+    def on_rank(form: Form, shown: int, ahead: Sequence[bool]) -> float:
+        return sum(form.held[s] for rank in form.ranks if shown in rank.stages for s in rank.stages if ahead[s])
+
+    return [(on_rank(p.form, p.form.shown[0], a), on_rank(p.form, p.form.shown[1], a)) for p, a in zip(found, stages, strict=True)]
+
+
+def memory_terms(p: Priced, constants: Constants, held: float, which: str = "memory") -> dict[str, int]:
+    """The terms of MemoryPlan of the stage that the source states, or of the 'fullest' one, by these constants. held: of held_bytes."""
     terms = dict(p.form.memory if which == "memory" else p.form.fullest)
     allocated = sum(n for name, n in terms.items() if name not in ("framework_context_bytes", "allocator_slack_bytes", BEYOND))
-    recipe, held = p.run.recipe, 0.0
-    if recipe.held_gathers:
-        held = max(0.0, terms["allocator_slack_bytes"] - recipe.allocator_slack * allocated) / recipe.held_gathers
     return {**terms, "allocator_slack_bytes": round(constants.slack * allocated + held * constants.held.get(p.source, HELD))}
 
 
-def memory_bytes(p: Priced, constants: Constants) -> float:
+def memory_bytes(p: Priced, constants: Constants, held: float) -> float:
     """Of the stage that the source states, without the framework's own."""
-    return float(sum(n for name, n in memory_terms(p, constants).items() if name not in ("framework_context_bytes", BEYOND)))
+    return float(sum(n for name, n in memory_terms(p, constants, held).items() if name not in ("framework_context_bytes", BEYOND)))
 
 
 # ------------------------------------------------------------------------------------------------------------------ fit
@@ -223,10 +233,9 @@ def fitted(
         point, added = _chip(mine, centre, towards, begin, spreads)
         of_chips[chip] = {**centre, **point}
         software |= added
-    slack, held = _memory(usable)
-    return Constants(
-        chips=of_chips, software=software, slack=slack, held=held, first=first, alone=alone, known=known_by, said=about,
-    )  # fmt: skip
+    constants = Constants(chips=of_chips, software=software, slack=0.0, held={}, first=first, alone=alone, known=known_by, said=about)
+    slack, held = _memory(usable, constants)
+    return replace(constants, slack=slack, held=held)
 
 
 def _by_software(found: Sequence[Priced]) -> dict[str, list[Priced]]:
@@ -372,17 +381,21 @@ def closest(
     return min((descended(at.copy()) for at in begins or [start]), key=lambda found: found[0])[1]
 
 
-def _memory(found: Sequence[Priced]) -> tuple[float, dict[str, float]]:
+def _memory(found: Sequence[Priced], known: Constants) -> tuple[float, dict[str, float]]:
     """The allocator's slack, the median over all runs that state their memory, and the held gathers of each source that has them, beside
-    it; with too few runs what autopar assumes."""
+    it; with too few runs what autopar assumes. known: by which the host is ahead or not."""
     rows = [p for p in found if p.run.memory_bytes]
     if len(rows) < SLACK_ROWS:
         return AUTOPAR.allocator_slack, {}
     holds = sorted({p.source for p in rows if p.run.recipe.held_gathers})
+    shown = [held for held, _ in held_bytes(rows, known)]
 
     def loss(point: Point) -> float:
         constants = Constants(chips={}, software={}, slack=point["slack"], held={s: point[s] for s in holds})
-        return statistics.fmean(min(CLIP, abs(math.log(memory_bytes(p, constants) / (p.run.memory_bytes or 1.0)))) for p in rows)
+        return statistics.fmean(
+            min(CLIP, abs(math.log(memory_bytes(p, constants, held) / (p.run.memory_bytes or 1.0))))
+            for p, held in zip(rows, shown, strict=True)
+        )
 
     start: Point = {"slack": AUTOPAR.allocator_slack, **dict.fromkeys(holds, HELD)}
     point, _ = search(start, tuple(start), lambda at, name, factor: {**at, name: min(1.0, at[name] * factor)}, loss)

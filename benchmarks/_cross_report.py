@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.planner.plan import MemoryPlan
-from benchmarks._cross import Constants, Priced, fitted, memory_terms, out_of_sample, steps_s
+from benchmarks._cross import Constants, Priced, fitted, held_bytes, memory_terms, out_of_sample, steps_s
 from benchmarks._fits import fit_table, fits
 from benchmarks._forms import figures_of
 from benchmarks._predict import Figures
@@ -56,9 +56,10 @@ def cross_validated(found: Sequence[Priced], console: Console) -> dict[str, Any]
 def _figures(found: Sequence[Priced], constants: Constants) -> dict[int, Figures]:
     predicted = {}
     without = steps_s(found, constants, hardware_alone=True)
-    for p, step_s, plain_s in zip(found, steps_s(found, constants), without, strict=True):
+    for p, step_s, plain_s, held in zip(found, steps_s(found, constants), without, held_bytes(found, constants), strict=True):
         spread = constants.spread(p, step_s - plain_s, step_s)
-        shown, fullest = (msgspec.convert(memory_terms(p, constants, which), MemoryPlan) for which in ("memory", "fullest"))
+        terms = (memory_terms(p, constants, n, which) for n, which in zip(held, ("memory", "fullest"), strict=True))
+        shown, fullest = (msgspec.convert(each, MemoryPlan) for each in terms)
         predicted[id(p)] = figures_of(p.run, p.form, step_s, shown, fullest, spread)
     return predicted
 

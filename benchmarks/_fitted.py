@@ -83,6 +83,27 @@ class Fitted:
 
     def steps_s(self, points: Sequence[Point]) -> list[float]:
         """The step times of the forms, each under its own constants."""
+        figures, device = self._priced(points)
+        seconds = numpy.maximum(device, figures[self._hosts])
+        gathered = numpy.where(self._gathers >= 0, figures[self._gathers], 0.0)
+        scattered = numpy.where(self._scatters >= 0, figures[self._scatters], 0.0)
+        hidden = numpy.where(self._overlaps[self._row], numpy.maximum(0.0, scattered - seconds), scattered)
+        seconds = seconds + numpy.maximum(0.0, gathered - seconds) + hidden
+        return [self._step_s(row, form, points[row], seconds, figures) for row, form in enumerate(self.forms)]
+
+    def ahead(self, points: Sequence[Point]) -> list[list[bool]]:
+        """Of each stage of the forms: whether the host issues the passes of a micro-batch faster than the device runs them, without what
+        runs again."""
+        figures, device = self._priced(points)
+        ahead = (device - figures[self._hosts]).tolist()
+        found = []
+        for first, form in zip(self._first_pass, self.forms, strict=True):
+            n = len(form.parts)
+            found.append([sum(count * (ahead[first + p] + ahead[first + n + p]) for p, _, count in stage) > 0 for stage in form.stages])
+        return found
+
+    def _priced(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
+        """The affine figures, and the device's seconds of each pass."""
         names = [c for c in OP_CLASSES if c != "view"]
         fractions = numpy.array([[*(p[n] for n in names), 1.0] for p in points])
         figures = self._figures.copy()
@@ -92,13 +113,7 @@ class Fitted:
         ops_s = self._times * numpy.maximum(
             self._compute_s / computing + self._written_s / streaming, self._memory_s / streaming
         )  # fmt: skip
-        device = numpy.bincount(self._pass, ops_s, minlength=len(self._links)) + figures[self._links]
-        seconds = numpy.maximum(device, figures[self._hosts])
-        gathered = numpy.where(self._gathers >= 0, figures[self._gathers], 0.0)
-        scattered = numpy.where(self._scatters >= 0, figures[self._scatters], 0.0)
-        hidden = numpy.where(self._overlaps[self._row], numpy.maximum(0.0, scattered - seconds), scattered)
-        seconds = seconds + numpy.maximum(0.0, gathered - seconds) + hidden
-        return [self._step_s(row, form, points[row], seconds, figures) for row, form in enumerate(self.forms)]
+        return figures, numpy.bincount(self._pass, ops_s, minlength=len(self._links)) + figures[self._links]
 
     def _step_s(self, row: int, form: Form, point: Point, seconds: Vector, figures: Vector) -> float:
         first, n, at = self._first_pass[row], len(form.parts), self._first_figure[row]

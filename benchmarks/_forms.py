@@ -22,6 +22,7 @@ import msgspec
 from autopar.ir import refs
 from autopar.measure import Pricer
 from autopar.measure.costs import dtype_of
+from autopar.planner.candidate import most_held_bytes
 from autopar.planner.estimate import Estimator
 from autopar.planner.interval import seconds_by_kind
 from autopar.planner.modes import run_again
@@ -85,7 +86,8 @@ class Refused(msgspec.Struct, kw_only=True, tag=True):
 class Form(msgspec.Struct, kw_only=True, tag=True):
     """figures: seconds of each affine figure without launches and software; slopes: name -> its change by a second of that constant.
     stages: (part, again or -1, how often) of each; again: passes that run again. memory: terms in bytes of the stage whose memory the
-    source states, and of the fullest; step_time_s, spread: the prediction, and how far it may be off; seconds: the step by what it
+    source states, and of the fullest; shown: which stages these are; held: of each stage, the bytes of gathers that an allocator holds at
+    most (cost_models.memory.held_gathers); step_time_s, spread: the prediction, and how far it may be off; seconds: the step by what it
     depends on (autopar.planner.interval)."""
 
     key: str
@@ -109,6 +111,8 @@ class Form(msgspec.Struct, kw_only=True, tag=True):
     seconds: dict[str, float]
     memory: dict[str, int]
     fullest: dict[str, int]
+    shown: tuple[int, int]
+    held: list[float]
 
 
 def key_of(run: Run) -> str:
@@ -149,13 +153,16 @@ class Forms:
         for name, (other, launch_s) in varied.items():
             values = _read(self._varied(e, other, launch_s), part)[1]
             slopes[name] = [(b - a) / VARIED_S for a, b in zip(figures, values, strict=True)]
-        shown = p.candidate.stages[0].memory if p.run.first_stage else max(
-            (s.memory for s in p.candidate.stages), key=lambda m: m.total_bytes - m.framework_context_bytes
-        )  # fmt: skip
-        fullest = max((s.memory for s in p.candidate.stages), key=lambda m: m.total_bytes)
+        memories = [s.memory for s in p.candidate.stages]
+        fullest = max(range(len(memories)), key=lambda s: memories[s].total_bytes)
+        own = [m.total_bytes - m.framework_context_bytes for m in memories]
+        shown = 0 if p.run.first_stage else max(range(len(own)), key=lambda s: own[s])
+        bounds = pairwise((0, *part.cuts, len(e.segments)))
+        held = [most_held_bytes(e, e.span(i, j), e.flow.in_flight[s]) for s, (i, j) in enumerate(bounds)]
         return msgspec.structs.replace(
             form, key=key_of(p.run), gpu=p.run.cluster.gpu.name, figures=figures, slopes=slopes, step_time_s=p.step_time_s,
-            spread=p.spread, seconds=seconds_by_kind(p.candidate), memory=msgspec.to_builtins(shown), fullest=msgspec.to_builtins(fullest),
+            spread=p.spread, seconds=seconds_by_kind(p.candidate), memory=msgspec.to_builtins(memories[shown]),
+            fullest=msgspec.to_builtins(memories[fullest]), shown=(shown, fullest), held=held,
         )  # fmt: skip
 
     def _varied(self, e: Estimator, recipe: Recipe, launch_s: float) -> Estimator:
@@ -232,7 +239,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
             "master_itemsize": rules.master_itemsize, "passes": rules.optimizer_passes,
         },
         parts=parts, again=again, stages=stages, ranks=ranks, figures=[], slopes={}, step_time_s=0.0, spread=0.0, memory={}, fullest={},
-        seconds={},
+        seconds={}, shown=(0, 0), held=[],
     )  # fmt: skip
     return form, found.values
 

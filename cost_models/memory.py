@@ -119,12 +119,14 @@ def stage_memory(
     )
 
 
-def held_gathers(share: float, gathered_bytes: float, in_flight: int, micro_batches: int) -> float:
+def held_gathers(share: float, gathered_bytes: float, in_flight: int, micro_batches: int, ahead: bool = True) -> float:
     """Bytes that a caching allocator holds of activations gathered by asynchronous collectives, after the program let go of them.
 
     A block that another stream has used is given out again only once that stream is known to be done with it
     (torch.Tensor.record_stream), so that the host, which runs ahead, is given new blocks meanwhile. gathered_bytes: of one micro-batch's
     forward pass. They are held for a whole pass; where forwards and backwards of a pipeline alternate (more micro-batches than are
-    in flight), the holes that they leave add half as much for each further one in flight. share: of all this, fitted.
+    in flight), the holes that they leave add half as much for each further one in flight. share: of all this, fitted. ahead: whether the
+    host issues the passes of a micro-batch faster than the device runs them. If not, each block is free again when the next one is asked
+    for, and nothing is held.
     """
-    return share * gathered_bytes * (1 + (in_flight - 1) / 2 if micro_batches > in_flight else 1)
+    return share * gathered_bytes * (1 + (in_flight - 1) / 2 if micro_batches > in_flight else 1) if ahead else 0.0

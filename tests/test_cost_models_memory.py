@@ -104,6 +104,7 @@ def test_gathers_are_held_for_a_pass_and_more_where_passes_alternate() -> None:
     assert held_gathers(0.5, 100, 1, 8) == 50
     assert held_gathers(0.5, 100, 4, 4) == 50
     assert held_gathers(0.5, 100, 4, 5) == 50 * 2.5
+    assert held_gathers(0.5, 100, 4, 5, ahead=False) == 0, "a host that does not run ahead is given the same blocks again"
     nothing = {"param_bytes": 0, "trainable_params": 0, "activation_bytes_per_micro_batch": 100}
     terms = stage_memory(**nothing, allocator_slack_fraction=0.1, held_bytes=7)
     assert terms.allocator_slack == 17

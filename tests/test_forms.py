@@ -10,7 +10,6 @@ import math
 import statistics
 from pathlib import Path
 
-import msgspec
 import numpy
 import pytest
 
@@ -26,6 +25,7 @@ from benchmarks._cross import (
     chip_of,
     closest,
     fitted,
+    held_bytes,
     memory_terms,
     out_of_sample,
     steps_s,
@@ -47,7 +47,7 @@ ROWS = [
     row(), row(**LARGE), row(**LARGE, micro_batch=1, act_ckpt="full"), row(**LARGE, sharding="ZeRO-1"), row(**LARGE, sharding="ZeRO-2"),
     row(**LARGE, sharding="ZeRO-3"), row(**LARGE, dp=1, tp=2), row(**LARGE, dp=1, pp=2), row(**LARGE, gpu="A100-80GB"),
     row(**LARGE, n_gpus=32, dp=8, tp=2, pp=2, micro_batch=1, sharding="ZeRO-1", source="ultrascale", inter_link="EFA"),
-    row(**LARGE, n_gpus=16, dp=2, tp=8, micro_batch=8, source="ultrascale", inter_link="EFA"),
+    row(**LARGE, n_gpus=16, dp=2, tp=8, micro_batch=8, seq_parallel=1, source="ultrascale", inter_link="EFA"),
     row(**LARGE, dp=1, pp=2, vpp=1, source="vtrain", gpu="A100-80GB"),
 ]  # fmt: skip
 
@@ -249,17 +249,27 @@ def test_what_is_done_once_a_step_is_assumed_by_what_is_read_back() -> None:
 
 
 def test_memory_by_other_constants() -> None:
-    (p, form), *_ = [(p, f) for p, f in priced() if p.run.recipe.held_gathers]
-    one = Priced(run=p.run, form=form)
-    recipe = p.run.recipe
-    same = memory_terms(one, Constants(chips={}, software={}, slack=recipe.allocator_slack, held={one.source: recipe.held_gathers}))
-    assert same == pytest.approx(form.memory)
-    none = memory_terms(one, Constants(chips={}, software={}, slack=0.0, held={}))
-    assert none["allocator_slack_bytes"] == 0 < form.memory["allocator_slack_bytes"]
-    more = {**form.memory, "allocator_slack_bytes": form.memory["allocator_slack_bytes"] + 9 * 2**20}
-    held = Priced(run=p.run, form=msgspec.structs.replace(form, memory=more))
-    unseen = memory_terms(held, Constants(chips={}, software={}, slack=0.0, held={}))["allocator_slack_bytes"]
-    assert unseen == pytest.approx(HELD * 9 * 2**20 / recipe.held_gathers, rel=0.01), "of a software that is not known"
+    """At those of the catalogue it is the planner's; gathers are held where the host is ahead by these constants."""
+    found = [(p, f) for p, f in priced() if p.run.recipe.held_gathers]
+    assert any(sum(f.held) for _, f in found)
+    for p, form in found:
+        one, recipe, gpu = Priced(run=p.run, form=form), p.run.recipe, p.run.cluster.gpu
+        software = {name: getattr(recipe, name) for name in (ONCE, *SOFTWARE_S)}
+
+        def known(launch_s: float, share: float, slack: float, p: Priced = one, software: dict[str, float] = software) -> Constants:
+            chips = {p.chip: {name: p.run.cluster.gpu.fraction(name) for name in CLASSES}}
+            of = {p.software: {**software, "launch_s": launch_s}}
+            return Constants(chips=chips, software=of, slack=slack, held={p.source: share} if share else {})
+
+        same = known(gpu.launch_s, recipe.held_gathers, recipe.allocator_slack)
+        ((shown, fullest),) = held_bytes([one], same)
+        assert memory_terms(one, same, shown) == pytest.approx(form.memory, abs=1)
+        assert memory_terms(one, same, fullest, "fullest") == pytest.approx(form.fullest, abs=1)
+        ((ahead, _),) = held_bytes([one], known(1e-9, 0.0, 0.0))
+        assert held_bytes([one], known(1.0, 0.0, 0.0)) == [(0.0, 0.0)] and ahead == form.held[form.shown[0]]
+        unseen = memory_terms(one, known(1e-9, 0.0, 0.0), ahead)["allocator_slack_bytes"]
+        assert unseen == pytest.approx(HELD * ahead, abs=1), "of a software that is not known"
+        assert memory_terms(one, known(1e-9, 0.5, 0.0), ahead)["allocator_slack_bytes"] == pytest.approx(0.5 * ahead, abs=1)
 
 
 def test_what_the_planner_chose_of_a_run_is_no_evidence() -> None:

@@ -185,7 +185,10 @@ def test_gathering_parameters_before_the_step_is_exposed() -> None:
 
 
 @pytest.mark.parametrize("pp,micro_batches", [(1, 1), (1, 4), (2, 2), (2, 4)])
-def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int) -> None:
+def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the host runs ahead of the device."""
+    quick, slow = cluster(launch_s=0.0), cluster(launch_s=1e-3)
+    monkeypatch.setitem(globals(), "cluster", lambda: quick)
     program, pins = program_of("deep"), {"tp": 2, "pp": pp, "micro_batches": micro_batches, "sequence_parallel": True}
     free, held = (priced(Recipe(held_gathers=share), program, **pins) for share in (0.0, 0.5))
     types, params = held.rank.program.types, {p.value for p in held.rank.program.params}
@@ -198,6 +201,9 @@ def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int) -
     bytes_ = sum(types[op.outputs[0]].nbytes for op in gathers if op.name in first)
     more = [a.memory.allocator_slack_bytes - b.memory.allocator_slack_bytes for a, b in zip(held.stages, free.stages, strict=True)]
     assert more[0] == pytest.approx(0.5 * rounds * bytes_, abs=1)
+    monkeypatch.setitem(globals(), "cluster", lambda: slow)
+    none, waits = (priced(Recipe(held_gathers=share), program, **pins) for share in (0.0, 0.5))
+    assert [s.memory for s in waits.stages] == [s.memory for s in none.stages], "the device waits for the host"
     assert all(a.memory.saved_activations_bytes == b.memory.saved_activations_bytes for a, b in zip(held.stages, free.stages, strict=True))
 
 

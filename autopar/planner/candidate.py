@@ -21,7 +21,7 @@ from cost_models.pipeline import Flow
 from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
-__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes", "late_of"]
+__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes", "late_of", "most_held_bytes"]
 
 GIB = float(2**30)
 
@@ -173,9 +173,19 @@ def _by_row(found: Iterable[tuple[str, int]]) -> Counter[str]:
 
 def held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
     """What the allocator holds of gathered activations (cost_models.memory.held_gathers)."""
-    share, program = e.recipe.held_gathers, e.rank.program
-    if not share:
+    if not e.recipe.held_gathers:
         return 0.0
+    costs = e.rank.ledger.costs[span.start : span.stop]
+    ahead = sum(sum(c.host_s) for c in costs) < sum(c.forward_s + c.backward_s for c in costs)
+    return held_gathers(e.recipe.held_gathers, _gathered_bytes(e, span), in_flight, e.rank.micro_batches, ahead)
+
+
+def most_held_bytes(e: Estimator, span: Span, in_flight: int) -> float:
+    """What it would hold of all of them, if the host were ahead; nothing by a recipe that holds none."""
+    return held_gathers(1.0, _gathered_bytes(e, span), in_flight, e.rank.micro_batches) if e.recipe.held_gathers else 0.0
+
+
+def _gathered_bytes(e: Estimator, span: Span) -> float:
+    program = e.rank.program
     made = {o for op in program.ops[span.start : span.stop] for o in op.outputs}
-    total = sum(program.types[v].nbytes for v in e.rank.ledger.gathered if v in made)
-    return held_gathers(share, total, in_flight, e.rank.micro_batches)
+    return sum(program.types[v].nbytes for v in e.rank.ledger.gathered if v in made)
