@@ -91,7 +91,8 @@ def profile(
         kernels = [("matmul", dtype) for dtype in DTYPES if dtype != "tf32" or found.tf32]
         half = "bfloat16" if found.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
         main = half if found.device == "cuda" else "float32"
-        kernels += [(op_class, main) for op_class in ("attention", "conv")] + [(op_class, "float32") for op_class in MEMORY_CLASSES]
+        own = ("layer", "image", "depthwise") if found.device == "cpu" else ()  # whose libraries are slower at these than at square ones
+        kernels += [(op_class, main) for op_class in ("attention", "conv", *own)] + [(op_class, "float32") for op_class in MEMORY_CLASSES]
         groups = sorted({2, workers}) if workers > 1 else []
         links = [(kind, ranks) for ranks in groups for kind in KINDS if kind != "p2p" or ranks == 2]
         total = len(kernels) + len(links) + 2
@@ -155,12 +156,15 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
         fastest = max(streams, key=streams.__getitem__)
         values["memory_bandwidth_bytes_per_s"] = (streams[fastest], f"measured: best of pointwise operators, {fastest}, {here}")
     for dtype in DTYPES:
-        products = [t for t in operators if (t.timing.op_class, t.timing.dtype) == ("matmul", dtype)]
+        products = [t for t in operators if (t.kind, t.timing.dtype) == ("matmul", dtype)]
         rates = {t.what: t.timing.flops / t.best_s for t in products[-2:]}  # small ones may be faster where there is no blocked kernel
         if rates:
             fastest = max(rates, key=rates.__getitem__)
             values[f"peak_flops_per_s.{dtype}"] = (rates[fastest], f"measured: best of the largest, {fastest}, {here}")
-    close = [t.timing for t in operators if t.timing.op_class != "matmul" or t.timing.dtype in FITTED_DTYPES[found.device]]
+    layers = any(t.kind == "layer" for t in operators)  # as models have them, and square ones
+    products = [t for t in operators if t.timing.op_class == "matmul"]
+    left_out = [t for t in products if (t.kind != "layer" if layers else t.timing.dtype not in FITTED_DTYPES[found.device])]
+    close = [t.timing for t in operators if t not in left_out]
     gpu, error = fit_gpu(_stated(base, values), close)
     fractions = dict(gpu.fractions)
     by_class = Counter(t.op_class for t in close)
