@@ -162,3 +162,30 @@ def test_gpus_between_two_numbers(few: int, many: int, expected: list[int]) -> N
 def test_pins_that_leave_no_choice_are_no_lack_of_memory() -> None:
     text = refusal(2, MIB, dp=2, tp=2)
     assert "no mesh of 2 GPUs" in text and "memory" not in text
+
+
+@pytest.mark.parametrize("gpus", [3, 4, 6])
+def test_more_gpus_than_the_cluster_has_are_refused_with_what_does(gpus: int) -> None:
+    """Each change that is said is planned here: as many GPUs as do, and the cluster of the catalogue that has enough."""
+    program, laptop = program_of("deep"), load_cluster("laptop")
+    with pytest.raises(Infeasible, match=f"{gpus} GPUs were asked for, but the cluster laptop has 2") as refused:
+        make_plan(program, gpus, laptop)
+    changes = tried(str(refused.value))
+    assert [change.partition(" cpu")[0] for change in changes] == ["2 GPUs", "the cluster"], changes
+    assert make_plan(program, 2, laptop).gpus == 2
+    assert make_plan(program, gpus, load_cluster("cpu")).gpus == gpus
+
+
+def test_only_what_does_is_said_of_more_gpus_than_the_cluster_has() -> None:
+    """Two do not hold it; four of another cluster would."""
+    program, laptop = program_of("deep"), load_cluster("laptop")
+    of_two = Search(program=program, gpus=2, cluster=laptop, memory_limit_bytes=1, optimizer="adamw", precision="fp32", pins=Pins())
+    short = leanest(of_two)
+    assert short is not None
+    limit = int(short.needs_bytes) - 1
+    with pytest.raises(Infeasible) as refused:
+        make_plan(program, 4, laptop, memory_limit_bytes=limit)
+    changes = tried(str(refused.value))
+    with pytest.raises(Infeasible):
+        make_plan(program, 2, laptop, memory_limit_bytes=limit)
+    assert changes == ["the cluster cpu"]

@@ -1,11 +1,13 @@
 """What another training software cannot run, and what does not fit as it is configured, is refused with remedies that were planned."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from explain_cases import study_of
 from planner_programs import captured_of
 
+from autopar.cli import main
 from autopar.cli.stacks import planner_of
 from autopar.errors import Infeasible, PlanError
 from autopar.planner import Pins
@@ -15,6 +17,22 @@ from autopar.stacks.stack import beyond
 from autopar.stacks.today import compared, compared_json, compared_text
 
 pytestmark = pytest.mark.pure
+
+TARGET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+def net():
+    return Net(), (torch.ones(4, 8),)
+"""
 
 
 def study(gpus=4, memory=None, **asked):
@@ -115,3 +133,23 @@ def test_a_plan_says_for_which_software_it_is_and_pins_of_the_user_alone():
         said = {choice.name: choice.value for choice in explanation_of(plan).choices}
         assert (plan.software, said["pinned"], said["for"].partition(",")[0]) == (name, "dp=4", STACKS[name].title)
     assert "for" not in {choice.name for choice in explanation_of(study().plan).choices}
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--for", "megatron", "--pin", "zero=3"], 3),  # each may be asked for; no plan has both
+        (["--for", "composer", "--pin", "tp=2"], 3),
+        (["--for", "megatron", "--gpus", "3", "--cluster", "laptop"], 3),
+        (["--for", "megatrn"], 2),  # nothing has that name
+        (["--for", "megatron", "--pin", "zero=7"], 2),
+    ],
+)
+def test_a_plan_that_a_software_cannot_run_is_infeasible_and_a_wrong_name_is_wrong_usage(options, code, tmp_path, capsys):
+    target = tmp_path / "stacked.py"
+    target.write_text(TARGET)
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", f"{target}:net", "--gpus", "2", "--cluster", "cpu", "--json", *options])
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (stopped.value.code, said["exit_code"]) == (code, code)
+    assert ("Tried, and each would do" in said["message"]) == (code == 3), said

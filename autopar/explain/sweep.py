@@ -52,9 +52,6 @@ def sweep(
 
 
 def _answered(study: Study, asked: Asked) -> Plan | Refused | str:
-    have = asked.cluster.gpu_count
-    if have is not None and have < asked.gpus:
-        return f"the cluster {asked.cluster.name} has {have} GPUs"
     if study.stop():
         return "not tried: ended by Ctrl-C"
     try:

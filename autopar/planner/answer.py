@@ -19,7 +19,16 @@ from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
-from autopar.planner.shortfall import elsewhere_too, gpus_that_do, pins_that_do, shortfall_text, sizes_that_do, tried, values_that_do
+from autopar.planner.shortfall import (
+    clusters_that_do,
+    elsewhere_too,
+    gpus_that_do,
+    pins_that_do,
+    shortfall_text,
+    sizes_that_do,
+    tried,
+    values_that_do,
+)
 from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
@@ -139,6 +148,8 @@ def refusal(question: Question) -> Infeasible:
     """Why no candidate was found: which constraint binds, by how much, what was tried and would help; and the first reasons, of many."""
     if question.spaces is not None and isinstance(why := question.spaces(question.asked), str):
         return Infeasible(why + tried(elsewhere_too(question, values_that_do(question) or pins_that_do(question))))
+    if question.space.too_many:
+        return Infeasible(question.space.too_many + tried([*gpus_that_do(question), *clusters_that_do(question)]))
     if not any(True for _ in question.space.meshes()):
         pinned = ", ".join(f"{axis}={n}" for axis in AXES if (n := question.pins.of_axis(axis)) is not None)
         product = " x ".join(AXES)

@@ -27,15 +27,16 @@ from autopar.planner.fold import NotAlike
 from autopar.planner.modes import RECOMPUTES
 from autopar.planner.plan import MemoryPlan, Pins
 from autopar.planner.question import Question
+from autopar.planner.resources import usable_bytes
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Form, Mesh
-from cost_models.cluster import MOST_GPUS
+from cost_models.cluster import MOST_GPUS, list_clusters, load_cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS
 
 __all__ = [
-    "Short", "changes_that_do", "elsewhere_too", "gpus_that_do", "leanest", "memory_text", "pins_that_do", "shortfall_text",
-    "sizes_that_do", "tried", "values_that_do",
+    "Short", "changes_that_do", "clusters_that_do", "elsewhere_too", "gpus_that_do", "leanest", "memory_text", "pins_that_do",
+    "shortfall_text", "sizes_that_do", "tried", "values_that_do",
 ]  # fmt: skip
 
 MESHES = 12  # that are looked at for one change, those that split the most first
@@ -46,6 +47,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pins that may take memory beside those with a leaner value
 DOUBLINGS = 5  # of the GPUs
 SIZES = 4  # of a mesh axis that are tried in place of one that makes no mesh
+CLUSTERS = 3  # of the catalogue that are tried in place of one with too few GPUs
 NEAR = 4  # numbers of GPUs below those that were asked for that are tried
 BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
 SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
@@ -211,9 +213,24 @@ def pins_that_do(question: Question) -> list[str]:
 def gpus_that_do(question: Question) -> list[str]:
     """The most GPUs below those that were asked for on which there is a plan, of a few numbers that are tried."""
     batch = question.batch_size or 1
-    fewer = sorted({math.gcd(question.gpus, batch), *range(max(1, question.gpus - NEAR), question.gpus)}, reverse=True)
-    found = next((n for n in fewer if n < question.gpus and _fits(question, gpus=n)), None)
+    most = min(question.gpus - 1, question.cluster.gpu_count or question.gpus)
+    fewer = sorted({*(math.gcd(n, batch) for n in (question.gpus, most)), *range(max(1, most - NEAR + 1), most + 1)}, reverse=True)
+    found = next((n for n in fewer if n <= most and _fits(question, gpus=n)), None)
     return [f"{found} GPU{'s' * (found > 1)}"] if found else []
+
+
+def clusters_that_do(question: Question) -> list[str]:
+    """The cluster of the catalogue with as many GPUs as are asked for on which there is a plan. Those with GPUs of the same kind, or else
+    of like memory, are tried first."""
+    gpu = question.cluster.gpu
+    clusters = [c for name in list_clusters() if (c := load_cluster(name)).gpu_count is None or c.gpu_count >= question.gpus]
+    clusters.sort(key=lambda c: (c.gpu.name != gpu.name, c.gpu.host != gpu.host, abs(c.gpu.memory_bytes - gpu.memory_bytes)))
+    stated = question.memory_limit_bytes != usable_bytes(gpu)
+    for cluster in clusters[:CLUSTERS]:
+        limit = question.memory_limit_bytes if stated else usable_bytes(cluster.gpu)
+        if _fits(dataclasses.replace(question, cluster=cluster, store=None, memory_limit_bytes=limit)):
+            return [f"the cluster {cluster.name}"]
+    return []
 
 
 def _left_out(question: Question, names: Iterable[str]) -> Iterator[tuple[str, Pins]]:

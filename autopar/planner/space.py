@@ -122,8 +122,18 @@ class Space:
     pins: Pins
     batch: int | None
 
+    @property
+    def too_many(self) -> str:
+        """Why the cluster has not so many GPUs; empty where it has."""
+        have = self.cluster.gpu_count
+        if have is None or self.gpus <= have:
+            return ""
+        return f"{self.gpus} GPUs were asked for, but the cluster {self.cluster.name} has {have}"
+
     def meshes(self) -> Iterator[Mesh]:
-        """Every division of the GPUs among the axes that the pins allow."""
+        """Every division of the GPUs among the axes that the pins allow; none of more GPUs than the cluster has."""
+        if self.too_many:
+            return
         pinned = {axis: self.pins.of_axis(axis) for axis in AXES}
         if self.pins.blocks is not None:
             pinned[LAYERS] = len(self.pins.blocks) // (self.pins.virtual_stages or 1)
@@ -227,6 +237,8 @@ class Space:
 
     def refused(self) -> Iterator[str]:
         """Why there is no choice for a mesh that the pins allow."""
+        if self.too_many:
+            yield self.too_many
         for mesh in self.meshes():
             if not self.micro_batch_counts(mesh):
                 divides = f"a global batch of {self.batch} does not divide into {mesh.over('batch')} ranks" + self._counts_pin()
