@@ -282,6 +282,7 @@ def test_help_names_every_command(run) -> None:
         (["explain", "good.json", "--why", "w"], "autopar explain TARGET --plan good.json --why w"),
         (["explain", "good.json", "--why-not", "tp=2"], "autopar explain TARGET --plan good.json --why-not tp=2"),
         (["explain", "good.json", "--plan", "good.json"], "--plan is for a TARGET"),
+        (["explain", "models.py:net", "--plan", "good.json", "--cluster", "cpu"], "is a plan for the cluster dgx-h100"),
         (["sweep", "models.py:net", "--gpus", "2,x"], "'x' is no positive whole number"),
         (["sweep", "models.py:net", "--gpus", ","], "lists nothing"),
         (["sweep", "models.py:net", "--gpus", "2", "--memory", "lots"], "like '80GiB'"),

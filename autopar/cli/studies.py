@@ -89,6 +89,11 @@ def study_of(
         cluster = given.cluster if cluster == "auto" else cluster
         pins = _stated(given)
     described = choose_cluster(cluster)
+    if given is not None and described.name != given.cluster:
+        raise UsageError(
+            f"{plan_file} is a plan for the cluster {given.cluster}, and --cluster says {cluster}: leave it out, or ask "
+            f"--what-if cluster={cluster}"
+        )
     decide = wishes(
         count, cluster=cluster, memory=limit, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
         time_limit=time_limit,
