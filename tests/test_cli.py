@@ -156,7 +156,8 @@ def a_plan(**changes: object) -> Plan:
     """A consistent plan, as if made for a model of two blocks on two stages of two tensor-parallel ranks."""
     memory = MemoryPlan(
         parameters_bytes=4 * 2**20, gradients_bytes=4 * 2**20, optimizer_states_bytes=8 * 2**20, saved_activations_bytes=2**20,
-        largest_temporary_bytes=2**19, communication_buffers_bytes=0, framework_context_bytes=0, allocator_slack_bytes=2**18,
+        batch_bytes=2**10, largest_temporary_bytes=2**19, communication_buffers_bytes=0, framework_context_bytes=0,
+        allocator_slack_bytes=2**18,
     )  # fmt: skip
     stages = [
         StagePlan(
@@ -311,7 +312,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     good = msgspec.json.encode(a_plan())
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
-        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":4', b'"version":99'),
+        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":5', b'"version":99'),
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):

@@ -138,7 +138,7 @@ def test_another_precision_than_the_models_is_said() -> None:
         (b'{"name": "left-pad", "version": "1.0.0"}', "is not an autopar plan"),
         (b"[1, 2]", "is not an autopar plan"),
         (b'{"format": "autopar-plan", "version": 99}', "is a plan of version 99"),
-        (b'{"format": "autopar-plan", "version": 4, "model": "Net"}', "is a damaged plan"),
+        (b'{"format": "autopar-plan", "version": 5, "model": "Net"}', "is a damaged plan"),
     ],
 )
 def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, says: str) -> None:

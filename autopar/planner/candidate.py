@@ -147,6 +147,7 @@ def _memory_plan(e: Estimator, at: Mapping[str, int], held: float) -> MemoryPlan
         optimizer_state_bytes=at["optimizer_states"],
         optimizer=e.optimizer,
         activation_bytes_per_micro_batch=at["saved_activations"],
+        batch_bytes=at["batch"],
         largest_temporary_bytes=at["largest_temporary"],
         bucket_bytes=at["communication_buffers"],
         framework_context_bytes=e.cluster.gpu.context_bytes,

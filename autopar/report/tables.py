@@ -13,6 +13,7 @@ from autopar.report.words import MEMORY_TERMS, few, ranges, share_text
 __all__ = ["tables_text"]
 
 KINDS = 8  # of operators that are named in a row
+ALIKE = "framework_context"  # the term of memory that all ranks have alike
 
 
 def tables_text(plan: Plan) -> str:
@@ -96,11 +97,14 @@ def _stages(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     unit, factor = ("GiB", 2**30) if max(plan.memory_bytes) >= 2**30 else ("MiB", 2**20)
+    terms = {term: title for term, title in MEMORY_TERMS.items() if term != ALIKE}
     rows = []
     for i, stage in [(rank, plan.stages[plan.rank_of.index(rank)]) for rank in range(plan.mesh[LAYERS])]:
-        amounts = [getattr(stage.memory, f"{term}_bytes") for term in MEMORY_TERMS]
+        amounts = [getattr(stage.memory, f"{term}_bytes") for term in terms]
         rows.append((i, *(f"{amount / factor:.2f}" for amount in (*amounts, stage.memory.total_bytes))))
-    return f"memory of one rank, {unit}\n" + table(("rank" if plan.virtual_stages > 1 else "stage", *MEMORY_TERMS.values(), "all"), rows)
+    alike = f", all with {plan.stages[0].memory.framework_context_bytes / factor:.2f} of {MEMORY_TERMS[ALIKE]}"
+    headings = ("rank" if plan.virtual_stages > 1 else "stage", *terms.values(), "all")
+    return f"memory of one rank, {unit}{alike}\n" + table(headings, rows)
 
 
 def _strategies(plan: Plan) -> str:

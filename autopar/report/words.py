@@ -11,7 +11,8 @@ __all__ = ["MEMORY_TERMS", "counted", "few", "ranges", "rest_words", "scale_text
 
 MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its column
     "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer", "saved_activations": "activations",
-    "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context", "allocator_slack": "slack",
+    "batch": "batch", "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context",
+    "allocator_slack": "slack",
 }  # fmt: skip
 
 
