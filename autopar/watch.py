@@ -6,6 +6,7 @@ without what is recomputed or done by several ranks, divided by the peak of all 
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import sys
@@ -154,6 +155,10 @@ class Profiled:
     def step_s(self) -> float:
         """The median."""
         return sorted(self.steps_s)[len(self.steps_s) // 2]
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = [

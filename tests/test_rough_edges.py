@@ -183,6 +183,14 @@ def test_functions_that_new_processes_do_not_find() -> None:
 
 
 @pytest.mark.gloo
+def test_a_function_of_a_module_is_launched_from_standard_input() -> None:
+    """As from a notebook's cell: new processes import the function, and not the main module, which is no file."""
+    code = "import os, autopar\nprint(len(set(autopar.launch(os.getpid, gpus=2))), __file__)\n"
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, check=False)
+    assert done.stdout == "2 <stdin>\n", done.stderr
+
+
+@pytest.mark.gloo
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import autopar\ndef fn(): pass\nautopar.launch(fn, gpus=2)\n")

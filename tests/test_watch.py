@@ -49,7 +49,8 @@ def _measured(pins: dict[str, Any]) -> dict[str, Any]:
         runs.append((losses, whole_state(model), same))
     assert found is not None
     moved = difference(runs[0][1], runs[1][1])
-    return {"losses": [r[0] for r in runs], "state": moved, "same": runs[1][2], "found": found, "text": str(found)}
+    html = found and found._repr_html_()
+    return {"losses": [r[0] for r in runs], "state": moved, "same": runs[1][2], "found": found, "text": str(found), "html": html}
 
 
 @pytest.mark.gloo
@@ -71,6 +72,7 @@ def test_a_line_every_few_steps_and_a_profile_that_leaves_no_trace() -> None:
             assert 0 < found.mfu < 10
             assert found.memory_bytes > 0
             assert re.search(r"forward and backward +\S+ \S+ +\S+ \S+\n", told["text"])
+            assert told["html"] == f"<pre>{told['text']}</pre>"
 
 
 @pytest.mark.pure
