@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -135,3 +136,18 @@ def test_a_bar_on_a_terminal_only_and_only_later(monkeypatch: pytest.MonkeyPatch
     with working("another process"):
         pass
     assert terminal.getvalue() == before
+
+
+@pytest.mark.pure
+def test_a_bar_leaves_the_random_numbers_as_they_are() -> None:
+    """What it is drawn with draws one when it is imported, which a capture would take for the model's."""
+    code = (
+        "import random, sys\n"
+        "from autopar.progress import working\n"
+        "sys.stderr.isatty = lambda: True\n"
+        "before = random.getstate()\n"
+        "with working('planning'): pass\n"
+        "print('rich.progress' in sys.modules, random.getstate() == before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "True True\n", done
