@@ -11,7 +11,8 @@ from autopar.cli import main
 from autopar.cli.stacks import planner_of
 from autopar.errors import Infeasible, PlanError
 from autopar.planner import Pins
-from autopar.report.explanation import explanation_of
+from autopar.planner.answer import ended_by_user
+from autopar.report.explanation import cut_short, explanation_of
 from autopar.stacks import STACKS, Configuration, StackError, configuration_of, pins_of
 from autopar.stacks.stack import beyond
 from autopar.stacks.today import compared, compared_json, compared_text
@@ -153,3 +154,24 @@ def test_a_plan_that_a_software_cannot_run_is_infeasible_and_a_wrong_name_is_wro
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (stopped.value.code, said["exit_code"]) == (code, code)
     assert ("Tried, and each would do" in said["message"]) == (code == 3), said
+
+
+def test_a_search_for_a_software_that_is_stopped_has_an_honest_gap():
+    """It is of several searches, of which the first has a plan: the bound is below what the others would have found."""
+    whole = study(stack="megatron").plan
+    stopped = study(stack="megatron")
+    stopped.stop = lambda: True
+    found = stopped.plan
+    assert ended_by_user(found) and found.searched["unexplored"] > 0 and "cut short" in cut_short(found)
+    assert found.bound_s <= whole.step_time_s <= found.step_time_s and not cut_short(whole)
+    (note,) = [note for note in found.notes if "interrupt from the keyboard" in note]
+    assert f"{found.searched['unexplored']} of {found.searched['choices']} choices" in note
+
+
+@pytest.mark.parametrize("asked", [{"memory": 1}, {"pins": Pins(tp=3)}, {"pins": Pins(zero=3), "stack": "megatron"}], ids=str)
+def test_a_refusal_does_not_name_what_the_user_did_not_wait_for(asked):
+    found = study(**asked)
+    found.stop = lambda: True
+    with pytest.raises(Infeasible, match="What would do was not found out: ended by Ctrl-C") as refused:
+        _ = found.plan
+    assert "Tried" not in str(refused.value) and "No change" not in str(refused.value)

@@ -25,6 +25,7 @@ from autopar.planner.search import Search, answered
 from autopar.planner.store import Store
 from autopar.planner.wishes import WishError, for_loss_outside, with_notes
 from autopar.progress import working
+from autopar.report.words import counted
 from autopar.run.dtypes import itemsize_named
 from autopar.stacks import stack_of
 from autopar.stacks.spaces import as_configured, as_planned_for, best_within, deciding
@@ -126,7 +127,7 @@ class Study:
     def solve(self, asked: Asked) -> Plan | Refused:
         """The best plan for this, or why there is none. Plans are kept as those of `autopar.plan` are."""
         if asked not in self.answers:
-            with working(f"planning {asked.gpus} GPUs"):
+            with working(f"planning {counted(asked.gpus, 'GPU')}"):
                 self.answers[asked] = self._solved(asked)
         return self.answers[asked]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from autopar.errors import AutoparError
 from autopar.explain.study import Asked, Refused, Study
 from autopar.planner.plan import Plan
-from autopar.report.explanation import in_words, summary_of, time_of
+from autopar.report.explanation import cut_short, in_words, summary_of, time_of
 from autopar.report.sweep import Point, Series, Sweep
 from autopar.report.units import bytes_text
 from autopar.report.words import share_text
@@ -75,6 +75,7 @@ def _points(asked: Sequence[Asked], answers: Sequence[Plan | Refused | str]) -> 
             **common, step_time_s=found.step_time_s, gpu_seconds=made.gpu_seconds_per_step,  # type: ignore[arg-type]
             per_sample=made.gpu_seconds_per_step / found.global_batch if found.global_batch else None, work_per_s=made.work_per_s,
             memory_bytes=made.memory_bytes, mfu=made.mfu, efficiency=each / first if first else None, plan=in_words(found),
+            cut_short=cut_short(found),
         )  # fmt: skip
 
 

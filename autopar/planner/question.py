@@ -83,8 +83,8 @@ class Question:
     """recipe: of the training software; reduce_dtype: in which it brings gradients together (a name as of precision), None for that in
     which parameters rest. batch_size: the global batch, by default that of the program; with another one candidates can be priced, but no
     plan made. stated: what of the pins is the user's, None: all. spaces: what is searched under the user's pins, None: the pins themselves.
-    elsewhere: other training softwares, which a refusal may name. known: what was found out about ranks; said: about choices; unsure:
-    choices that were tried without proof that nothing fits."""
+    elsewhere: other training softwares, which a refusal may name. stop: whether the user has enough. known: what was found out about ranks;
+    said: about choices; unsure: choices that were tried without proof that nothing fits."""
 
     program: Program
     gpus: int
@@ -100,6 +100,7 @@ class Question:
     stated: Pins | None = None
     spaces: Spaces | None = None
     elsewhere: Sequence[Elsewhere] = ()
+    stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         if self.gpus > MOST_GPUS:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,10 @@ SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need
 MIB = 2.0**20
 
 
+class _Ended(Exception):
+    """The user has enough of what is tried."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Short:
     """The leanest choice: what its fullest stage needs, and of what."""
@@ -76,15 +80,13 @@ def shortfall_text(question: Question) -> str:
         f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
         f"GPU. It is {found.choice.words}{form}."
     )
-    changes = changes_that_do(question, found)
     stage = f"stage {found.stage} of {found.stages}" if found.stages > 1 else "fullest GPU"
     needs = (
         f"Its {stage} needs {gib(found.needs_bytes)} at the upper end of its interval, {gib(found.memory.total_bytes)} by the account: "
         f"{memory_text(found.memory)}."
     )
-    if changes:
-        return f"{text}{tried(changes)}\n{needs}"
-    return f"{text}\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory).\n{needs}"
+    nothing = f"\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory)."
+    return f"{text}{tried(lambda: changes_that_do(question, found)) or nothing}\n{needs}"
 
 
 def memory_text(memory: MemoryPlan) -> str:
@@ -176,9 +178,13 @@ def changes_that_do(question: Question, short: Short) -> list[str]:
     return elsewhere_too(question, [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])])
 
 
-def tried(changes: Sequence[str]) -> str:
-    """As the end of a refusal."""
-    return f"\nTried, and each would do: {'; '.join(changes)}." if changes else ""
+def tried(changes: Callable[[], Sequence[str]]) -> str:
+    """As the end of a refusal; also that they were not tried, where the user has enough."""
+    try:
+        found = changes()
+    except _Ended:
+        return "\nWhat would do was not found out: ended by Ctrl-C."
+    return f"\nTried, and each would do: {'; '.join(found)}." if found else ""
 
 
 def elsewhere_too(question: Question, changes: Sequence[str]) -> list[str]:
@@ -309,7 +315,9 @@ def _fits(
     question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None, first: Choice | None = None
 ) -> bool:
     """Whether a plan was found; the leanest choices alone are tried. pins: in place of the user's. first: a choice that is tried before
-    them."""
+    them. Raises _Ended."""
+    if question.stop():
+        raise _Ended
     for under in question.under(question.asked if pins is None else pins):
         other = question.other(
             gpus=gpus or question.gpus, pins=under, batch_size=question.batch_size, recipe=question.recipe,

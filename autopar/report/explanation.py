@@ -27,7 +27,7 @@ from cost_models.rests import rest_of
 
 __all__ = [
     "HOWS", "SCHEMA", "AxisView", "BlockView", "Choice", "Explanation", "Family", "Limit", "OperatorView", "Relief", "StageView", "Summary",
-    "TimePart", "explanation_of", "in_words", "mesh_words", "schema",
+    "TimePart", "cut_short", "explanation_of", "in_words", "mesh_words", "schema",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -241,12 +241,20 @@ def used_text(used: int, limit: int) -> str:
     return f"{first if used >= limit / 1000 else own} of {second} {unit}"
 
 
+def cut_short(plan: Plan) -> str:
+    """What is not known of a plan whose search was not taken to its end; empty for the others."""
+    if not plan.searched.get("unexplored", 0):
+        return ""
+    if not plan.bound_s:
+        return "the search was cut short: how much faster another plan could be is not known"
+    return f"the search was cut short: another plan may be faster by up to {max(plan.gap, 0.0):.1%}"
+
+
 def _proven(plan: Plan) -> str:
-    left = plan.searched.get("unexplored", 0)
+    if said := cut_short(plan):
+        return said
     if not plan.bound_s:
         return "how much faster another plan could be is not known"
-    if left:
-        return f"the search was cut short: another plan may be faster by up to {max(plan.gap, 0.0):.1%}"
     faster = 1 - plan.bound_s / plan.step_time_s if plan.step_time_s else 0.0
     tied = "; the fastest is less simple, and the predictions cannot tell which is faster" if plan.tie else ""
     if faster < 5e-4:

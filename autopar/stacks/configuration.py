@@ -168,5 +168,5 @@ def changes(today: Configuration, better: Configuration) -> Iterable[tuple[str, 
             continue
         if name == "shard":
             a, b = (c.parts if c.zero else None for c in (today, better))
-        if a is not None and a != b:
+        if None not in (a, b) and a != b:
             yield words, a, b
