@@ -120,8 +120,8 @@ def _group(size: int, every: int) -> str:
     """The first of an axis' groups of ranks."""
     if every == 1:
         return f"ranks 0-{size - 1}"
-    shown = [str(k * every) for k in range(min(size, 3))]
-    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 3 else "") + ", and so on"
+    shown = [str(k * every) for k in range(size if size <= 4 else 3)]
+    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 4 else "") + ", and so on"
 
 
 def _blocks(e: Explanation) -> str:
