@@ -142,7 +142,7 @@ def test_each_form_of_the_tensor_axis_is_named_and_none_needs_less_than_the_lean
     """Where what rests fits, and activations do not."""
     text = refusal(2, 10 * MIB, tp=2, micro_batches=1, recompute="none")
     lines = dict(re.findall(r"- memory: (.*?) needs ([\d.]+) GiB", text))
-    assert len(lines) > 1 and sum("sequence parallelism" in name or "tensor axis" in name for name in lines) == len(lines) - 1, text
+    assert len(lines) > 1 and sum("sequence parallelism" in name or "over tp" in name for name in lines) == len(lines) - 1, text
     found = leanest(searched(10 * MIB, tp=2, micro_batches=1, recompute="none"))
     assert found is not None and found.needs_bytes / 2**30 <= min(map(float, lines.values())) * 1.1, "its pieces, and what they share"
 

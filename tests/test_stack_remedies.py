@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from explain_cases import study_of
+from explain_cases import CASES, study_of
 from planner_programs import captured_of
 
 from autopar.cli import main
@@ -175,3 +175,12 @@ def test_a_refusal_does_not_name_what_the_user_did_not_wait_for(asked):
     with pytest.raises(Infeasible, match="What would do was not found out: ended by Ctrl-C") as refused:
         _ = found.plan
     assert "Tried" not in str(refused.value) and "No change" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_an_axis_that_splits_nothing_is_said_to_be_so_in_what_is_exported(name):
+    """Another software would split over it what it can, which is another plan."""
+    plan = CASES["launches"]().plan
+    assert plan.mesh["tp"] == 2 and "splits nothing" in explanation_of(plan).verdict
+    text = STACKS[name].text(configuration_of(plan))
+    assert "that tp 2 splits nothing in this plan: it does as much on 1 GPU" in text and "strategy of each operator" not in text

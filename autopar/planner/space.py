@@ -214,9 +214,10 @@ class Space:
             return ""
         if form.sequence is not None:
             return f", {'with' if form.sequence else 'without'} sequence parallelism"
+        axis = next(name for name, row in AXES.items() if row.forms)
         if form.byte_s:
-            return f", its tensor axis split to keep less (a GiB that is kept counts as {seconds_text(form.byte_s * 2**30)})"
-        return ", all of its tensor axis' work split" if form.split else ""
+            return f", split over {axis} so that less is kept for backward (at up to {seconds_text(form.byte_s * 2**30)} for a GiB)"
+        return f", all of its work split over {axis}" if form.split else ""
 
     @property
     def pinned_to_split(self) -> bool:
