@@ -184,3 +184,8 @@ def test_an_axis_that_splits_nothing_is_said_to_be_so_in_what_is_exported(name):
     assert plan.mesh["tp"] == 2 and "splits nothing" in explanation_of(plan).verdict
     text = STACKS[name].text(configuration_of(plan))
     assert "that tp 2 splits nothing in this plan: it does as much on 1 GPU" in text and "strategy of each operator" not in text
+
+
+def test_an_axis_that_splits_nothing_is_no_advice():
+    found = compared(STACKS["deepspeed"], Configuration(dp=2, zero=0), 2, 8, planner_of(CASES["launches"]()))
+    assert found.free.mesh["tp"] == 2 and "splits nothing in it" in " ".join(compared_text(found).split())

@@ -41,8 +41,8 @@ def sweep(
         series.append(Series(name=", ".join(x for x in several if x), gpus=[x.gpus for x in asked], stops_at=stops_at, why=why))
     units = (x.samples_unit for x in study.answers.values() if isinstance(x, Plan))
     fits = [k for k, point in enumerate(points) if point.step_time_s is not None]
-    refused = [(x.gpus, x.limit_bytes, answer) for x, answer in study.answers.items() if isinstance(answer, Refused)]
-    remedy = str(max(refused, key=lambda x: x[:2])[2].error) if refused and not fits and not study.stop() else ""
+    refused = [(not x.search.space.too_many, a.gpus, a.limit_bytes, x) for a, x in study.answers.items() if isinstance(x, Refused)]
+    remedy = str(max(refused, key=lambda x: x[:3])[3].error) if refused and not fits and not study.stop() else ""
     return Sweep(
         model=study.program.name, schema=1, unit=next(units, "samples"), points=points, series=series,
         cheapest=min(fits, key=lambda k: (points[k].per_sample or points[k].gpu_seconds or 0.0, points[k].gpus), default=None),

@@ -21,7 +21,7 @@ import msgspec
 
 from autopar.axes import AXES
 from autopar.errors import Infeasible, PlanError
-from autopar.planner.candidate import GIB, Candidate, candidate_of, gib
+from autopar.planner.candidate import GIB, Candidate, candidate_of
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.modes import RECOMPUTES
@@ -30,6 +30,7 @@ from autopar.planner.question import Question
 from autopar.planner.resources import usable_bytes
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Form, Mesh
+from autopar.report.units import bytes_text
 from cost_models.cluster import MOST_GPUS, list_clusters, load_cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS
@@ -77,13 +78,13 @@ def shortfall_text(question: Question) -> str:
     limit = question.memory_limit_bytes
     form = question.space.formed(found.choice.form)
     text = (
-        f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
-        f"GPU. It is {found.choice.words}{form}."
+        f"The binding constraint is memory: the leanest candidate is {bytes_text(max(1.0, found.needs_bytes - limit))} short of "
+        f"{bytes_text(limit)} a GPU. It is {found.choice.words}{form}."
     )
     stage = f"stage {found.stage} of {found.stages}" if found.stages > 1 else "fullest GPU"
     needs = (
-        f"Its {stage} needs {gib(found.needs_bytes)} at the upper end of its interval, {gib(found.memory.total_bytes)} by the account: "
-        f"{memory_text(found.memory)}."
+        f"Its {stage} needs {bytes_text(found.needs_bytes)} at the upper end of its interval, {bytes_text(found.memory.total_bytes)} by "
+        f"the account: {memory_text(found.memory)}."
     )
     nothing = f"\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory)."
     return f"{text}{tried(lambda: changes_that_do(question, found)) or nothing}\n{needs}"
@@ -92,7 +93,7 @@ def shortfall_text(question: Question) -> str:
 def memory_text(memory: MemoryPlan) -> str:
     """The terms, the largest first."""
     terms = {name.replace("_", " "): size for name, size in memory.terms.items()}
-    return ", ".join(f"{gib(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
+    return ", ".join(f"{bytes_text(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
 
 
 def leanest(question: Question) -> Short | None:

@@ -12,7 +12,9 @@ from autopar.planner.plan import Pins, Plan
 from autopar.planner.words import axis_words
 from autopar.report.columns import wrapped
 from autopar.report.explanation import cut_short
+from autopar.report.limits import idle_axes
 from autopar.report.units import bytes_text, seconds_text, table
+from autopar.report.words import counted
 from autopar.stacks.configuration import Configuration, changes, configuration_of, pins_of
 from autopar.stacks.remedies import Price, Remedy, of_another_batch, of_another_size, remedies, remedies_text
 from autopar.stacks.stack import Stack, StackError
@@ -118,12 +120,18 @@ def compared_text(found: Compared) -> str:
             same = next((other for other, text in said.items() if text == listed), None)
             parts.append(f"{name} changes the same" if same is not None else f"{name} changes\n{listed}")
             said[name] = listed
+    parts += [wrapped(f"{name}: {_idle(x, axis)}") for name, x in _rows(found) if isinstance(x, Plan) for axis in idle_axes(x)]
     parts += [wrapped(f"{name}: {more}") for name, x in _rows(found) if isinstance(x, Plan) and (more := cut_short(x))]
     if found.ended:
         parts.append("ended by Ctrl-C: not all was tried")
     if found.configuration.said:
         parts.append("read, and not priced as it stands\n" + "\n".join(wrapped(x, "    ", "  - ") for x in found.configuration.said))
     return "\n\n".join(parts)
+
+
+def _idle(plan: Plan, axis: str) -> str:
+    n = plan.mesh[axis]
+    return f"{axis} {n} splits nothing in it, all of its ranks do the same work: {counted(plan.gpus // n, 'GPU')} would do as much"
 
 
 def _verdict(found: Compared) -> str:
