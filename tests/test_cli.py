@@ -509,8 +509,9 @@ def test_the_demos_batches_are_the_same_for_every_caller() -> None:
 
 def test_seconds_and_counts() -> None:
     assert [seconds_text(s) for s in (0, 3.1e-6, 0.0124, 1.24, 1234)] == ["0 s", "3.1 us", "12.4 ms", "1.24 s", "1,234 s"]
+    assert [seconds_text(s) for s in (0.9996, 999.7e-6)] == ["1,000 ms", "1,000 us"], "not 1e+03"
     assert [bytes_text(n) for n in (512, 1536, 80 * 2**30)] == ["512 B", "1.50 KiB", "80.00 GiB"]
-    assert [count_text(n) for n in (950, 10.7e6, 8.03e9)] == ["950", "10.7M", "8.03B"]
+    assert [count_text(n) for n in (950, 999.7, 10.7e6, 8.03e9)] == ["950", "1,000", "10.7M", "8.03B"]
 
 
 def test_a_table_sets_figures_flush_right() -> None:

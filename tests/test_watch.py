@@ -73,6 +73,7 @@ def test_a_line_every_few_steps_and_a_profile_that_leaves_no_trace() -> None:
             assert 0 < found.mfu < 10
             assert found.memory_bytes > 0
             assert re.search(r"forward and backward +\S+ \S+ +\S+ \S+\n", told["text"])
+            assert "e+" not in told["text"]
             assert told["html"] == f"<pre>{told['text']}</pre>"
 
 
