@@ -80,7 +80,7 @@ def megatron(model: nn.Module, batch: Batch) -> ByHand | None:
         own = replace(dims, hidden=dims.hidden // ranks, heads=dims.heads // ranks, kv_heads=dims.kv_heads // ranks)
         for module in model.modules():
             if hasattr(module, "query"):
-                module.d = own  # each rank has its part of the heads
+                module.d = own  # type: ignore[assignment]  # each rank has its part of the heads
         last = {name: name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         styles = {name: ColwiseParallel() for name, end in last.items() if end in COLUMNS}
         styles |= {name: RowwiseParallel() for name, end in last.items() if end in ROWS}

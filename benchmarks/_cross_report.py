@@ -85,8 +85,9 @@ def _score(scored: Sequence[Figures], found: Sequence[Figures]) -> Figure:
     taus = [t for pairs in groups.values() if len(pairs) >= LEAST_GROUP and (t := tau(pairs)) is not None]
     regrets = [regret_of(chosen(g), g) for g in groups_of(found)] if found else []
     return {
-        "runs": len(timed), "time": times and times.median_ape, "time_90": times and times.p90_ape, "bias": times and times.bias,
-        "inside": times and times.inside, "memory": memory and memory.median_ape, "memory_inside": memory and memory.inside,
+        "runs": len(timed), "time": times.median_ape if times else None, "time_90": times.p90_ape if times else None,
+        "bias": times.bias if times else None, "inside": times.inside if times else None,
+        "memory": memory.median_ape if memory else None, "memory_inside": memory.inside if memory else None,
         "tau": statistics.median(taus) if taus else None, "groups": len(regrets),
         "regret": statistics.median(regrets) if regrets else None, "regret_mean": statistics.fmean(regrets) if regrets else None,
         "regret_worst": max(regrets, default=None),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -38,7 +39,8 @@ class Fitted:
     def __init__(self, forms: Sequence[Form], gpus: Sequence[Gpu]) -> None:
         self.forms, self.gpus = forms, gpus
         compute, compute_s, written_s, memory, memory_s, times, passes = [], [], [], [], [], [], []
-        links, hosts, gathers, scatters, rows = [], [], [], [], []
+        links = list[Any]()
+        hosts, gathers, scatters, rows = [], [], [], []
         self._first_pass, self._first_figure, figures = [], [], 0
         place = {name: k for k, name in enumerate((*(c for c in OP_CLASSES if c != "view"), ""))}
         for row, form in enumerate(forms):

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -138,12 +139,13 @@ class Forms:
         if any(x.is_cast for x in p.candidate.estimator.params.values()):
             raise NotImplementedError("parameters that are cast where they are used have no form")
         e, part = p.candidate.estimator, p.candidate.part
-        plain = dataclasses.replace(e.recipe, **dict.fromkeys(SOFTWARE_S, 0.0))
+        nothing: dict[str, Any] = dict.fromkeys(SOFTWARE_S, 0.0)
+        plain = dataclasses.replace(e.recipe, **nothing)
         form, figures = _read(self._varied(e, plain, 0.0), part)
         slopes = {}
         varied: dict[str, tuple[Recipe, float]] = {"launch_s": (plain, VARIED_S)}
         if p.run.gpus > p.run.cluster.gpus_per_node:  # inside a node these constants are of nothing
-            varied |= {name: (dataclasses.replace(plain, **{name: VARIED_S}), 0.0) for name in SOFTWARE_S}
+            varied |= {name: (dataclasses.replace(plain, **{**nothing, name: VARIED_S}), 0.0) for name in SOFTWARE_S}
         for name, (other, launch_s) in varied.items():
             values = _read(self._varied(e, other, launch_s), part)[1]
             slopes[name] = [(b - a) / VARIED_S for a, b in zip(figures, values, strict=True)]

@@ -93,6 +93,8 @@ class Vit(nn.Module):
 class StateSpace(nn.Module):
     """Mamba-like: gated blocks of a short causal convolution and a decaying sum over the past, in closed form."""
 
+    decay: Tensor
+
     def __init__(self, width: int = 128, layers: int = 3, length: int = 128) -> None:
         super().__init__()
         self.enter = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))

@@ -1,24 +1,24 @@
 """All programs of `traps`: importing this enters them into the table."""
 
-from benchmarks import _traps_calls as _calls
-from benchmarks import _traps_changes as _changes
-from benchmarks import _traps_evaluation as _evaluation
-from benchmarks import _traps_holders as _holders
-from benchmarks import _traps_modules as _modules
-from benchmarks import _traps_objects as _objects
-from benchmarks import _traps_optimizers as _optimizers
-from benchmarks import _traps_outputs as _outputs
-from benchmarks import _traps_parts as _parts
-from benchmarks import _traps_random as _random
-from benchmarks import _traps_recapture as _recapture
-from benchmarks import _traps_rules as _rules
-from benchmarks import _traps_settings as _settings
-from benchmarks import _traps_state as _state
-from benchmarks import _traps_together as _together
-from benchmarks import _traps_tools as _tools
-from benchmarks import _traps_training as _training
-from benchmarks import _traps_wrapped as _wrapped
 from benchmarks._traps_kit import PROGRAMS
+from benchmarks.trap_programs import calls as _calls
+from benchmarks.trap_programs import changes as _changes
+from benchmarks.trap_programs import evaluation as _evaluation
+from benchmarks.trap_programs import holders as _holders
+from benchmarks.trap_programs import modules as _modules
+from benchmarks.trap_programs import objects as _objects
+from benchmarks.trap_programs import optimizers as _optimizers
+from benchmarks.trap_programs import outputs as _outputs
+from benchmarks.trap_programs import parts as _parts
+from benchmarks.trap_programs import random as _random
+from benchmarks.trap_programs import recapture as _recapture
+from benchmarks.trap_programs import rules as _rules
+from benchmarks.trap_programs import settings as _settings
+from benchmarks.trap_programs import state as _state
+from benchmarks.trap_programs import together as _together
+from benchmarks.trap_programs import tools as _tools
+from benchmarks.trap_programs import training as _training
+from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -148,12 +149,12 @@ def _figures(found: Sequence[Prediction]) -> dict[str, float | None]:
     times = score([p.step_time_s / p.run.step_time_s - 1 for p in scored if p.run.step_time_s])
     memories = score([p.memory_bytes / p.run.memory_bytes - 1 for p in scored if p.run.memory_bytes])
     groups = groups_of(found)
-    regret = summary(groups) if groups else {}
+    regret: dict[str, Any] = summary(groups) if groups else {}
     return {
         "time_median_ape": times.median_ape if times else None, "time_p90_ape": times.p90_ape if times else None,
         "memory_median_ape": memories.median_ape if memories else None,
         "regret_median": regret.get("median"), "regret_mean": regret.get("mean"),
-    }  # type: ignore[dict-item]  # fmt: skip
+    }  # fmt: skip
 
 
 def _report(figures: dict[str, dict[str, float | None]], console: Console) -> None:

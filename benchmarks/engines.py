@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -265,7 +265,8 @@ def _fsdp2(size: Size, micro_batches: int, plan_file: str) -> Trained:
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Trained(_stepper(model, _part(size)), lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    whole = StateDictOptions(full_state_dict=True)
+    return Trained(_stepper(model, _part(size)), lambda: cast("dict[str, Tensor]", get_model_state_dict(model, options=whole)))
 
 
 class _Half(nn.Module):
@@ -277,7 +278,7 @@ class _Half(nn.Module):
         half = len(layers) // 2
         self.tokens = None if last else model.get_submodule("tokens")
         self.positions = None if last else model.get_submodule("positions")
-        self.layers = nn.ModuleDict(layers[half:] if last else layers[:half])
+        self.layers = nn.ModuleDict(dict(layers[half:] if last else layers[:half]))
         self.norm = model.get_submodule("norm") if last else None
         self.head = model.get_submodule("head") if last else None
 

@@ -118,7 +118,7 @@ def differences(theirs: Candidate, ours: Candidate) -> list[str]:
         "micro-batches": (theirs.rank.micro_batches, ours.rank.micro_batches),
         "zero": (theirs.rest.zero, ours.rest.zero),
         "sharded over": (theirs.shard, ours.shard),
-        "sequence parallel": (theirs.form.sequence, ours.form.sequence),
+        "sequence parallel": (theirs.form and theirs.form.sequence, ours.form and ours.form.sequence),
         "pieces recomputed": (len(theirs.part.recomputed), len(ours.part.recomputed)),
         "cuts": (tuple(theirs.part.cuts), tuple(ours.part.cuts)),
     }

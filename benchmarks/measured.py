@@ -207,8 +207,8 @@ def _row(name: str, plan: Plan | None, chosen: bool, repeats: Sequence[Sequence[
     steps = [] if refused else [lower_quartile([max(each) for each in zip(*(r.steps_s for r in ranks), strict=True)]) for ranks in repeats]
     wall_s = sum(max(r.wall_s for r in ranks) for ranks in repeats)
     return Row(
-        name=f"chosen: {_said(plan)}" if chosen and plan else name, chosen=chosen, predicted_s=plan and plan.step_time_s,
-        predicted_bytes=plan and max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages),
+        name=f"chosen: {_said(plan)}" if chosen and plan else name, chosen=chosen, predicted_s=plan.step_time_s if plan else None,
+        predicted_bytes=max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages) if plan else None,
         step_s=None if refused else min(steps), spread=max(steps) / min(steps) - 1 if not refused else 0.0,
         memory_bytes=None if refused else memory_bytes,
         cpu=sum(r.cpu_s for ranks in repeats for r in ranks) / wall_s / cores if wall_s else 0.0, refused=refused,

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     unknown = [n for n in names if n not in MODELS]
     if unknown or not names:
         parser.error(f"--model: {', '.join(unknown) or 'nothing'} is none of {', '.join(MODELS)}")
-    depths = [int(n) for n in args.layers.split(",") if n] or [None]
+    depths: list[int | None] = [int(n) for n in args.layers.split(",") if n] or [None]
     if depths != [None] and any(not MODELS[n].layers for n in names):
         parser.error(f"--layers: {', '.join(n for n in names if not MODELS[n].layers)} is no stack of equal layers")
     if args.here:

@@ -6,10 +6,11 @@ An action is named by its place among those of all ranks, a message by the actio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cost_models.actions import UNITS, Action, ScheduleError, rank_of_stages
 
-__all__ = ["Fast", "Numbered"]
+__all__ = ["Fast", "Numbered", "Path"]
 
 
 class Numbered:
@@ -69,6 +70,18 @@ class Numbered:
         return begins, ends
 
 
+class Path(NamedTuple):
+    """How many passes of each stage are on a path of actions."""
+
+    forwards: tuple[int, ...]
+    backwards: tuple[int, ...]
+
+    def seconds(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
+        """Of passes of these seconds, by stage."""
+        pairs = ((self.forwards, forward_s), (self.backwards, backward_s))
+        return sum(n * s for counts, seconds in pairs for n, s in zip(counts, seconds, strict=True))
+
+
 class Fast:
     """The makespan of one step's actions for any seconds, without its events."""
 
@@ -92,9 +105,25 @@ class Fast:
             before[rank] = at
 
     def makespan_s(self, forward_s: Sequence[float], backward_s: Sequence[float], p2p_s: float) -> float:
+        return max(self._ends(forward_s, backward_s, p2p_s))
+
+    def longest_path(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> Path:
+        """Of actions that wait for one another, without transfers."""
+        end = self._ends(forward_s, backward_s, 0.0)
+        counts = [0] * 3 * self.stages
+        nothing = len(self._steps)
+        at = max(range(nothing), key=end.__getitem__, default=nothing)
+        while at != nothing:
+            d, before, need, _ = self._steps[at]
+            counts[d] += 1
+            at = before if end[before] >= end[need] else need
+        return Path(tuple(counts[: self.stages]), tuple(counts[self.stages : 2 * self.stages]))
+
+    def _ends(self, forward_s: Sequence[float], backward_s: Sequence[float], p2p_s: float) -> list[float]:
+        """When each action ends, in an order in which they can run; the last one is that of nothing."""
         duration = [*forward_s, *backward_s, *[0.0] * self.stages]
         end = [0.0] * (len(self._steps) + 1)
         for k, (d, before, need, moved) in enumerate(self._steps):
             start, arrived = end[before], end[need] + p2p_s if moved else end[need]
             end[k] = (start if start >= arrived else arrived) + duration[d]
-        return max(end)
+        return end

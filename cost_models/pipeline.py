@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from cost_models.actions import Action, Ranks, alone, peaks, rank_of_stages, simulate
 from cost_models.exchanges import Exchange, exchanges
 from cost_models.holds import OnRank, situations
-from cost_models.numbered import Fast
+from cost_models.numbered import Fast, Path
 
 __all__ = ["SCHEDULES", "Flow", "Schedule", "exchanged", "flow", "in_flight", "schedule", "simulate", "step_time_s"]
 
@@ -142,6 +142,11 @@ class Flow:
     def stages(self) -> int:
         return len(self.rank_of)
 
+    @property
+    def closed_form(self) -> bool:
+        """Whether a step is priced by a closed form: the work of one micro-batch, and the others' on the slowest stage, at least."""
+        return self.chunks == 1 and SCHEDULES[self.schedule].closed_form is not None
+
     def on_rank(self, rank: int) -> OnRank:
         """The stages that a rank holds, and what it holds of them while its passes run."""
         few = _like(self.schedule, self.ranks, self.micro_batches)
@@ -154,6 +159,14 @@ class Flow:
     def least_s(self, work_s: float) -> float:
         """No step is priced below this. work_s: of one micro-batch through all stages."""
         return SCHEDULES[self.schedule].least_s(work_s, self.ranks, self.chunks, self.micro_batches)
+
+    def longest_path(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> Path | None:
+        """The passes on a longest path of actions that wait for one another: no step of other seconds is priced below what these take.
+        None where a step has a closed form, or is not simulated whole."""
+        row, m = SCHEDULES[self.schedule], self.micro_batches
+        if self.closed_form or _simulated(self.schedule, self.ranks, self.chunks, m) < m:
+            return None
+        return _fast(self.schedule, self.ranks, self.chunks, m, row).longest_path(forward_s, backward_s)
 
 
 def _check(kind: str, ranks: int, chunks: int, micro_batches: int) -> None:
@@ -209,12 +222,17 @@ def step_time_s(
     row = SCHEDULES[kind]
     if row.closed_form is not None and chunks == 1:
         return row.closed_form(forward_s, backward_s, micro_batches, p2p_s)
-    few = _like(kind, ranks, micro_batches, LONG // (2 * ranks * ranks * chunks))
+    few = _simulated(kind, ranks, chunks, micro_batches)
     total_s = _fast(kind, ranks, chunks, few, row).makespan_s(forward_s, backward_s, p2p_s)
     if few < micro_batches:
         fewer_s = _fast(kind, ranks, chunks, few - ranks, row).makespan_s(forward_s, backward_s, p2p_s)
         total_s += (total_s - fewer_s) * ((micro_batches - few) // ranks)
     return max(total_s, row.least_s(sum(forward_s) + sum(backward_s), ranks, chunks, micro_batches))
+
+
+def _simulated(kind: str, ranks: int, chunks: int, micro_batches: int) -> int:
+    """Of so many micro-batches, those that are simulated."""
+    return _like(kind, ranks, micro_batches, LONG // (2 * ranks * ranks * chunks))
 
 
 def _like(kind: str, ranks: int, micro_batches: int, rounds: int = ROUNDS) -> int:

@@ -200,6 +200,8 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
         return {"__defaults__": holder.__defaults__, "__kwdefaults__": holder.__kwdefaults__}
     if isinstance(holder, type):
         return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
+    if type(holder) is dict and keys is None:
+        return holder.copy()
     if isinstance(holder, dict):
         return dict(dict.items(holder)) if keys is None else {k: dict.get(holder, k, ABSENT) for k in keys}
     return frozenset(set.__iter__(holder)) if isinstance(holder, set) else tuple(_base(holder).__iter__(holder))

@@ -31,6 +31,7 @@ class Draft:
     """The stages of a choice by the account of its pieces. bound_s: no other stages of it are faster."""
 
     choice: Choice
+    estimator: Estimator
     part: Partition
     times: Times
     bound_s: float
@@ -113,6 +114,13 @@ def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span,
     """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
     not counted), or in the optimizer's update; and how much further the interval of another moment reaches. spans: of each of its stages,
     and what runs again in it; late: parameters that several ranks use."""
+    key = rank, *spans.items(), late
+    if key not in e.memory_plans:
+        e.memory_plans[key] = _memory_of(e, rank, spans, late)
+    return e.memory_plans[key]
+
+
+def _memory_of(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> MemoryPlan:
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
     params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
     activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]

@@ -19,7 +19,7 @@ from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
-__all__ = ["Exchange", "Once", "Sent"]
+__all__ = ["Exchange", "LeastOnce", "Once", "Sent"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,16 @@ class Once:
             free_s = exposed_gathers_s([s for _, s in self.gathers], forward_s, [n for n, _ in self.gathers])
             exposed_s += self.taken * gathers_s + (1 - self.taken) * free_s
         return exposed_s + self.last_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeastOnce:
+    """Seconds below which no `Once` is that parameters are in, whatever others are in it: each byte as one of a full bucket, which is the
+    cheapest. Of several sets of parameters these add up."""
+
+    reduced_s: float
+    gathers_s: float
+    last_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +144,23 @@ class Exchange:
             reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, taken=self.taken,
             overlaps_reduction=self.recipe.overlaps_reduction, overlaps_gathers=self.recipe.overlaps_gathers,
         )  # fmt: skip
+
+    def least_once(self, params: Collection[ParamBytes]) -> LeastOnce:
+        """Of these among the parameters of a rank."""
+        trained, bucket = [p for p in params if p.trainable], self.recipe.bucket_bytes
+        parts = [p for p in trained if p.in_parts]
+        reduced_s = gathers_s = last_s = 0.0
+        for axes, nbytes in self._by_axes([p for p in trained if not p.in_parts]).items():
+            reduced_s += nbytes / bucket * self.pricer.joint_s("all_reduce", bucket, axes)
+        copies_s = sum(nbytes / bucket * self._copies_s(bucket, axes) for axes, nbytes in self._by_axes(parts).items())
+        if self.rest.reduced == "pass":
+            last_s = copies_s
+        else:
+            in_parts_s = copies_s + self._sent_bytes([p for p in parts if p.summed]) / bucket * self._parts_s("reduce_scatter", bucket)
+            reduced_s, last_s = (reduced_s, in_parts_s) if self.rest.gathered == "use" else (reduced_s + in_parts_s, 0.0)
+        if self.rest.gathered == "step":
+            gathers_s = sum(p.local_bytes for p in parts) / bucket * self._parts_s("all_gather", bucket)
+        return LeastOnce(reduced_s=reduced_s, gathers_s=gathers_s, last_s=last_s)
 
     def in_a_pass(self, units: Iterable[tuple[float, float]]) -> Iterator[Sent]:
         """Of units that are gathered where they are used, in forward and in backward, and of their gradients: (bytes, of gradients)."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from autopar.axes import BATCH
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, Draft
+from autopar.planner.estimate import Estimator
 from cost_models.cluster import Cluster
 from cost_models.uncertainty import SPREADS, step_spread
 
@@ -21,24 +22,25 @@ UPDATE = "optimizer"
 _LATENCIES = ("start_simple_s", "start_low_latency_s", "hop_simple_s", "hop_low_latency_s")
 
 
-def seconds_by_kind(c: Candidate) -> dict[str, float]:
+def seconds_by_kind(c: Candidate | Draft) -> dict[str, float]:
     """Kind -> seconds of a step, the most first; they add up to the step."""
     estimator, part = c.estimator, c.part
+    times = estimator.times(part)
     bounds, seconds = (0, *part.cuts, len(estimator.segments)), estimator.seconds()
     known: dict[tuple[int, int], dict[str, float]] = {}
     of_ranks: dict[int, list[dict[str, float]]] = {}
     for s, (i, j) in enumerate(pairwise(bounds)):
         for k in range(i, j):
-            block = c.segments[k].block
+            block = estimator.segments[k].block
             alike = (block, part.modes[k]) if block >= 0 else (~k, 0)  # instances of a block in one mode
             if alike not in known:
-                known[alike] = _of_piece(c, k, sum(seconds[k]))
-            of_ranks.setdefault(c.flow.rank_of[s], []).append(known[alike])
+                known[alike] = _of_piece(estimator, k, part.modes[k], sum(seconds[k]))
+            of_ranks.setdefault(estimator.flow.rank_of[s], []).append(known[alike])
     busiest = max((_sum(pieces) for pieces in of_ranks.values()), key=lambda kinds: sum(kinds.values()))
     micro_batch_s = sum(busiest.values())
-    scale = (c.compute_s + c.bubble_s) / micro_batch_s if micro_batch_s else 0.0
+    scale = (times.compute_s + times.bubble_s) / micro_batch_s if micro_batch_s else 0.0
     found = _sum(
-        [{kind: s * scale for kind, s in busiest.items()}, {_links(c, BATCH): c.gradient_sync_s}, {UPDATE: c.optimizer_s}]
+        [{kind: s * scale for kind, s in busiest.items()}, {_links(estimator, BATCH): times.sync_s}, {UPDATE: times.optimizer_s}]
     )
     return dict(sorted(((kind, s) for kind, s in found.items() if s > 0), key=lambda item: -item[1]))
 
@@ -51,10 +53,10 @@ def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
+def _of_piece(e: Estimator, k: int, mode: int, seconds: float) -> dict[str, float]:
     """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
-    ledger, span = c.rank.ledger, c.segments[k].span
-    ops, costs = c.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
+    ledger, span = e.rank.ledger, e.segments[k].span
+    ops, costs = e.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
     exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop))[:2])
     passes = []
     for way in (0, 1):
@@ -64,16 +66,16 @@ def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
             # of both ways together only the sum is known of what is communication
             share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0
             own = MEASURED if cost.measured else cost.counts.op_class
-            kinds = _sum([kinds, {own: device_s * (1 - share)}, {_links(c, str(op.kwarg("axis"))): device_s * share} if share else {}])
+            kinds = _sum([kinds, {own: device_s * (1 - share)}, {_links(e, str(op.kwarg("axis"))): device_s * share} if share else {}])
         host_s = sum(cost.host_s[way] for cost in costs)
         passes.append({LAUNCHES: host_s} if host_s > sum(kinds.values()) else kinds)
-    again_s, forward_s = c.estimator.pieces[k].modes[c.part.modes[k]].again_s, sum(passes[0].values())
+    again_s, forward_s = e.pieces[k].modes[mode].again_s, sum(passes[0].values())
     again = {kind: s * again_s / forward_s for kind, s in passes[0].items()} if again_s and forward_s else {}
-    return _sum([*passes, again, {_links(c, BATCH): exposed_s} if exposed_s > 0 else {}])
+    return _sum([*passes, again, {_links(e, BATCH): exposed_s} if exposed_s > 0 else {}])
 
 
-def _links(c: Candidate, axis: str) -> str:
-    return INSIDE if c.estimator.pricer.per_node(axis) == c.mesh.sizes()[axis] else BETWEEN
+def _links(e: Estimator, axis: str) -> str:
+    return INSIDE if e.pricer.per_node(axis) == e.rank.mesh.sizes()[axis] else BETWEEN
 
 
 def spread_of(seconds: Mapping[str, float], cluster: Cluster) -> float:

@@ -191,6 +191,7 @@ class _Stages:
     _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
     _every: dict[bool, EveryStage] = field(default_factory=dict)  # in the leanest modes, and in the fastest
     _bytes: dict[tuple[bool, int], Seconds] = field(default_factory=dict)  # by that and micro-batches in flight
+    _fits: dict[tuple[bool, int], NDArray[numpy.bool_]] = field(default_factory=dict)  # the same
     _tables: dict[int, Seconds] = field(default_factory=dict)  # by micro-batches in flight: of runs, seconds (not known yet: nan)
 
     def __post_init__(self) -> None:
@@ -207,6 +208,7 @@ class _Stages:
             self.trained.append(self.trained[-1] + p.trains)
         self.of_span, self.runs = _runs_of_spans(tuple(self.kind))
         ends, trained = numpy.array(self.busy), numpy.array(self.trained)
+        self.ends = ends
         self.between = ends[None, :] - ends[:, None]  # from the first piece of a stage to the one behind it: seconds
         self.open = (self.of_span >= 0) & ((self.stages == 1) | (trained[None, :] > trained[:, None]))
         self.named: dict[int, list[tuple[int, int]]] = {}  # the stages of which something is known that their pieces do not say
@@ -221,7 +223,10 @@ class _Stages:
 
     def fits(self, s: int, *, plain: bool) -> NDArray[numpy.bool_]:
         """Of stage s as [i, j): whether it can fit in any modes; plain: whether it does if nothing runs again beyond what must."""
-        return self._stage_bytes(self.in_flight[s], plain) <= self.limit_bytes
+        key = plain, self.in_flight[s]
+        if key not in self._fits:
+            self._fits[key] = self._stage_bytes(self.in_flight[s], plain) <= self.limit_bytes
+        return self._fits[key]
 
     def _stage_bytes(self, in_flight: int, plain: bool) -> Seconds:
         if plain not in self._every:
@@ -292,6 +297,8 @@ class _Stages:
             there = numpy.flatnonzero(again_s < math.inf)
             if not len(there):
                 return None
+            if s < stages - 1:  # no stage that may begin by then ends later
+                behind = max(first + 1, min(behind, int(numpy.searchsorted(self.ends, self.busy[there[-1]] + limit_s, side="right"))))
             rows, columns = slice(int(there[0]), int(there[-1]) + 1), slice(first, behind)
             busy_s = self.between[rows, columns]
             wanted = self.open[rows, columns] & (busy_s <= limit_s) & (again_s[rows, None] < math.inf)

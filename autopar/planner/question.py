@@ -189,7 +189,8 @@ class Question:
         if part is None:
             return NO_BETTER
         times = estimator.times(part)
-        return Draft(choice=choice, part=part, times=times, bound_s=min(times.step_s, part.outcome.bound + estimator.least_ends_s))
+        bound_s = min(times.step_s, part.outcome.bound + estimator.least_ends_s)
+        return Draft(choice=choice, estimator=estimator, part=part, times=times, bound_s=bound_s)
 
     def exact(self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None) -> Candidate | None:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that

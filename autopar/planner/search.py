@@ -2,6 +2,7 @@
 
     choice    the work divided by the GPUs, and the pipeline's bubble; what rests on a rank      bounds.Least
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
+    memory    what of it must run again for ranks to fit, and what they bring together at the end   relaxed.least_of_stages
     stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
     exact     of the whole program, memory from liveness at every moment of a step               Estimator.candidate
 
@@ -58,6 +59,7 @@ __all__ = ["Search", "answered", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
 WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fastest one by more waits behind it
+NEAR = 1e-4  # of a step: a draft that promises no more than that beside a plan is not priced as it will run
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 
 @dataclass(order=True, slots=True)
@@ -71,6 +73,7 @@ class _Entry:
     draft: Draft | None = field(compare=False, default=None)
     exact: Candidate | None = field(compare=False, default=None)
     estimator: Estimator | None = field(compare=False, default=None)
+    relaxed: bool = field(compare=False, default=False)
 
 
 @dataclass(kw_only=True)
@@ -123,7 +126,7 @@ class Search(Question):
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
         self.unsure = set[Choice]()
-        self._fastest: dict[Choice, Estimator] = {}
+        self._forms: dict[Choice, list[Estimator]] = {}  # by the choice without its form: those of different assignments
         self._with_leaner = set[Choice]()
         queue: list[_Entry] = []
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
@@ -156,7 +159,11 @@ class Search(Question):
                 bounds[entry.choice] = entry.least_s
                 continue
             if entry.draft is not None:
-                self._exactly(entry, queue, bounds)
+                best_s = min((e.least_s for e in queue if e.exact is not None), default=math.inf)
+                if best_s > entry.least_s * (1 + NEAR):  # else what could be gained is in the bound
+                    self._exactly(entry, queue, bounds)
+            elif entry.estimator is not None and not entry.relaxed and entry.estimator.relaxes:
+                self._memory(entry, queue, hopeless)
             elif entry.estimator is not None:
                 self._stages(entry, queue, bounds)
             else:
@@ -166,7 +173,7 @@ class Search(Question):
 
     def _so_far(self, queue: list[_Entry]) -> str:
         """For people who wait."""
-        best_s = min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        best_s = _fastest_s(queue)
         best = f", best so far {best_s * 1e3:,.4g} ms a step" if best_s < math.inf else ""
         return f"{self.said.explored} of {self.said.choices} choices priced{best}"
 
@@ -183,19 +190,33 @@ class Search(Question):
         if not self._could_fit(choice, rank):
             hopeless.append(entry)
             return
-        fastest = self._fastest.setdefault(dataclasses.replace(choice, form=self.space.form), estimator)
-        if fastest is not estimator and _no_better(estimator, fastest):
+        forms = self._forms.setdefault(dataclasses.replace(choice, form=self.space.form), [])
+        if any(_no_better(estimator, other) for other in forms):
             return
+        forms.append(estimator)
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
         heapq.heappush(queue, entry)
+
+    def _memory(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
+        """What the choice costs at least, for all that must fit and all that ends the step."""
+        estimator = entry.estimator
+        assert estimator is not None
+        room, worth_s = estimator.room_bytes(self.memory_limit_bytes), _fastest_s(queue)
+        least_s = self.known.timed("stages", lambda: estimator.least_of_stages_s(room, worth_s))
+        entry.least_s, entry.relaxed = max(entry.least_s, least_s), True
+        if math.isinf(least_s):
+            self._leaner(entry, queue)
+            hopeless.append(entry)
+        else:
+            heapq.heappush(queue, entry)
 
     def _stages(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
         """Cut the stages. A choice that is no faster than a draft that there is waits behind it, in case that does not fit after all."""
         estimator = entry.estimator
         assert estimator is not None
         self.said.cut += 1
-        worth_s = WORTH * min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+        worth_s = WORTH * _fastest_s(queue)
         draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
         if draft == NO_BETTER or draft is None or draft.part.recomputed:
             self._leaner(entry, queue)
@@ -205,7 +226,7 @@ class Search(Question):
             heapq.heappush(queue, entry)
             return
         if isinstance(draft, Draft):
-            bounds[entry.choice] = draft.bound_s
+            bounds[entry.choice] = min(max(draft.bound_s, entry.least_s), draft.times.step_s)
             entry.draft, entry.least_s = draft, draft.times.step_s
             heapq.heappush(queue, entry)
         elif entry.choice in self.unsure:
@@ -286,7 +307,7 @@ class Search(Question):
             estimator = entry.estimator
             if estimator is not None or entry.exact is not None:
                 yield Waiting(
-                    choice=entry.choice, least_s=estimator.least_s() if estimator is not None else entry.least_s, exact=entry.exact,
+                    choice=entry.choice, least_s=entry.least_s, exact=entry.exact,
                     draft=functools.partial(self._fresh, entry.choice, estimator), price=functools.partial(self.exact, entry.choice),
                 )  # fmt: skip
 
@@ -314,10 +335,17 @@ class Search(Question):
         return sorted(again, key=lambda c: c.step_time_s) or found
 
 
+def _fastest_s(queue: list[_Entry]) -> float:
+    """Of the drafts that there are."""
+    return min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+
+
 def _no_better(form: Estimator, first: Estimator) -> bool:
-    """Whether no piece of a form is faster or smaller than that of the first one in its place. Most are where what operators keep is
+    """Whether no piece of a form is faster or smaller than that of another one in its place. Most are where what operators keep is
     counted alone, which is quicker."""
     own, others = form.segments, first.segments
+    if form.rank.ledger is first.rank.ledger:
+        return True
     if len(own) != len(others):
         return False
     places = dict.fromkeys(zip(own.order, others.order, strict=True))

@@ -204,7 +204,7 @@ class _Highs:
         those that are held."""
         if self.relaxed is None:
             steps = RELAXED_STEPS * (self.lp.num_col_ + self.lp.num_row_)
-            self.relaxed = _highs(self.highspy, self.lp, presolve="off", simplex_iteration_limit=steps)
+            self.relaxed = _highs(self.highspy, self.lp, presolve="off", simplex_scale_strategy=0, simplex_iteration_limit=steps)
         solver = self.relaxed
         solver.changeColsBounds(len(columns), columns, lower[columns], upper[columns])
         solver.run()

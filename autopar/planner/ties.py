@@ -12,6 +12,7 @@ its objective are of the fastest plan; the plan says what simplicity costs besid
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from itertools import groupby
 
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.interval import seconds_by_kind, spread_of_kind
-from autopar.planner.space import Choice
+from autopar.planner.space import Choice, Form
 from cost_models.cluster import Cluster
 from cost_models.uncertainty import ACCOUNT, CENTRAL
 
@@ -58,7 +59,7 @@ class Waiting:
     price: Callable[[], Candidate | None]
 
 
-def difference_spread_s(a: Candidate, b: Candidate, cluster: Cluster) -> float:
+def difference_spread_s(a: Candidate | Draft, b: Candidate | Draft, cluster: Cluster) -> float:
     """The standard deviation of how much longer a step of one takes than one of the other."""
     one, other = seconds_by_kind(a), seconds_by_kind(b)
     return math.hypot(*(
@@ -73,6 +74,7 @@ def simplest(fastest: Candidate, waiting: Iterable[Waiting], cluster: Cluster) -
     able = [w for w in waiting if w.least_s <= limit_s and _least_simple(w.choice) < mine]
     able.sort(key=lambda w: (_least_simple(w.choice), w.least_s, w.choice.simplicity))
     drafts, priced = DRAFTS, EXACT
+    tried = set[Choice]()  # whose fastest form was priced
     for _, group in groupby(able, key=lambda w: _least_simple(w.choice)[:2]):
         ties: list[Tie] = []
         for w in group:
@@ -80,20 +82,27 @@ def simplest(fastest: Candidate, waiting: Iterable[Waiting], cluster: Cluster) -
             if found is None:
                 if not drafts or not priced:
                     break
+                formless = dataclasses.replace(w.choice, form=Form())
+                if formless in tried:
+                    continue
                 drafts -= 1
                 draft = w.draft(limit_s)
-                if not isinstance(draft, Draft) or draft.times.step_s > limit_s:
+                if not isinstance(draft, Draft) or draft.times.step_s > limit_s or not _ties(draft, draft.times.step_s, fastest, cluster):
                     continue
                 priced -= 1
+                tried.add(formless)
                 found = w.price()
             if found is None or found.step_time_s > limit_s or _simplicity(found) >= mine:
                 continue
-            spread_s = difference_spread_s(found, fastest, cluster)
-            if found.step_time_s - fastest.step_time_s <= CENTRAL * spread_s:
-                ties.append(Tie(fastest=fastest, chosen=found, spread_s=spread_s))
+            if _ties(found, found.step_time_s, fastest, cluster):
+                ties.append(Tie(fastest=fastest, chosen=found, spread_s=difference_spread_s(found, fastest, cluster)))
         if ties:
             return min(ties, key=lambda t: (_simplicity(t.chosen), t.chosen.step_time_s))
     return None
+
+
+def _ties(one: Candidate | Draft, step_s: float, fastest: Candidate, cluster: Cluster) -> bool:
+    return step_s - fastest.step_time_s <= CENTRAL * difference_spread_s(one, fastest, cluster)
 
 
 def _simplicity(c: Candidate) -> Simplicity:

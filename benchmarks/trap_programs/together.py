@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 from benchmarks._traps_kit import BATCH, Compile, Net, Results, batch, batches, gradients, program, seeded, sgd, state, train
-from benchmarks._traps_training import Sequences, folder_of_all
+from benchmarks.trap_programs.training import Sequences, folder_of_all
 
 KIND = "together"
 OTHER = {"dp": 1, "tp": 2}  # of two processes; of four: over both

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._traps_kit import BATCH, Compile, InDict, Net, Results, batch, program, seeded, state, trained
-from benchmarks._traps_training import folder_of_all
+from benchmarks.trap_programs.training import folder_of_all
 
 KIND = "tools"
 

@@ -1,0 +1,1 @@
+"""Programs as users write them, by theme: see `benchmarks.traps`."""
