@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "count_text", "in_one_unit", "in_own_unit", "seconds_text", "table"]
+__all__ = ["bytes_text", "count_text", "figures", "in_one_unit", "in_own_unit", "seconds_text", "table"]
 
 UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
