@@ -147,10 +147,10 @@ def test_weights_that_are_no_numbers_are_not_called_a_defect() -> None:
 
 
 @pytest.mark.pure
-def test_memory_that_is_too_small_by_far_is_told_in_bytes() -> None:
+def test_memory_that_is_too_small_by_far_is_told_in_a_unit_of_its_own() -> None:
     with pytest.raises(Infeasible) as error:
         autopar.plan(Net(), 2, example_inputs=INPUTS, cluster="dgx-h100", memory="1KiB")
-    assert "of 1,024 bytes" in str(error.value) and "0.00000" not in str(error.value)
+    assert "short of 1.00 KiB a GPU" in str(error.value) and " 0.00" not in str(error.value)
 
 
 @pytest.mark.pure
