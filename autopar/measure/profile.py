@@ -83,7 +83,7 @@ def profile(
     most = gpus or base.gpus_per_node
     if not 1 <= workers <= most:
         limit = f"this machine has {gpus} GPUs" if gpus else f"{base.name} has room for {most}"
-        raise LaunchError(f"a profile with {workers} workers was asked for, but {limit}")
+        raise LaunchError(f"a profile with {workers} workers was asked for, but {limit}: --gpus {most} measures with as many as there are")
     sizes, say = sizes or Sizes(), say or (lambda *_: None)
     with WorkerPool(workers, enter=enter) as pool:
         say("starting workers", 0, 1)
