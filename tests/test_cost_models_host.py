@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from autopar.measure import Pricer, count
 from autopar.planner import Pins, make_plan
 from autopar.planner.exchange import Once
 from autopar.planner.price import Ledger
-from cost_models.cluster import Cluster, HardwareFileError, list_links, load_cluster, load_link
+from cost_models.cluster import _COLLECTIVES, Cluster, HardwareFileError, list_links, load_cluster, load_link
+from cost_models.collectives import KINDS, Kind, collective_time_s
 from cost_models.compute import causal_share, kernel_time_s
+from cost_models.fit import CollectiveTime, slower_kinds
 from cost_models.recipe import AUTOPAR, Recipe
 from cost_models.step import optimizer_time_s
 from cost_models.write import cluster_toml
@@ -212,3 +215,30 @@ def test_a_cpu_updates_one_parameter_after_the_other() -> None:
     few, many = (optimizer_time_s(trainable_params=1e6, gpu=gpu, tensors=n) for n in (1, 101))
     assert many - few == pytest.approx(100 * 8 * gpu.launch_s)
     assert few == pytest.approx(kernel_time_s("pointwise", 0.0, 1e6 * (4 + 2 * (4 + 8)), "float32", gpu) + 8 * gpu.launch_s)
+
+
+# -------------------------------------------------------------------------------------------------- a library with algorithms of its own
+def test_a_kind_that_a_library_does_otherwise_takes_so_many_times_as_long(tmp_path: Path) -> None:
+    known = load_cluster("cpu")
+    sources = (*known.intra.sources, ("slower.all_gather", "measured: a test"))
+    other = dataclasses.replace(known, intra=dataclasses.replace(known.intra, slower=(("all_gather", 2.5),), sources=sources))
+    (tmp_path / "cpu.toml").write_text(cluster_toml(other), encoding="utf-8")
+    read = load_cluster(tmp_path / "cpu.toml")
+    assert read.intra.slower == other.intra.slower and known.intra.slower == ()
+    for kind in KINDS:
+        plain, slowed = (collective_time_s(kind, 2**20, 2, c, ranks_per_node=2) for c in (known, read))
+        assert slowed == pytest.approx((2.5 if kind == "all_gather" else 1.0) * plain)
+    text = cluster_toml(other).replace("all_gather = {", "all_gathers = {")
+    (tmp_path / "cpu.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(HardwareFileError, match="slower"):
+        load_cluster(tmp_path / "cpu.toml")
+
+
+def test_how_much_slower_kinds_are_is_found_again_from_their_times() -> None:
+    known = load_cluster("cpu")
+    times = [
+        CollectiveTime(kind=kind, nbytes=n, ranks=2, measured_s=factor * collective_time_s(kind, n, 2, known, ranks_per_node=2))
+        for kind, factor in (("all_reduce", 1.0), ("reduce_scatter", 3.0), ("broadcast", 0.4)) for n in (2**10, 2**16, 2**22)
+    ]  # fmt: skip
+    assert dict(slower_kinds(known.intra, known, times)) == pytest.approx({"all_reduce": 1.0, "reduce_scatter": 3.0, "broadcast": 0.4})
+    assert get_args(Kind) == _COLLECTIVES

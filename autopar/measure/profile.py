@@ -25,7 +25,7 @@ from autopar.measure.timings import DTYPES, Machine, Timed, collective_times, la
 from autopar.run.launch import WorkerPool
 from cost_models.cluster import Cluster, Gpu, Link
 from cost_models.collectives import KINDS
-from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled
+from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled, slower_kinds
 from cost_models.write import cluster_toml
 
 __all__ = ["Profile", "Sizes", "default_workers", "profile", "save"]
@@ -35,6 +35,7 @@ MOST_WORKERS = 8  # by default, on a machine without GPUs
 FITTED_DTYPES = {"cpu": ("float64", "float32"), "cuda": ("float32", "tf32", "float16", "bfloat16")}  # whose products are priced closely
 MEMORY_CLASSES = ("pointwise", "reduction", "gather")
 LINK_FITTED = (*LINK_CONSTANTS, "peer_s")
+KINDS_AND_LINK = 2  # rounds in which factors of kinds and constants of the link are fitted in turn
 SCALES = tuple(2.0**k for k in range(-6, 7))  # of the catalogue's latencies: the best of them is where the search begins
 
 D = TypeVar("D", Cluster, Gpu, Link)
@@ -192,12 +193,16 @@ def _link(
         source = f"measured: CPU seconds of all workers in collectives on the largest buffers, {backend}, {here}"
         values["host_share"] = (host_share, source)
     link, error = fit_link(start, loss, LINK_FITTED)
+    if cluster.gpu.host:  # whose library has other algorithms than those of GPUs
+        for _ in range(KINDS_AND_LINK):
+            link, error = fit_link(dataclasses.replace(link, slower=slower_kinds(link, cluster, times)), loss, LINK_FITTED)
     ranks = " and ".join(map(str, sorted({t.ranks for t in times})))
     source = f"fitted: to {len(times)} times of collectives among {ranks} workers, {backend}, {here}"
     for name in LINK_FITTED:
         if (value := getattr(link, name)) != getattr(base, name):
             only_scaled = value == getattr(start, name)
             values[name] = (value, source + (" (scaled with the other latencies; the times say no more of it)" if only_scaled else ""))
+    values |= {f"slower.{kind}": (factor, source) for kind, factor in link.slower}
     return _titled(_stated(base, values), f"{backend} among {ranks} workers of this machine"), error
 
 
@@ -207,6 +212,8 @@ def _stated(item: D, values: Values) -> D:
     sources |= {key: source for key, (_, source) in values.items()}
     sources["title"] = dict(item.sources)["title"]
     changes: dict[str, Any] = {key: value for key, (value, _) in values.items() if "." not in key}
+    if isinstance(item, Link):
+        changes["slower"] = tuple((key.removeprefix("slower."), value) for key, (value, _) in values.items() if key.startswith("slower."))
     if isinstance(item, Gpu):
         for field, table in (("rates", "peak_flops_per_s."), ("fractions", "achievable_fraction.")):
             stated = {key.removeprefix(table): value for key, (value, _) in values.items() if key.startswith(table)}
