@@ -39,7 +39,7 @@ $(VENV)/stacks: tests/stacks.txt $(STAMP)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --target $@ -r tests/stacks.txt
 
 stacks: $(VENV)/stacks
-	PYTHONPATH=$(abspath $(VENV)/stacks) $(BIN)/python -m pytest -n 0 -rs tests/test_stacks.py $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV)/stacks) $(BIN)/python -m pytest -n 0 -rs tests/test_stack*.py $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	$(BIN)/autopar demo

@@ -117,7 +117,7 @@ def wishes(
     check_gpus(gpus)
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
-    described = choose_cluster(cluster, gpus)
+    described = choose_cluster(cluster)
     limit, pinned = parse_memory(memory), as_pins(pins)
     check_name("optimizer", optimizer, OPTIMIZERS)
     check_name("precision", precision, PRECISIONS)
@@ -264,7 +264,7 @@ def compile(  # noqa: A001  (the field's word)
         expected = first_loss(model, inputs, loss, compiled.captured.program, dtype) if verify else None
         captured = compiled.captured
         another = Variants(
-            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster, count), outputs=wanted_outputs, dtype=dtype,
+            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
             backend=backend,
         )  # fmt: skip
         module = ParallelModule(

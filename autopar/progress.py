@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ def working(what: str) -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty() or not _shown.acquire(blocking=False):
         yield
         return
+    _imported()
     bar = _Late(what)
     _bars.append(bar)
     try:
@@ -35,6 +37,15 @@ def found_so_far(text: Callable[[], str]) -> None:
     """What the bar says beside, where there is one."""
     for bar in _bars:
         bar.say(text)
+
+
+def _imported() -> None:
+    """rich draws a random number when it is imported, which would be the user's, and would seem to be of a model that is being captured."""
+    if "rich.progress" not in sys.modules:
+        state = random.getstate()
+        import rich.progress  # noqa: F401
+
+        random.setstate(state)
 
 
 class _Late:

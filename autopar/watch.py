@@ -6,6 +6,7 @@ without what is recomputed or done by several ranks, divided by the peak of all 
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import sys
@@ -27,7 +28,8 @@ from autopar.files import write_file
 from autopar.measure.resident import forget_peak, peak_bytes
 from autopar.measured import MOST_SPANS, Calls, RankRun, Run, Span
 from autopar.planner.plan import Plan
-from autopar.report.units import bytes_text, seconds_text, table
+from autopar.report.units import bytes_text, count_text, seconds_text, table
+from autopar.report.words import counted
 from autopar.run import comm, record
 from autopar.run.deferred import DeferredModule
 from autopar.run.module import ParallelModule
@@ -80,7 +82,7 @@ def _figures(module: ParallelModule, seconds: float, memory: int | None) -> str:
     parts = [f"{seconds_text(seconds)} a step"]
     if plan is not None:
         parts[0] += f" (plan {seconds_text(plan.step_time_s)})"
-        parts.append(f"{plan.work_per_step / seconds:,.4g} {plan.samples_unit}/s")
+        parts.append(f"{count_text(plan.work_per_step / seconds)} {plan.samples_unit}/s")
         if (share := utilisation(module, plan, seconds)) is not None:
             parts.append(f"MFU {share:.1%}")
     if memory is not None:
@@ -155,13 +157,17 @@ class Profiled:
         """The median."""
         return sorted(self.steps_s)[len(self.steps_s) // 2]
 
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = [
             ("forward and backward", seconds_text(self.step_s), seconds_text(self.predicted_s) if self.predicted_s is not None else "-")
         ]
         if self.work_per_step is not None:
-            predicted = f"{self.work_per_step / self.predicted_s:,.4g}" if self.predicted_s else "-"
-            rows.append((f"{self.unit} a second", f"{self.work_per_step / self.step_s:,.4g}", predicted))
+            predicted = count_text(self.work_per_step / self.predicted_s) if self.predicted_s else "-"
+            rows.append((f"{self.unit} a second", count_text(self.work_per_step / self.step_s), predicted))
         if self.memory_bytes is not None:
             predicted = bytes_text(self.predicted_memory_bytes) if self.predicted_memory_bytes is not None else "-"
             rows.append(("memory of the fullest rank", bytes_text(self.memory_bytes), predicted))
@@ -214,7 +220,8 @@ def _recorded(module: ParallelModule, plan: Plan, times: list[float], memory: in
         texts: list[Any] = [None] * plan.gpus
         dist.all_gather_object(texts, msgspec.json.encode(own), group=module.mesh.everyone.group)
         every = [msgspec.json.decode(text, type=RankRun) for text in texts]
-    device = torch.cuda.get_device_name(module.device) if cuda else f"{module.device.type} ({torch.get_num_threads()} threads a process)"
+    threads = f"{module.device.type} ({counted(torch.get_num_threads(), 'thread')} a process)"
+    device = torch.cuda.get_device_name(module.device) if cuda else threads
     return Run(
         program_hash=plan.program_hash, mesh=plan.mesh, micro_batches=plan.micro_batches, schedule=plan.schedule, device=device,
         steps_s=times, ranks=sorted(every, key=lambda r: r.rank),

@@ -314,7 +314,7 @@ def _question(given: Given, draw: random.Random, out: Path) -> Prepared:
         elif which == "what if":
             answer_text(what_if(study, text), "then")
         else:
-            counts, limit, cluster = numbers_of("--gpus", text[0]), memory_of(text[1]), choose_cluster(text[2], 1)
+            counts, limit, cluster = numbers_of("--gpus", text[0]), memory_of(text[1]), choose_cluster(text[2])
             if which == "sweep":
                 sweep_text(sweep(study, counts, [limit], [cluster], [None]))
             else:

@@ -119,7 +119,7 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
 
     captured = capture(model, inputs)
     clock.lap("capture")
-    described = choose_cluster(cluster, gpus)
+    described = choose_cluster(cluster)
     search = Search(
         program=captured.program, gpus=gpus, cluster=described, memory_limit_bytes=usable_bytes(described.gpu), optimizer="adamw",
         precision="bf16", pins=Pins(),

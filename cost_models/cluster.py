@@ -50,6 +50,7 @@ _DTYPES = {
 }  # fmt: skip
 MOST = 1e18  # of any figure in its unit; what is larger is a slip of the hand
 MOST_GPUS = 10**6  # that anything is planned for
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
@@ -130,7 +131,8 @@ class Link:
     peer_s: issuing a transfer to one more peer. in_switch_fraction: where the switch itself reduces (NVLS), the share of the
     rate at which it does; 0 where it cannot. switched: any pair gets the
     full rate; otherwise the wires are point to point. host_share: the share of a collective's seconds in which it keeps the host's cores
-    busy, which counts where these compute too (`Gpu.host`).
+    busy, which counts where these compute too (`Gpu.host`). slower: kind of collective -> how many times longer than by the best of the
+    known algorithms a library takes that has another one for it.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Link:
     in_switch_fraction: float
     switched: bool
     host_share: float = 0.0
+    slower: tuple[tuple[str, float], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
     spreads: tuple[tuple[str, float], ...] = ()
 
@@ -307,8 +310,14 @@ def _link(table: _Table, name: str) -> Link:
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
         "host_share": table.number("host_share", most=1) if "host_share" in table.data else 0.0,
     }
-    table.done()
-    return Link(name=name, switched=switched, sources=(("title", title), *table.sources), spreads=tuple(table.spreads), **numbers)
+    kinds = _Table(table.plain("slower", dict, {}, required=False), table.where, "slower.")
+    slower = tuple((kind, kinds.number(kind, least=1e-3)) for kind in _COLLECTIVES if kind in kinds.data)
+    for part in (table, kinds):
+        part.done()
+    return Link(
+        name=name, switched=switched, slower=slower, sources=(("title", title), *table.sources, *kinds.sources),
+        spreads=(*table.spreads, *kinds.spreads), **numbers,
+    )  # fmt: skip
 
 
 def _cluster(table: _Table, name: str, folder: Path) -> Cluster:

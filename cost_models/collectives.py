@@ -13,6 +13,7 @@ is the group's share of the node's: ranks_per_node / gpus_per_node, because the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,7 +272,8 @@ def price_collective(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *,
             if best is None or time_s < best.time_s:
                 best = Priced(algorithm=name, protocol=protocol, time_s=time_s)
     assert best is not None, f"no algorithm for {kind}"
-    return best
+    link = cluster.inter if group.nodes > 1 else cluster.intra
+    return dataclasses.replace(best, time_s=best.time_s * dict(link.slower).get(kind, 1.0)) if link.slower else best
 
 
 def collective_time_s(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *, ranks_per_node: int) -> float:

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from cost_models.cluster import OP_CLASSES, Gpu, dtype_name
 
-__all__ = ["ATTENTION_BACKWARD", "OP_CLASSES", "WINOGRAD", "Demand", "demand", "kernel_time_s", "on_matrix_units", "op_time_s"]
+__all__ = [
+    "ATTENTION_BACKWARD", "OP_CLASSES", "WINOGRAD", "Demand", "causal_share", "demand", "kernel_time_s", "on_matrix_units", "op_time_s",
+]  # fmt: skip
 
 _MEMORY_CLASS = "pointwise"  # how well a compute-bound class streams its operands when it turns out to be memory-bound
 
@@ -27,9 +29,20 @@ WINOGRAD = 2.25
 """Multiplications of a convolution with kernels of 3 x 3 over those of Winograd's F(2 x 2, 3 x 3), by which libraries compute it on
 vector units (Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", section 4.1)."""
 
+CAUSAL_BLOCK = 512
+"""Keys at a time that torch's fused attention goes through on a CPU: of a causal mask it skips whole blocks alone (kvSplitSize in
+aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, torch 2.2 to 2.13)."""
+
 ATTENTION_BACKWARD = 0.8
 """The rate of fused attention in backward over that in forward: 25-35% over 30-50% of the peak with its first kernels, 63% over 73% with
 the second (Dao 2023, "FlashAttention-2", section 1 and abstract)."""
+
+
+def causal_share(keys: int) -> float:
+    """The share of all scores of a causal mask over so many keys that a CPU computes."""
+    whole, left = divmod(keys, CAUSAL_BLOCK)
+    rows = CAUSAL_BLOCK**2 * whole * (whole + 1) / 2 + left * keys
+    return rows / keys**2 if keys else 1.0
 
 
 class Demand(NamedTuple):

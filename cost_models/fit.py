@@ -20,6 +20,7 @@ from cost_models.compute import op_time_s
 
 __all__ = [
     "LINK_CONSTANTS", "CollectiveTime", "OperatorTime", "fit_gpu", "fit_link", "gpu_loss", "link_loss", "port_bytes", "rescaled", "search",
+    "slower_kinds",
 ]  # fmt: skip
 
 LINK_CONSTANTS = (
@@ -116,6 +117,15 @@ def _moved_link(link: Link, name: str, factor: float) -> Link | None:
     other = dataclasses.replace(link, **{name: value})
     ordered = other.start_low_latency_s <= other.start_simple_s and other.hop_low_latency_s <= other.hop_simple_s
     return other if ordered else None
+
+
+def slower_kinds(link: Link, cluster: Cluster, times: Sequence[CollectiveTime]) -> tuple[tuple[str, float], ...]:
+    """kind -> how many times longer it takes than by this link, which is in the cluster's nodes: the median of its sizes."""
+    found: dict[str, list[float]] = {}
+    own = dataclasses.replace(cluster, intra=dataclasses.replace(link, slower=()))
+    for t in times:
+        found.setdefault(t.kind, []).append(t.measured_s / collective_time_s(t.kind, t.nbytes, t.ranks, own, ranks_per_node=t.ranks))
+    return tuple((kind, statistics.median(factors)) for kind, factors in found.items())
 
 
 def rescaled(link: Link, factor: float) -> Link:

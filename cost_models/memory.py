@@ -23,14 +23,16 @@ OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adam": 2,
 class MemoryTerms:
     """Bytes of one rank at the peak of a step, each term by itself.
 
-    parameters: with buffers. optimizer_states: with the master copy. communication_buffers: gradient buckets, gathered
-    parameters where they are used. allocator_slack: what the caching allocator reserves beyond what is asked for.
+    parameters: with buffers. optimizer_states: with the master copy. batch: the inputs as a rank is given them, and what is made of them
+    once a step. communication_buffers: gradient buckets, gathered parameters where they are used. allocator_slack: what the caching
+    allocator reserves beyond what is asked for.
     """
 
     parameters: int
     gradients: int
     optimizer_states: int
     saved_activations: int
+    batch: int
     largest_temporary: int
     communication_buffers: int
     framework_context: int
@@ -61,6 +63,7 @@ def stage_memory(
     shards: int = 1,
     offload_optimizer: bool = False,
     buffer_bytes: float = 0.0,
+    batch_bytes: float = 0.0,
     activation_bytes_per_micro_batch: float,
     micro_batches_in_flight: int = 1,
     boundary_bytes_per_micro_batch: float = 0.0,
@@ -79,11 +82,12 @@ def stage_memory(
     each parameter, 0 without one. gradient_bytes, optimizer_state_bytes: these two terms as they are on this rank, where not every
     parameter is sharded alike, so that no division describes them; they then stand for what they replace. rest: what is in
     parts, of which there are `shards`. offload_optimizer: states and master copy in host memory.
-    buffer_bytes: the module's buffers, whole on each rank. activation_bytes_per_micro_batch: what autograd saves, recomputation
-    already applied; micro_batches_in_flight: pipeline.in_flight. boundary_bytes_per_micro_batch: received and sent stage values
-    that are held beside what autograd saves. bucket_bytes: gradient buckets under reduction. gathered_param_bytes: parameters
-    that are gathered at the peak (with prefetch, two blocks). allocator_slack_fraction: of everything allocated. held_bytes: what
-    the allocator holds besides (see held_gathers).
+    buffer_bytes: the module's buffers, whole on each rank. batch_bytes: what of the batch is there all the time.
+    activation_bytes_per_micro_batch: what autograd saves, recomputation already applied; micro_batches_in_flight:
+    pipeline.in_flight. boundary_bytes_per_micro_batch: received and sent stage values that are held beside what autograd saves.
+    bucket_bytes: gradient buckets under reduction. gathered_param_bytes: parameters that are gathered at the peak (with prefetch,
+    two blocks). allocator_slack_fraction: of everything allocated. held_bytes: what the allocator holds besides (see
+    held_gathers).
     Raises ValueError on an unknown optimizer and on negative numbers.
     """
     if optimizer not in OPTIMIZERS:
@@ -106,12 +110,14 @@ def stage_memory(
     saved = math.ceil(micro_batches_in_flight * (activation_bytes_per_micro_batch + boundary_bytes_per_micro_batch))
     temporary = math.ceil(largest_temporary_bytes)
     communication = math.ceil(bucket_bytes + gathered_param_bytes)
-    allocated = parameters + gradients + optimizer_states + saved + temporary + communication
+    batch = math.ceil(batch_bytes)
+    allocated = parameters + gradients + optimizer_states + saved + batch + temporary + communication
     return MemoryTerms(
         parameters=parameters,
         gradients=gradients,
         optimizer_states=optimizer_states,
         saved_activations=saved,
+        batch=batch,
         largest_temporary=temporary,
         communication_buffers=communication,
         framework_context=math.ceil(framework_context_bytes),

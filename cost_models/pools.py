@@ -9,8 +9,8 @@
     gradients       as the update finds them                            their rest          update            gradients
     update          what the update makes beside them                   their rest          update            largest_temporary
     buffers         the module's                                        nobody              always            parameters
-    batch           as it is given to a rank                            the data axis       always            parameters
-    prologue        what is made of the whole batch once a step         the data axis       always            parameters
+    batch           as it is given to a rank                            the data axis       always            batch
+    prologue        what is made of the whole batch once a step         the data axis       always            batch
     activations, temporaries, reductions, and gradients while they come: what liveness finds at a moment of the passes, by kind
 
 Lives: always; in the passes, forward and backward; or in the optimizer's update. The most that a rank needs is what is there always, and
@@ -151,8 +151,8 @@ POOLS: dict[str, Pool] = {
         Pool(name="gradients", title="gradients in the update", lives="update", row="gradients", of_parameter=_gradients),
         Pool(name="update", title="what the update makes", lives="update", row="largest_temporary", of_parameter=_update),
         Pool(name="buffers", title="buffers", lives="always", row="parameters", of_rank=lambda rank, how: rank.buffers),
-        Pool(name="batch", title="the batch", lives="always", row="parameters", of_rank=lambda rank, how: rank.batch),
-        Pool(name="prologue", title="results of the prologue", lives="always", row="parameters", of_rank=lambda rank, how: rank.prologue),
+        Pool(name="batch", title="the batch", lives="always", row="batch", of_rank=lambda rank, how: rank.batch),
+        Pool(name="prologue", title="results of the prologue", lives="always", row="batch", of_rank=lambda rank, how: rank.prologue),
     )
 }  # fmt: skip
 

@@ -18,6 +18,11 @@ from cost_models.memory import OPTIMIZERS
 __all__ = ["exposed_gathers_s", "exposed_reduction_s", "launched_s", "optimizer_time_s"]
 
 
+HOST_OPERATORS = 8
+"""Operators of an update of one parameter by AdamW where each is issued by itself: decay, two moments of which one takes two, two roots and
+corrections, a quotient (torch.optim.adamw, torch 2.13: _single_tensor_adam)."""
+
+
 def launched_s(kernels_s: Sequence[float], launch_s: float) -> float:
     """Seconds until the device has run `kernels_s` in order, when the host needs `launch_s` to issue each and never waits.
 
@@ -91,5 +96,8 @@ def optimizer_time_s(
         return 0.0
     per_param = grad_itemsize + 2 * (param_itemsize + OPTIMIZERS[optimizer] * state_itemsize + master_itemsize)
     launches = max(1, math.ceil(tensors / tensors_per_launch))
+    if gpu.host:  # no kernel takes many tensors: each operator is issued for each of them
+        nbytes = passes * trainable_params * per_param
+        return kernel_time_s("pointwise", 0.0, nbytes, "float32", gpu) + tensors * HOST_OPERATORS * gpu.launch_s
     kernel_s = kernel_time_s("pointwise", 0.0, passes * trainable_params * per_param / launches, "float32", gpu)
     return launched_s([kernel_s] * launches, gpu.launch_s)

@@ -30,6 +30,7 @@ MEMORY: dict[str, float] = {
     "gradients": 0.0,
     "optimizer_states": 0.0,
     "saved_activations": 0.1,
+    "batch": 0.0,
     "largest_temporary": 0.36,
     "communication_buffers": 0.36,
     "framework_context": 0.2,

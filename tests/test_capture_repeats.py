@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import autopar.capture.passes as passes
 from autopar.capture import capture
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
+from autopar.errors import CaptureError
 
 pytestmark = pytest.mark.pure
 
@@ -207,3 +209,24 @@ def test_state_outside_of_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_real_tensors_are_left_to_the_whole_trace() -> None:
     model, x = Stack([Layer() for _ in range(4)]), torch.zeros(2, 4, 8)
     assert not repeated(model, None, ((x, x), {}), State.take(model)).same
+
+
+class Drawing(Stack):
+    """Draws from Python's generator. with_it: the loss depends on it."""
+
+    with_it = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        drawn = random.random()
+        return super().forward(x, y) * (drawn if self.with_it else 1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_numbers_that_are_drawn_for_nothing_are_no_part_of_what_repeats(device: str) -> None:
+    """Beside repeated layers, also where no data says what the loss would be."""
+    with torch.device(device):
+        model, given = Drawing([Layer() for _ in range(4)]), (torch.ones(2, 4, 8), torch.ones(2, 4, 8))
+    assert len(capture(model, given).program.ops) > 0
+    model.with_it = True
+    with pytest.raises(CaptureError, match="random numbers drawn from random"):
+        capture(model, given)

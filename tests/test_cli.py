@@ -156,7 +156,8 @@ def a_plan(**changes: object) -> Plan:
     """A consistent plan, as if made for a model of two blocks on two stages of two tensor-parallel ranks."""
     memory = MemoryPlan(
         parameters_bytes=4 * 2**20, gradients_bytes=4 * 2**20, optimizer_states_bytes=8 * 2**20, saved_activations_bytes=2**20,
-        largest_temporary_bytes=2**19, communication_buffers_bytes=0, framework_context_bytes=0, allocator_slack_bytes=2**18,
+        batch_bytes=2**10, largest_temporary_bytes=2**19, communication_buffers_bytes=0, framework_context_bytes=0,
+        allocator_slack_bytes=2**18,
     )  # fmt: skip
     stages = [
         StagePlan(
@@ -282,6 +283,7 @@ def test_help_names_every_command(run) -> None:
         (["explain", "good.json", "--why", "w"], "autopar explain TARGET --plan good.json --why w"),
         (["explain", "good.json", "--why-not", "tp=2"], "autopar explain TARGET --plan good.json --why-not tp=2"),
         (["explain", "good.json", "--plan", "good.json"], "--plan is for a TARGET"),
+        (["explain", "models.py:net", "--plan", "good.json", "--cluster", "cpu"], "is a plan for the cluster dgx-h100"),
         (["sweep", "models.py:net", "--gpus", "2,x"], "'x' is no positive whole number"),
         (["sweep", "models.py:net", "--gpus", ","], "lists nothing"),
         (["sweep", "models.py:net", "--gpus", "2", "--memory", "lots"], "like '80GiB'"),
@@ -310,7 +312,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     good = msgspec.json.encode(a_plan())
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
-        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":4', b'"version":99'),
+        "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":5', b'"version":99'),
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):
@@ -507,8 +509,9 @@ def test_the_demos_batches_are_the_same_for_every_caller() -> None:
 
 def test_seconds_and_counts() -> None:
     assert [seconds_text(s) for s in (0, 3.1e-6, 0.0124, 1.24, 1234)] == ["0 s", "3.1 us", "12.4 ms", "1.24 s", "1,234 s"]
+    assert [seconds_text(s) for s in (0.9996, 999.7e-6)] == ["1,000 ms", "1,000 us"], "not 1e+03"
     assert [bytes_text(n) for n in (512, 1536, 80 * 2**30)] == ["512 B", "1.50 KiB", "80.00 GiB"]
-    assert [count_text(n) for n in (950, 10.7e6, 8.03e9)] == ["950", "10.7M", "8.03B"]
+    assert [count_text(n) for n in (950, 999.7, 10.7e6, 8.03e9)] == ["950", "1,000", "10.7M", "8.03B"]
 
 
 def test_a_table_sets_figures_flush_right() -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
-from autopar.ir import refs
-from autopar.measure import Pricer
+from autopar.ir import Op, Ref, TensorType, refs
+from autopar.measure import Pricer, count
 from autopar.planner import Pins, make_plan
 from autopar.planner.exchange import Once
 from autopar.planner.price import Ledger
-from cost_models.cluster import Cluster, HardwareFileError, list_links, load_cluster, load_link
+from cost_models.cluster import _COLLECTIVES, Cluster, HardwareFileError, list_links, load_cluster, load_link
+from cost_models.collectives import KINDS, Kind, collective_time_s
+from cost_models.compute import causal_share, kernel_time_s
+from cost_models.fit import CollectiveTime, slower_kinds
 from cost_models.recipe import AUTOPAR, Recipe
+from cost_models.step import optimizer_time_s
 from cost_models.write import cluster_toml
 from tests.planner_programs import program_of
 
@@ -180,3 +186,59 @@ def test_sharding_at_rest_on_a_shared_core_is_priced_with_what_it_takes() -> Non
         c = dataclasses.replace(known, intra=dataclasses.replace(known.intra, host_share=share))
         steps.append(make_plan(program, gpus=2, cluster=c, pins=pins).step_time_s)
     assert steps[0] < steps[1] < steps[2]
+
+
+# ------------------------------------------------------------------------------------------------------- a host that computes
+@pytest.mark.parametrize("keys,share", [(128, 1.0), (512, 1.0), (1024, 0.75), (700, (512 * 512 + 188 * 700) / 700**2), (4096, 0.5625)])
+def test_a_cpu_skips_whole_blocks_of_a_causal_mask(keys: int, share: float) -> None:
+    """Each row of scores is computed to the end of its block of 512 keys."""
+    assert causal_share(keys) == pytest.approx(share)
+    rows = [min(-(-(k + 1) // 512) * 512, keys) for k in range(keys)]
+    assert causal_share(keys) == pytest.approx(sum(rows) / keys**2)
+
+
+def test_causal_attention_over_few_keys_takes_a_cpu_as_long_as_any() -> None:
+    q = TensorType(shape=(2, 4, 128, 32), dtype=torch.float32, grad=True)
+    target = "aten.scaled_dot_product_attention.default"
+    plain = Op(target=target, args=(Ref("q"), Ref("k"), Ref("v")), outputs=("y",))
+    causal = dataclasses.replace(plain, kwargs=(("is_causal", True),))
+    counts = [count(op, (q, q, q), (q,)) for op in (plain, causal)]
+    assert counts[1].flops == counts[0].flops / 2 and [c.causal_keys for c in counts] == [0, 128]
+    on_cpu = [Pricer(load_cluster("cpu"), ONE).counted_s(c, "float32") for c in counts]
+    assert on_cpu[0] == pytest.approx(on_cpu[1])
+    on_gpu = [[k.flops for kernels in Pricer(cluster(), ONE).work(c, "float32") for k in kernels] for c in counts]
+    assert on_gpu[1] == pytest.approx([flops / 2 for flops in on_gpu[0]])
+
+
+def test_a_cpu_updates_one_parameter_after_the_other() -> None:
+    gpu = load_cluster("cpu").gpu
+    few, many = (optimizer_time_s(trainable_params=1e6, gpu=gpu, tensors=n) for n in (1, 101))
+    assert many - few == pytest.approx(100 * 8 * gpu.launch_s)
+    assert few == pytest.approx(kernel_time_s("pointwise", 0.0, 1e6 * (4 + 2 * (4 + 8)), "float32", gpu) + 8 * gpu.launch_s)
+
+
+# -------------------------------------------------------------------------------------------------- a library with algorithms of its own
+def test_a_kind_that_a_library_does_otherwise_takes_so_many_times_as_long(tmp_path: Path) -> None:
+    known = load_cluster("cpu")
+    sources = (*known.intra.sources, ("slower.all_gather", "measured: a test"))
+    other = dataclasses.replace(known, intra=dataclasses.replace(known.intra, slower=(("all_gather", 2.5),), sources=sources))
+    (tmp_path / "cpu.toml").write_text(cluster_toml(other), encoding="utf-8")
+    read = load_cluster(tmp_path / "cpu.toml")
+    assert read.intra.slower == other.intra.slower and known.intra.slower == ()
+    for kind in KINDS:
+        plain, slowed = (collective_time_s(kind, 2**20, 2, c, ranks_per_node=2) for c in (known, read))
+        assert slowed == pytest.approx((2.5 if kind == "all_gather" else 1.0) * plain)
+    text = cluster_toml(other).replace("all_gather = {", "all_gathers = {")
+    (tmp_path / "cpu.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(HardwareFileError, match="slower"):
+        load_cluster(tmp_path / "cpu.toml")
+
+
+def test_how_much_slower_kinds_are_is_found_again_from_their_times() -> None:
+    known = load_cluster("cpu")
+    times = [
+        CollectiveTime(kind=kind, nbytes=n, ranks=2, measured_s=factor * collective_time_s(kind, n, 2, known, ranks_per_node=2))
+        for kind, factor in (("all_reduce", 1.0), ("reduce_scatter", 3.0), ("broadcast", 0.4)) for n in (2**10, 2**16, 2**22)
+    ]  # fmt: skip
+    assert dict(slower_kinds(known.intra, known, times)) == pytest.approx({"all_reduce": 1.0, "reduce_scatter": 3.0, "broadcast": 0.4})
+    assert get_args(Kind) == _COLLECTIVES

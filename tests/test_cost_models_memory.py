@@ -39,6 +39,7 @@ def test_every_term_has_its_field() -> None:
         param_bytes=400,
         trainable_params=50,
         buffer_bytes=7,
+        batch_bytes=5.5,
         optimizer="sgd_momentum",
         activation_bytes_per_micro_batch=1000,
         boundary_bytes_per_micro_batch=10,
@@ -54,13 +55,14 @@ def test_every_term_has_its_field() -> None:
         gradients=200,
         optimizer_states=200,
         saved_activations=3030,
+        batch=6,
         largest_temporary=500,
         communication_buffers=65,
         framework_context=900,
         allocator_slack=441,
     )
-    assert terms.allocated_bytes == 4402
-    assert terms.total_bytes == 4402 + 900 + 441
+    assert terms.allocated_bytes == 4408
+    assert terms.total_bytes == 4408 + 900 + 441
 
 
 def test_optimizers() -> None:

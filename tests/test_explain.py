@@ -74,6 +74,10 @@ def test_what_binds_is_said_first(case: str, golden) -> None:
     if case == "nothing":
         assert kinds == ["compute"] and "nothing else" in found.limits[0].text
     golden(f"explain_{case}.txt", masked(text))
+    if "idle" in kinds:  # who reads that has fewer GPUs to use, which were tried
+        (fewer,) = [x for x in found.reliefs if x.change.startswith("1 GPU in place of")]
+        assert fewer.step_time_s is not None and fewer.step_time_s <= found.summary.step_time_s * 1.01
+    assert ("idle" in kinds) == ("splits nothing" in found.verdict)
 
 
 SCREEN = 45  # lines

@@ -198,7 +198,7 @@ def test_the_memory_of_a_stage() -> None:
     """With AdamW: the parameters, two states of each, x as it is given, and the peak of backward, term by term."""
     program = capture(Chain(8, 1024), (torch.ones(64, 8),)).program
     memory = priced(PLAIN, program).stages[0].memory
-    assert memory.parameters_bytes == 2 * WEIGHT + 64 * 8 * 4
+    assert (memory.parameters_bytes, memory.batch_bytes) == (2 * WEIGHT, 64 * 8 * 4)
     assert memory.optimizer_states_bytes == 4 * WEIGHT
     assert (memory.saved_activations_bytes, memory.gradients_bytes) == (HIDDEN + LOSS, WEIGHT)
     assert memory.largest_temporary_bytes == 2 * HIDDEN

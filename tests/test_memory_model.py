@@ -81,6 +81,20 @@ def test_predicted_memory_of_gathered_parameters(fake_group: Callable[..., None]
     _compare(*gpt2(64, n_layer=4, n_embd=512, n_head=8, n_positions=64, vocab_size=4000), GATHERED[name], fake_group)
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_the_batch_is_a_kind_of_its_own(name: str) -> None:
+    """What a rank is given is not counted as parameters, in which are those at rest and buffers."""
+    captured, inputs = gpt2(1024, n_layer=2)
+    pins = {"recompute": "none", **PLANS[name]}
+    gpus = pins.get("pp", 1) * pins.get("dp", 1) * pins.get("tp", 1)
+    stages = plan_of(captured, gpus, cluster="dgx-h100", pins=pins).stages
+    assert all(stage.memory.batch_bytes >= sum(x.nbytes for x in inputs.values()) for stage in stages)
+    if not {"tp", "pp"} & set(pins) and not pins["zero"]:
+        tensors = captured.program.types
+        whole = sum(tensors[x.value].nbytes for x in (*captured.program.params, *captured.program.buffers))
+        assert stages[0].memory.parameters_bytes == whole
+
+
 def _compare(captured: Captured, inputs: dict[str, torch.Tensor], pins: dict[str, Any], fake_group: Callable[..., None]) -> None:
     gpus = pins.get("pp", 1) * pins.get("dp", 1) * pins.get("tp", 1)
     decided = plan_of(captured, gpus, cluster="dgx-h100", pins={"recompute": "none", **pins})

@@ -89,7 +89,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, pins: dict[str, Any]) -> Non
         (b"[1, 2]", "not an autopar plan"),
         (b"{}", "not an autopar plan"),
         (b'{"format": "autopar-plan", "version": 99}', "version 99"),
-        (b'{"format": "autopar-plan", "version": 4}', "damaged"),
+        (b'{"format": "autopar-plan", "version": 5}', "damaged"),
         (b"[" * 100_000, "not JSON"),
     ],
 )

@@ -94,7 +94,7 @@ def test_memory_that_is_short_is_named_with_its_amount() -> None:
     with pytest.raises(Infeasible) as raised:
         _plan("deep", 1, limit=8 * MIB)
     text = str(raised.value)
-    short = re.search(r"the leanest candidate is (\d+\.\d+) GiB short of 0\.00781 GiB a GPU", text)
+    short = re.search(r"the leanest candidate is (\d+\.\d+) MiB short of 8\.00 MiB a GPU", text)
     assert short is not None and float(short[1]) > 0, text
     assert "Its fullest GPU needs" in text and "of optimizer states" in text
     assert re.search(r"Tried, and each would do: .*\d+ [GM]iB a GPU", text), text

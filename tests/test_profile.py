@@ -167,7 +167,8 @@ def a_profile() -> Profile:
 def test_a_gpu_is_stated_from_what_was_measured() -> None:
     base = load_cluster("dgx-a100").gpu
     true = dataclasses.replace(base, memory_bandwidth_bytes_per_s=1e12, rates=(("float32", 1e13),), launch_s=4e-6)
-    times = [Timed(what=f"{t.op_class} {k}", timing=t, best_s=t.measured_s, cpu_share=1.0) for k, t in enumerate(operators_of(true))]
+    every = enumerate(operators_of(true))
+    times = [Timed(kind=t.op_class, what=f"{t.op_class} {k}", timing=t, best_s=t.measured_s, cpu_share=1.0) for k, t in every]
     gpu, error = profiling._gpu(base, a_machine("cuda"), 8, 4e-6, times, "torch 2.13, A device")
     stated = figures(gpu)
     source = "measured: an operator on 4 numbers, forward or backward, among others, torch 2.13, A device"

@@ -147,10 +147,10 @@ def test_weights_that_are_no_numbers_are_not_called_a_defect() -> None:
 
 
 @pytest.mark.pure
-def test_memory_that_is_too_small_by_far_is_told_in_bytes() -> None:
+def test_memory_that_is_too_small_by_far_is_told_in_a_unit_of_its_own() -> None:
     with pytest.raises(Infeasible) as error:
         autopar.plan(Net(), 2, example_inputs=INPUTS, cluster="dgx-h100", memory="1KiB")
-    assert "of 1,024 bytes" in str(error.value) and "0.00000" not in str(error.value)
+    assert "short of 1.00 KiB a GPU" in str(error.value) and " 0.00" not in str(error.value)
 
 
 @pytest.mark.pure
@@ -180,6 +180,14 @@ def test_functions_that_new_processes_do_not_find() -> None:
     code = "import autopar\ndef fn(): pass\nautopar.launch(fn, gpus=1)\n"
     done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False)
     assert "fn is defined in a notebook, an interactive session or a script from standard input" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.gloo
+def test_a_function_of_a_module_is_launched_from_standard_input() -> None:
+    """As from a notebook's cell: new processes import the function, and not the main module, which is no file."""
+    code = "import os, autopar\nprint(len(set(autopar.launch(os.getpid, gpus=2))), __file__)\n"
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, check=False)
+    assert done.stdout == "2 <stdin>\n", done.stderr
 
 
 @pytest.mark.gloo

@@ -103,7 +103,7 @@ def test_micro_batches_and_data_parallel_ranks_sort_their_own_rows(back: Callabl
     body = split_into_moments(program, 4).body
     assert [body.types[op.outputs[0]].shape for op in body.ops if op.target.startswith("aten.sort")] == [(ROWS * EACH // 4,)]
     search = Search(
-        program=program, gpus=2, cluster=choose_cluster("dgx-h100", 2), memory_limit_bytes=2**30, optimizer="adamw", precision="fp32",
+        program=program, gpus=2, cluster=choose_cluster("dgx-h100"), memory_limit_bytes=2**30, optimizer="adamw", precision="fp32",
         pins=Pins(dp=2),
     )  # fmt: skip
     local, assignment, _ = search.known.on_data_axis(2)

@@ -149,3 +149,35 @@ def test_explain_says_the_verdict_before_what_is_tried_beside_it_and_ctrl_c_leav
         said = _plain(terminal.said)
         assert "Traceback" not in said and "figures roofline of" in said
         assert "ended by Ctrl-C" in said
+
+
+CUT = r"the search was cut short: another plan may be faster by up to [0-9.]+%"
+SCRIPT = (
+    "torchrun --nproc_per_node=8 --nnodes 2 pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 256 "
+    "--use-distributed-optimizer\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "words", "at", "says"),
+    [
+        # in the search for the plan that is asked about: what it is compared with may not be the best, which is said
+        (0.1, ["explain", "--gpus", "64", "--why-not", "tp=8"], r"best so far", [r"why not tp=8\?", f"chosen: {CUT}"]),
+        (0.1, ["sweep", "--gpus", "64,128"], r"planning 64 GPUs[^a-z]+\d+ of \d+ choices priced, best so far",
+         [f"64 GPUs of dgx-h100 .*: {CUT}", r"128 - .* not tried: ended by Ctrl-C", "the most of these that there is a plan for"]),
+        (0.6, ["fit"], r"planning 1 GPU[^a-z]+\d+ of \d+ choices priced", [r"fits on 1 GPU of dgx-h100: Net on 1 x h100-sxm"]),
+        (0.1, ["explain", "--from", "run.sh"], r"planning 16 GPUs[^a-z]+\d+ of \d+ choices priced, best so far",
+         ["Megatron-LM, as it is configured", f"best for Megatron-LM: {CUT}", "ended by Ctrl-C: not all was tried"]),
+    ],
+    ids=["why-not", "sweep", "fit", "from"],
+)  # fmt: skip
+def test_ctrl_c_ends_a_question_with_what_is_known(tmp_path: Path, wait_s: float, words: list[str], at: str, says: list[str]) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    command, *options = words
+    with Terminal(tmp_path, wait_s, command, "net.py:build", "--cluster", "dgx-h100", *options) as terminal:
+        assert terminal.until(lambda said: re.search(at, _plain(said))), terminal.said[-2000:]
+        os.kill(terminal.program.pid, signal.SIGINT)
+        assert terminal.ended() == 0
+        said = _plain(terminal.said)
+        assert "Traceback" not in said and "the best plan so far is the answer" in said
+        assert all(re.search(one, said) for one in says), said[-3000:]

@@ -118,9 +118,7 @@ def test_a_tie_is_taken_in_the_plan_and_named(monkeypatch: pytest.MonkeyPatch) -
     search = searched("pair", 4)
     fastest, *others = list(search.candidates())
     other = others[-1]
-    monkeypatch.setattr(
-        "autopar.planner.search.simplest", lambda first, *_: Tie(fastest=first, chosen=other, spread_s=other.step_time_s)
-    )
+    monkeypatch.setattr("autopar.planner.search.simplest", lambda first, *_: Tie(fastest=first, chosen=other, spread_s=other.step_time_s))
     plan = searched("pair", 4).best()
     words = choice_words(fastest.mesh.sizes(), fastest.rest, fastest.shard, fastest.rank.micro_batches, fastest.flow.chunks)
     assert plan.mesh == other.mesh.sizes() and plan.step_time_s == other.step_time_s
@@ -148,7 +146,7 @@ def test_a_sum_with_more_for_what_is_saved_is_a_bound_on_the_upper_end() -> None
     rng = random.Random(0)
     for _ in range(2000):
         slack, context = rng.choice((0.0, 0.03, 0.2)), rng.choice((0.0, 7e8))
-        names = ("parameters", "gradients", "optimizer_states", "saved_activations", "largest_temporary", "communication_buffers")
+        names = ("parameters", "gradients", "optimizer_states", "saved_activations", "batch", "largest_temporary", "communication_buffers")
         terms = {name: rng.choice((0.0, 10 ** rng.uniform(3, 11))) for name in names}
         allocated, saved = sum(terms.values()), terms["saved_activations"]
         plan = MemoryPlan(
@@ -218,8 +216,9 @@ def test_every_moment_of_a_step_fits_at_the_upper_end() -> None:
 
 def _at(memory: MemoryPlan, moment: Moment, slack: float) -> MemoryPlan:
     """What rests of a stage whose gradients do not, and this beside it."""
-    rest = memory.parameters_bytes + memory.optimizer_states_bytes
+    rest = memory.parameters_bytes + memory.optimizer_states_bytes + memory.batch_bytes
     return MemoryPlan(
+        batch_bytes=memory.batch_bytes,
         parameters_bytes=memory.parameters_bytes, optimizer_states_bytes=memory.optimizer_states_bytes, gradients_bytes=moment.gradients,
         saved_activations_bytes=moment.saved, largest_temporary_bytes=moment.temporary, communication_buffers_bytes=moment.communication,
         framework_context_bytes=memory.framework_context_bytes, allocator_slack_bytes=math.ceil(slack * (rest + moment.total)),

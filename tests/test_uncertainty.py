@@ -126,8 +126,8 @@ def test_a_spread_in_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_an_interval_of_memory_ends_above_nothing() -> None:
     tiny = MemoryPlan(
-        parameters_bytes=0, gradients_bytes=0, optimizer_states_bytes=0, saved_activations_bytes=0, largest_temporary_bytes=0,
-        communication_buffers_bytes=0, framework_context_bytes=0, allocator_slack_bytes=100,
+        parameters_bytes=0, gradients_bytes=0, optimizer_states_bytes=0, saved_activations_bytes=0, batch_bytes=0,
+        largest_temporary_bytes=0, communication_buffers_bytes=0, framework_context_bytes=0, allocator_slack_bytes=100,
     )  # fmt: skip
     low, high = tiny.interval_bytes
     assert 0 <= low < 100 < high == pytest.approx(100 + CENTRAL * MEMORY["allocator_slack"] * 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -49,7 +50,8 @@ def _measured(pins: dict[str, Any]) -> dict[str, Any]:
         runs.append((losses, whole_state(model), same))
     assert found is not None
     moved = difference(runs[0][1], runs[1][1])
-    return {"losses": [r[0] for r in runs], "state": moved, "same": runs[1][2], "found": found, "text": str(found)}
+    html = found and found._repr_html_()
+    return {"losses": [r[0] for r in runs], "state": moved, "same": runs[1][2], "found": found, "text": str(found), "html": html}
 
 
 @pytest.mark.gloo
@@ -71,6 +73,8 @@ def test_a_line_every_few_steps_and_a_profile_that_leaves_no_trace() -> None:
             assert 0 < found.mfu < 10
             assert found.memory_bytes > 0
             assert re.search(r"forward and backward +\S+ \S+ +\S+ \S+\n", told["text"])
+            assert "e+" not in told["text"]
+            assert told["html"] == f"<pre>{told['text']}</pre>"
 
 
 @pytest.mark.pure
@@ -133,3 +137,18 @@ def test_a_bar_on_a_terminal_only_and_only_later(monkeypatch: pytest.MonkeyPatch
     with working("another process"):
         pass
     assert terminal.getvalue() == before
+
+
+@pytest.mark.pure
+def test_a_bar_leaves_the_random_numbers_as_they_are() -> None:
+    """What it is drawn with draws one when it is imported, which a capture would take for the model's."""
+    code = (
+        "import random, sys\n"
+        "from autopar.progress import working\n"
+        "sys.stderr.isatty = lambda: True\n"
+        "before = random.getstate()\n"
+        "with working('planning'): pass\n"
+        "print('rich.progress' in sys.modules, random.getstate() == before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "True True\n", done

@@ -158,15 +158,17 @@ def _same_constants(a: Trace, b: Trace) -> bool:
 
 def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None) -> None:
     """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
-    with lowest_draws():
-        if calls is not None:
+    if calls is not None:
+        with lowest_draws():
             other = call_twice(model, loss, inputs, start, reseed=False).calls[0]
-            differs = not torch.allclose(other.loss, calls.calls[0].loss, rtol=1e-5, atol=0.0, equal_nan=True)
-        else:
+        differs = not torch.allclose(other.loss, calls.calls[0].loss, rtol=1e-5, atol=0.0, equal_nan=True)
+    else:
+        plain = traced(model, loss, copied(inputs), start)  # each call by itself, where `found` has one for many
+        with lowest_draws():
             again = traced(model, loss, copied(inputs), start)
-            none = Regions(model, loss, inputs)  # which need data
-            first, second = (flatten(model, call.exported, start, none) for call in (found, again))
-            differs = [t.op for t in first.ops] != [t.op for t in second.ops] or not _same_constants(first, second)
+        none = Regions(model, loss, inputs)  # which need data
+        first, second = (flatten(model, call.exported, start, none) for call in (plain, again))
+        differs = [t.op for t in first.ops] != [t.op for t in second.ops] or not _same_constants(first, second)
     if differs:
         raise CaptureError(
             f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "

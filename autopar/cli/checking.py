@@ -89,7 +89,7 @@ def profile(
     check_gpus(workers)
     writable(out)
     with answers_only(as_json), progress() as say:
-        found = measured(choose_cluster(cluster, 1), workers, say=say)
+        found = measured(choose_cluster(cluster), workers, say=say)
     save(found, out)
     if as_json:
         answer({"written": str(out), **profile_json(found)})

@@ -71,7 +71,7 @@ def explain_from(
         )  # fmt: skip
 
         with stopped_by_user() as study.stop:
-            found = compared(stack, configuration, count, study.program.batch_size, planner_of(study))
+            found = compared(stack, configuration, count, study.program.batch_size, planner_of(study), study.stop)
     said = compared_json(found)
     if out is not None:
         from autopar.cli.answers import json_line

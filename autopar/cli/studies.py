@@ -88,7 +88,12 @@ def study_of(
         limit = limit or given.memory_limit_bytes
         cluster = given.cluster if cluster == "auto" else cluster
         pins = _stated(given)
-    described = choose_cluster(cluster, count)
+    described = choose_cluster(cluster)
+    if given is not None and described.name != given.cluster:
+        raise UsageError(
+            f"{plan_file} is a plan for the cluster {given.cluster}, and --cluster says {cluster}: leave it out, or ask "
+            f"--what-if cluster={cluster}"
+        )
     decide = wishes(
         count, cluster=cluster, memory=limit, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
         time_limit=time_limit,
@@ -121,7 +126,7 @@ def open_study(
     check_name("optimizer", optimizer, OPTIMIZERS)
     if reduce_dtype is not None:
         check_name("reduce_dtype", reduce_dtype, PRECISIONS)
-    limit, described = memory_of(memory), choose_cluster(cluster, gpus)
+    limit, described = memory_of(memory), choose_cluster(cluster)
     captured, of_batch = captured_of(target, precision, loss)
     program = captured.program
     asked = Asked(

@@ -55,7 +55,7 @@ def sweep(
     writable(out)
     counts = numbers_of("--gpus", gpus)
     memories = [memory_of(text) for text in _listed("--memory", memory)] if memory is not None else [None]
-    clusters = [choose_cluster(name, 1) for name in _listed("--cluster", cluster)]
+    clusters = [choose_cluster(name) for name in _listed("--cluster", cluster)]
     batches: list[int | None] = [*numbers_of("--batch", batch)] if batch is not None else [None]
     with answers_only(form is not SweepFormat.TEXT):
         first = clusters[0].name if cluster == "auto" else _listed("--cluster", cluster)[0]

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from autopar.axes import AXES
-from autopar.errors import PlanError
 from autopar.explain.study import Asked
 from autopar.planner.plan import Pins
 from autopar.planner.resources import choose_cluster, parse_memory, whole_number
@@ -92,8 +91,6 @@ def with_changes(asked: Asked, changes: Mapping[str, str]) -> tuple[Asked, list[
         said.append(text)
     if pins:
         asked = with_pins(asked, parsed_pins(pins, "--what-if"))
-    if asked.cluster.gpu_count is not None and asked.cluster.gpu_count < asked.gpus:
-        raise PlanError(f"{asked.gpus} GPUs were asked for, but the cluster {asked.cluster.name} has {asked.cluster.gpu_count}")
     return asked, said
 
 
@@ -112,7 +109,7 @@ def _changed(asked: Asked, name: str, value: str) -> tuple[Asked, str]:
             return dataclasses.replace(asked, gpus=number), f"{number} GPUs"
         return dataclasses.replace(asked, batch=number), f"a batch of {number}"
     if name == "cluster":
-        return dataclasses.replace(asked, cluster=choose_cluster(value, 1)), f"GPUs of {value}"
+        return dataclasses.replace(asked, cluster=choose_cluster(value)), f"GPUs of {value}"
     if name == "optimizer":
         check_name("optimizer", value, OPTIMIZERS)
         return dataclasses.replace(asked, optimizer=value), f"the optimizer {value}"

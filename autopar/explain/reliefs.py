@@ -12,6 +12,7 @@ from autopar.planner.space import divisors
 from autopar.report.explanation import Limit, Relief, in_words
 from autopar.report.limits import limits_of
 from autopar.report.units import in_own_unit
+from autopar.report.words import counted
 from cost_models.cluster import Link
 
 __all__ = ["reliefs_of"]
@@ -39,6 +40,9 @@ def _changes(study: Study, limit: Limit) -> Iterator[tuple[str, Asked]]:
         yield f"links {'between nodes' if limit.between else 'inside the node'} twice as fast", dataclasses.replace(asked, cluster=faster)
     if limit.kind in ("launches", "pipeline", "batch", "optimizer", "network") and asked.batch:
         yield f"twice the batch ({2 * asked.batch})", dataclasses.replace(asked, batch=2 * asked.batch)
+    if limit.kind == "idle":
+        fewer = asked.gpus // study.plan.mesh[limit.axis]
+        yield f"{counted(fewer, 'GPU')} in place of {asked.gpus}", dataclasses.replace(asked, gpus=fewer)
     if limit.kind in ("heads", "divisibility"):
         yield from _fewer(study, limit)
     if limit.kind == "compute" and limit.share >= MOSTLY and (cluster.gpu_count is None or cluster.gpu_count >= 2 * asked.gpus):

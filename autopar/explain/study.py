@@ -18,13 +18,14 @@ from autopar.errors import Infeasible
 from autopar.ir import Program
 from autopar.plan_cache import decisive, planned_once
 from autopar.planner.answer import ended_by_user, refusal
-from autopar.planner.candidate import gib
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.resources import usable_bytes
 from autopar.planner.search import Search, answered
 from autopar.planner.store import Store
 from autopar.planner.wishes import WishError, for_loss_outside, with_notes
 from autopar.progress import working
+from autopar.report.units import bytes_text
+from autopar.report.words import counted
 from autopar.run.dtypes import itemsize_named
 from autopar.stacks import stack_of
 from autopar.stacks.spaces import as_configured, as_planned_for, best_within, deciding
@@ -126,7 +127,7 @@ class Study:
     def solve(self, asked: Asked) -> Plan | Refused:
         """The best plan for this, or why there is none. Plans are kept as those of `autopar.plan` are."""
         if asked not in self.answers:
-            with working(f"planning {asked.gpus} GPUs"):
+            with working(f"planning {counted(asked.gpus, 'GPU')}"):
                 self.answers[asked] = self._solved(asked)
         return self.answers[asked]
 
@@ -173,5 +174,5 @@ def _in_a_line(search: Search) -> str:
     said = [line for line in lines if not line.startswith("micro-batches:")] or lines
     short = min(search.said.short.values(), default=0.0)
     if short >= MIB or (short and not said):
-        return f"{SHORT}: {f'{gib(short)} a GPU short or less' if short >= MIB else 'no cut into stages does'}"
+        return f"{SHORT}: {f'{bytes_text(short)} a GPU short or less' if short >= MIB else 'no cut into stages does'}"
     return said[0] if said else str(refusal(search)).splitlines()[0]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from autopar.errors import AutoparError
 from autopar.explain.study import Asked, Refused, Study
 from autopar.planner.plan import Plan
-from autopar.report.explanation import in_words, summary_of, time_of
+from autopar.report.explanation import cut_short, in_words, summary_of, time_of
 from autopar.report.sweep import Point, Series, Sweep
 from autopar.report.units import bytes_text
 from autopar.report.words import share_text
@@ -41,8 +41,8 @@ def sweep(
         series.append(Series(name=", ".join(x for x in several if x), gpus=[x.gpus for x in asked], stops_at=stops_at, why=why))
     units = (x.samples_unit for x in study.answers.values() if isinstance(x, Plan))
     fits = [k for k, point in enumerate(points) if point.step_time_s is not None]
-    refused = [(x.gpus, x.limit_bytes, answer) for x, answer in study.answers.items() if isinstance(answer, Refused)]
-    remedy = str(max(refused, key=lambda x: x[:2])[2].error) if refused and not fits and not study.stop() else ""
+    refused = [(not x.search.space.too_many, a.gpus, a.limit_bytes, x) for a, x in study.answers.items() if isinstance(x, Refused)]
+    remedy = str(max(refused, key=lambda x: x[:3])[3].error) if refused and not fits and not study.stop() else ""
     return Sweep(
         model=study.program.name, schema=1, unit=next(units, "samples"), points=points, series=series,
         cheapest=min(fits, key=lambda k: (points[k].per_sample or points[k].gpu_seconds or 0.0, points[k].gpus), default=None),
@@ -52,9 +52,6 @@ def sweep(
 
 
 def _answered(study: Study, asked: Asked) -> Plan | Refused | str:
-    have = asked.cluster.gpu_count
-    if have is not None and have < asked.gpus:
-        return f"the cluster {asked.cluster.name} has {have} GPUs"
     if study.stop():
         return "not tried: ended by Ctrl-C"
     try:
@@ -78,6 +75,7 @@ def _points(asked: Sequence[Asked], answers: Sequence[Plan | Refused | str]) -> 
             **common, step_time_s=found.step_time_s, gpu_seconds=made.gpu_seconds_per_step,  # type: ignore[arg-type]
             per_sample=made.gpu_seconds_per_step / found.global_batch if found.global_batch else None, work_per_s=made.work_per_s,
             memory_bytes=made.memory_bytes, mfu=made.mfu, efficiency=each / first if first else None, plan=in_words(found),
+            cut_short=cut_short(found),
         )  # fmt: skip
 
 

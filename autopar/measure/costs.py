@@ -18,7 +18,7 @@ from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s
-from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, kernel_time_s, on_matrix_units, op_time_s
+from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, causal_share, kernel_time_s, on_matrix_units, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
 __all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer", "dtype_of"]
@@ -173,9 +173,10 @@ class Pricer:
 
     def speed(self, c: Counts, dtype: str) -> float:
         """How many times less arithmetic there is than is counted."""
-        if c.op_class == "attention":
-            return self.recipe.attention_speed
         gpu = self.cluster.gpu
+        if c.op_class == "attention":
+            blocks = 2 * causal_share(c.causal_keys) if gpu.host and c.causal_keys else 1.0  # half of the scores are counted
+            return self.recipe.attention_speed / blocks
         fewer = c.winograd and self.recipe.winograd and not gpu.host and not on_matrix_units("conv", dtype, gpu)
         return WINOGRAD if fewer else 1.0
 

@@ -50,7 +50,8 @@ def op_class(target: str) -> str:
 class Counts:
     """flops: forward; backward_flops. bytes_read, bytes_written: of the forward. saved_inputs: indices of refs(op) that
     autograd keeps; saved_outputs: indices of results; saved_other_bytes: kept tensors that are neither. winograd: a convolution that
-    Winograd's algorithm computes with fewer multiplications than the FLOPs say."""
+    Winograd's algorithm computes with fewer multiplications than the FLOPs say. causal_keys: of attention under a causal mask, the
+    length over which half of the products were counted; 0 of any other."""
 
     op_class: str
     flops: float
@@ -61,6 +62,7 @@ class Counts:
     saved_outputs: tuple[int, ...] = ()
     saved_other_bytes: int = 0
     winograd: bool = False
+    causal_keys: int = 0
 
 
 def as_on_gpu(op: Op) -> Op:
@@ -124,14 +126,15 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
                 other[key] = t.untyped_storage().nbytes()
     if cls == "conv" and _is_depthwise(ins):
         cls = "other"
+    keys = 0
     if cls == "attention":
-        flops = _attention_flops(op, ins)
+        flops, keys = _attention_flops(op, ins), ins[1].shape[-2] if _is_causal(op) else 0
     passes = sum(t.grad for t in _factors(ins))  # one product of the forward's size makes the gradient of each factor
     backward = flops * {"attention": 2.5, "matmul": min(passes, 2), "conv": min(passes, 2)}.get(cls, 2.0) if differentiable else 0.0
     return Counts(
         op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
         saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
-        winograd=cls == "conv" and _is_plain_3_by_3(op, ins),
+        winograd=cls == "conv" and _is_plain_3_by_3(op, ins), causal_keys=keys,
     )  # fmt: skip
 
 
@@ -176,8 +179,11 @@ def _attention_flops(op: Op, ins: tuple[TensorType, ...]) -> float:
     """q k^T and its product with v. q: [..., length, e], k: [..., keys, e], v: [..., keys, f]. Of a causal mask the kernels skip the
     upper half, of any other nothing. The flop counter does not know all of the kernels that a device may choose."""
     q, k, v = (t.shape for t in ins[:3])
-    causal = op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False)
-    return (1.0 if causal else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    return (1.0 if _is_causal(op) else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _is_causal(op: Op) -> bool:
+    return bool(op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False))
 
 
 def _is_depthwise(ins: tuple[TensorType, ...]) -> bool:

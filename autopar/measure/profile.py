@@ -25,7 +25,7 @@ from autopar.measure.timings import DTYPES, Machine, Timed, collective_times, la
 from autopar.run.launch import WorkerPool
 from cost_models.cluster import Cluster, Gpu, Link
 from cost_models.collectives import KINDS
-from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled
+from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled, slower_kinds
 from cost_models.write import cluster_toml
 
 __all__ = ["Profile", "Sizes", "default_workers", "profile", "save"]
@@ -35,6 +35,7 @@ MOST_WORKERS = 8  # by default, on a machine without GPUs
 FITTED_DTYPES = {"cpu": ("float64", "float32"), "cuda": ("float32", "tf32", "float16", "bfloat16")}  # whose products are priced closely
 MEMORY_CLASSES = ("pointwise", "reduction", "gather")
 LINK_FITTED = (*LINK_CONSTANTS, "peer_s")
+KINDS_AND_LINK = 2  # rounds in which factors of kinds and constants of the link are fitted in turn
 SCALES = tuple(2.0**k for k in range(-6, 7))  # of the catalogue's latencies: the best of them is where the search begins
 
 D = TypeVar("D", Cluster, Gpu, Link)
@@ -83,7 +84,7 @@ def profile(
     most = gpus or base.gpus_per_node
     if not 1 <= workers <= most:
         limit = f"this machine has {gpus} GPUs" if gpus else f"{base.name} has room for {most}"
-        raise LaunchError(f"a profile with {workers} workers was asked for, but {limit}")
+        raise LaunchError(f"a profile with {workers} workers was asked for, but {limit}: --gpus {most} measures with as many as there are")
     sizes, say = sizes or Sizes(), say or (lambda *_: None)
     with WorkerPool(workers, enter=enter) as pool:
         say("starting workers", 0, 1)
@@ -91,7 +92,8 @@ def profile(
         kernels = [("matmul", dtype) for dtype in DTYPES if dtype != "tf32" or found.tf32]
         half = "bfloat16" if found.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
         main = half if found.device == "cuda" else "float32"
-        kernels += [(op_class, main) for op_class in ("attention", "conv")] + [(op_class, "float32") for op_class in MEMORY_CLASSES]
+        own = ("layer", "image", "depthwise") if found.device == "cpu" else ()  # whose libraries are slower at these than at square ones
+        kernels += [(op_class, main) for op_class in ("attention", "conv", *own)] + [(op_class, "float32") for op_class in MEMORY_CLASSES]
         groups = sorted({2, workers}) if workers > 1 else []
         links = [(kind, ranks) for ranks in groups for kind in KINDS if kind != "p2p" or ranks == 2]
         total = len(kernels) + len(links) + 2
@@ -155,12 +157,15 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
         fastest = max(streams, key=streams.__getitem__)
         values["memory_bandwidth_bytes_per_s"] = (streams[fastest], f"measured: best of pointwise operators, {fastest}, {here}")
     for dtype in DTYPES:
-        products = [t for t in operators if (t.timing.op_class, t.timing.dtype) == ("matmul", dtype)]
+        products = [t for t in operators if (t.kind, t.timing.dtype) == ("matmul", dtype)]
         rates = {t.what: t.timing.flops / t.best_s for t in products[-2:]}  # small ones may be faster where there is no blocked kernel
         if rates:
             fastest = max(rates, key=rates.__getitem__)
             values[f"peak_flops_per_s.{dtype}"] = (rates[fastest], f"measured: best of the largest, {fastest}, {here}")
-    close = [t.timing for t in operators if t.timing.op_class != "matmul" or t.timing.dtype in FITTED_DTYPES[found.device]]
+    layers = any(t.kind == "layer" for t in operators)  # as models have them, and square ones
+    products = [t for t in operators if t.timing.op_class == "matmul"]
+    left_out = [t for t in products if (t.kind != "layer" if layers else t.timing.dtype not in FITTED_DTYPES[found.device])]
+    close = [t.timing for t in operators if t not in left_out]
     gpu, error = fit_gpu(_stated(base, values), close)
     fractions = dict(gpu.fractions)
     by_class = Counter(t.op_class for t in close)
@@ -188,12 +193,16 @@ def _link(
         source = f"measured: CPU seconds of all workers in collectives on the largest buffers, {backend}, {here}"
         values["host_share"] = (host_share, source)
     link, error = fit_link(start, loss, LINK_FITTED)
+    if cluster.gpu.host:  # whose library has other algorithms than those of GPUs
+        for _ in range(KINDS_AND_LINK):
+            link, error = fit_link(dataclasses.replace(link, slower=slower_kinds(link, cluster, times)), loss, LINK_FITTED)
     ranks = " and ".join(map(str, sorted({t.ranks for t in times})))
     source = f"fitted: to {len(times)} times of collectives among {ranks} workers, {backend}, {here}"
     for name in LINK_FITTED:
         if (value := getattr(link, name)) != getattr(base, name):
             only_scaled = value == getattr(start, name)
             values[name] = (value, source + (" (scaled with the other latencies; the times say no more of it)" if only_scaled else ""))
+    values |= {f"slower.{kind}": (factor, source) for kind, factor in link.slower}
     return _titled(_stated(base, values), f"{backend} among {ranks} workers of this machine"), error
 
 
@@ -203,6 +212,8 @@ def _stated(item: D, values: Values) -> D:
     sources |= {key: source for key, (_, source) in values.items()}
     sources["title"] = dict(item.sources)["title"]
     changes: dict[str, Any] = {key: value for key, (value, _) in values.items() if "." not in key}
+    if isinstance(item, Link):
+        changes["slower"] = tuple((key.removeprefix("slower."), value) for key, (value, _) in values.items() if key.startswith("slower."))
     if isinstance(item, Gpu):
         for field, table in (("rates", "peak_flops_per_s."), ("fractions", "achievable_fraction.")):
             stated = {key.removeprefix(table): value for key, (value, _) in values.items() if key.startswith(table)}

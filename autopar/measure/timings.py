@@ -8,6 +8,7 @@ the time that the thread has a core, so that other processes do not count.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import statistics
@@ -26,6 +27,7 @@ from autopar.run.groups import group_of
 from autopar.run.launch import default_device
 from autopar.run.mesh import Axis
 from cost_models.collectives import Kind
+from cost_models.compute import causal_share
 from cost_models.fit import OperatorTime
 
 __all__ = ["DTYPES", "Collectives", "Machine", "Timed", "collective_times", "launch_time", "machine", "operator_times"]
@@ -60,9 +62,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """One operator on operands of one size. timing.measured_s: the median of the repeats; best_s: the least of them; cpu_share: of
-    the time that passed, what this thread had a core for."""
+    """One operator on operands of one size. kind: as of operator_times. timing.measured_s: the median of the repeats; best_s: the least of
+    them; cpu_share: of the time that passed, what this thread had a core for."""
 
+    kind: str
     what: str
     timing: OperatorTime
     best_s: float
@@ -121,10 +124,11 @@ class _Case:
     make: Callable[[], Run]
 
 
-def operator_times(op_class: str, dtype: str, largest: float) -> tuple[list[Timed], str]:
-    """The operators of one class in one dtype, ascending in size, and why there are not more: '' unless the device refused one, for
-    want of a kernel or of memory. largest: side of the largest matrix; other operators shrink with it below 1024. On GPUs, which do not
-    disturb each other, nothing on other ranks than 0; the CPUs of a machine share its memory, so that all ranks run at once."""
+def operator_times(kind: str, dtype: str, largest: float) -> tuple[list[Timed], str]:
+    """The operators of one kind (a class; or 'layer', 'image', 'depthwise': as models have them) in one dtype, ascending in size, and why
+    there are not more: '' unless the device refused one, for want of a kernel or of memory. largest: side of the largest matrix; other
+    operators shrink with it below 1024. On GPUs, which do not disturb each other, nothing on other ranks than 0; the CPUs of a machine
+    share its memory, so that all ranks run at once."""
     device = default_device()
     if dist.get_rank() != 0 and device.type == "cuda":
         return [], ""
@@ -134,7 +138,7 @@ def operator_times(op_class: str, dtype: str, largest: float) -> tuple[list[Time
     previous: tuple[_Case, float] | None = None
     try:
         with torch.no_grad():
-            for case in _CASES[op_class](device, dtype, largest):
+            for case in _CASES[kind](device, dtype, largest):
                 if previous is not None and previous[1] * _work(case) / _work(previous[0]) > SLOWEST_S:
                     break
                 run, start, cpu_start = case.make(), time.perf_counter(), time.thread_time()
@@ -145,9 +149,9 @@ def operator_times(op_class: str, dtype: str, largest: float) -> tuple[list[Time
                     op_class=case.op_class, flops=case.flops, bytes_moved=case.bytes_moved, dtype=case.dtype, measured_s=median_s,
                     written=case.written,
                 )  # fmt: skip
-                found.append(Timed(what=case.what, timing=timing, best_s=best_s, cpu_share=share))
+                found.append(Timed(kind=kind, what=case.what, timing=timing, best_s=best_s, cpu_share=share))
     except REFUSALS as error:
-        return found, f"{op_class} in {dtype}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return found, f"{kind} in {dtype}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
         torch.set_float32_matmul_precision(precision)
     return found, ""
@@ -174,6 +178,68 @@ def _matmul(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]
         side *= 2
 
 
+def _layers(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    """The three products of a linear layer with many tokens and few channels. Activations come from memory, as in a model."""
+    made = _torch_dtype(dtype)
+    for width in (n for n in (128, 256, 512) if n <= largest):
+        tokens, channels = 8 * width, 4 * width
+        nbytes = tokens * (width + channels) * made.itemsize
+        copies = max(1, STREAMED_BYTES[device.type] // nbytes)
+        for what, run in _OF_A_LAYER.items():
+
+            def make(run: _Product = run, tokens: int = tokens, width: int = width, channels: int = channels, copies: int = copies) -> Run:
+                pairs = itertools.cycle([
+                    (torch.rand(tokens, width, device=device).to(made), torch.rand(tokens, channels, device=device).to(made))
+                    for _ in range(copies)
+                ])  # fmt: skip
+                weight = torch.rand(channels, width, device=device).to(made)
+                return lambda: run(weight, *next(pairs))
+
+            moved = float(nbytes + channels * width * made.itemsize)
+            yield _Case(
+                what=f"{what} of a layer from {width} to {channels} channels, {tokens} tokens", op_class="matmul", dtype=dtype,
+                flops=2.0 * tokens * width * channels, bytes_moved=moved, written=1.0 * tokens * channels * made.itemsize, make=make,
+            )  # fmt: skip
+
+
+_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # of a weight, what enters the layer, a gradient of what leaves it
+_OF_A_LAYER: dict[str, _Product] = {
+    "result": lambda weight, x, _: F.linear(x, weight),
+    "gradient of the operand": lambda weight, _, gradient: gradient @ weight,
+    "gradient of the weight": lambda _, x, gradient: gradient.t() @ x,
+}
+
+
+def _images(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    """Convolutions that enter and leave images of three colours."""
+    made, batch, side = _torch_dtype(dtype), 8, 64
+    for ins, outs in ((3, 32), (32, 3)):
+
+        def make(ins: int = ins, outs: int = outs) -> Run:
+            x, weight = torch.rand(batch, ins, side, side, device=device).to(made), torch.rand(outs, ins, 3, 3, device=device).to(made)
+            return lambda: F.conv2d(x, weight, padding=1)
+
+        pixels, result = batch * side**2, 1.0 * batch * side**2 * outs * made.itemsize
+        moved = result + 1.0 * pixels * ins * made.itemsize
+        yield _Case(
+            what=f"convolution 3 x 3, {ins} to {outs} channels of {side} x {side}", op_class="conv", dtype=dtype,
+            flops=18.0 * pixels * ins * outs, bytes_moved=moved, written=result, make=make,
+        )  # fmt: skip
+
+
+def _depthwise(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
+    made = _torch_dtype(dtype)
+    for batch, channels, length in ((8, 128, 128), (8, 256, 256)):
+
+        def make(batch: int = batch, channels: int = channels, length: int = length) -> Run:
+            x, weight = torch.rand(batch, channels, length, device=device).to(made), torch.rand(channels, 1, 4, device=device).to(made)
+            return lambda: F.conv1d(x, weight, groups=channels)
+
+        numbers = 1.0 * batch * channels * length
+        what = f"convolution of {channels} channels by themselves, {length} long"
+        yield _Case(what=what, op_class="other", dtype=dtype, flops=8 * numbers, bytes_moved=2 * numbers * made.itemsize, make=make)
+
+
 def _attention(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
     made, heads, width = _torch_dtype(dtype), 8, 64
     for length in (n for n in (128, 512, 1024, 2048, 4096) if n <= largest):
@@ -184,7 +250,8 @@ def _attention(device: torch.device, dtype: str, largest: float) -> Iterator[_Ca
                 q, k, v = (torch.rand(shape, device=device).to(made) for _ in range(3))
                 return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-            flops = (2.0 if causal else 4.0) * math.prod(shape) * length
+            share = 1.0 if not causal else causal_share(length) if device.type == "cpu" else 0.5
+            flops = 4.0 * share * math.prod(shape) * length
             what = f"{'causal ' if causal else ''}attention over {length}"
             moved = 4.0 * math.prod(shape) * made.itemsize
             yield _Case(what=what, op_class="attention", dtype=dtype, flops=flops, bytes_moved=moved, make=make)
@@ -248,8 +315,11 @@ def _rows(device: torch.device, dtype: torch.dtype, largest: float) -> int:
 
 _CASES: dict[str, Callable[[torch.device, str, float], Iterator[_Case]]] = {
     "matmul": _matmul,
+    "layer": _layers,
     "attention": _attention,
     "conv": _conv,
+    "image": _images,
+    "depthwise": _depthwise,
     "pointwise": _streams(
         "pointwise",
         ("copy", 2, lambda x, _: x.clone()), ("sum of two", 3, lambda x, y: x + y), ("relu", 2, lambda x, _: torch.relu(x)),

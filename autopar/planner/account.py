@@ -76,9 +76,12 @@ def _shapes(program: Program, axes: Mapping[str, AxisPlan]) -> dict[str, list[in
 
 
 def names_of_leaves(program: Program) -> dict[str, str]:
-    """Value -> the user's own name: of a parameter or buffer, or where an input is in the batch."""
+    """Value -> the user's own name: of a parameter or buffer, or where an input is in the batch ('labels', 'input 0' of a tuple)."""
     found = {p.value: p.fqn for p in program.params} | {b.value: b.fqn or f"constant {b.value}" for b in program.buffers}
-    return found | {x.value: ".".join(map(str, x.path)) or x.value for x in program.inputs}
+    for x in program.inputs:
+        positional = "input " if x.path and isinstance(x.path[0], int) else ""
+        found[x.value] = positional + ".".join(map(str, x.path)) or x.value
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- seconds

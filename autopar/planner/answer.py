@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -19,15 +19,25 @@ from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
-from autopar.planner.shortfall import elsewhere_too, gpus_that_do, pins_that_do, shortfall_text, sizes_that_do, tried, values_that_do
+from autopar.planner.shortfall import (
+    clusters_that_do,
+    elsewhere_too,
+    gpus_that_do,
+    pins_that_do,
+    shortfall_text,
+    sizes_that_do,
+    tried,
+    values_that_do,
+)
 from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
 from autopar.planner.words import choice_words
 from autopar.report.units import seconds_text
+from autopar.report.words import counted
 from cost_models.uncertainty import CENTRAL
 
-__all__ = ["BY_USER", "LISTED", "ended_by_user", "plan_of", "refusal"]
+__all__ = ["BY_USER", "LISTED", "ended_by_user", "of_all", "plan_of", "refusal"]
 
 BY_USER, _STOPPED = "an interrupt from the keyboard", "the search was stopped after "
 
@@ -138,13 +148,16 @@ def ended_by_user(plan: Plan) -> bool:
 def refusal(question: Question) -> Infeasible:
     """Why no candidate was found: which constraint binds, by how much, what was tried and would help; and the first reasons, of many."""
     if question.spaces is not None and isinstance(why := question.spaces(question.asked), str):
-        return Infeasible(why + tried(elsewhere_too(question, values_that_do(question) or pins_that_do(question))))
+        return Infeasible(why + tried(lambda: elsewhere_too(question, values_that_do(question) or pins_that_do(question))))
+    if question.space.too_many:
+        return Infeasible(question.space.too_many + tried(lambda: [*gpus_that_do(question), *clusters_that_do(question)]))
     if not any(True for _ in question.space.meshes()):
         pinned = ", ".join(f"{axis}={n}" for axis in AXES if (n := question.pins.of_axis(axis)) is not None)
         product = " x ".join(AXES)
-        text = f"no mesh of {question.gpus} GPUs has {pinned}: pinned axes must divide and fill the GPUs ({product} = {question.gpus})"
-        do = sizes_that_do(question) or pins_that_do(question) or gpus_that_do(question)
-        return Infeasible(text + tried(elsewhere_too(question, do)))
+        gpus = question.gpus
+        text = f"no mesh of {counted(gpus, 'GPU')} has {pinned}: pinned axes must divide and fill the GPUs ({product} = {gpus})"
+        do = tried(lambda: elsewhere_too(question, sizes_that_do(question) or pins_that_do(question) or gpus_that_do(question)))
+        return Infeasible(text + do)
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.
     short = question.said.short
     found = sorted(question.refused, key=lambda line: (line.startswith("micro-batches:"), short.get(line, 0.0)))
@@ -152,8 +165,8 @@ def refusal(question: Question) -> Infeasible:
     if short and (said := shortfall_text(question)):
         return Infeasible(f"no plan fits the constraints. {said}", more=lines)
     text = "\n".join(["no plan fits the constraints:", *lines[:FIRST]])
-    changes = pins_that_do(question) or gpus_that_do(question)
-    return Infeasible(text + tried(elsewhere_too(question, changes)), more=lines[FIRST:])
+    changes = tried(lambda: elsewhere_too(question, pins_that_do(question) or gpus_that_do(question)))
+    return Infeasible(text + changes, more=lines[FIRST:])
 
 
 def _replicated(body: Program, assignment: Assignment, types: Mapping[str, TensorType]) -> list[str]:
@@ -209,9 +222,25 @@ def _one_line(d: Draft) -> str:
 
 
 def _stopped(said: Searched) -> list[str]:
-    if not said.stopped:
-        return []
-    return [f"{_STOPPED}{said.stopped}: {said.unexplored} of {said.choices} choices that could be faster are unexplored"]
+    return [_stopped_after(said.stopped, said.unexplored, said.choices)] if said.stopped else []
+
+
+def _stopped_after(what: str, unexplored: int, choices: int) -> str:
+    return f"{_STOPPED}{what}: {unexplored} of {choices} choices that could be faster are unexplored"
+
+
+def of_all(best: Plan, found: Sequence[Plan], left: Sequence[float]) -> Plan:
+    """The best plan that several searches found, with what is known of them together. left: of each choice of searches that the user did
+    not wait for the seconds that no plan of it is faster than."""
+    bound_s = min([*(plan.bound_s for plan in found), *left])
+    counts = {name: sum(plan.searched.get(name, 0) for plan in found) for name in best.searched}
+    notes = best.notes
+    if left:
+        counts |= {name: counts[name] + len(left) for name in ("choices", "unexplored")}
+        notes = [note for note in notes if not note.startswith(_STOPPED)]
+        notes.append(_stopped_after(BY_USER, counts["unexplored"], counts["choices"]))
+    gap = (best.step_time_s - bound_s) / best.step_time_s if best.step_time_s else 0.0
+    return msgspec.structs.replace(best, bound_s=bound_s, gap=gap, searched=counts, notes=notes)
 
 
 def _asdict(pins: Pins) -> dict[str, object]:

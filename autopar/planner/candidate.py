@@ -21,16 +21,9 @@ from cost_models.pipeline import Flow
 from cost_models.pools import MOMENTS, rows
 from cost_models.rests import Rest
 
-__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "gib", "held_bytes", "late_of", "most_held_bytes"]
+__all__ = ["GIB", "Candidate", "Draft", "candidate_of", "held_bytes", "late_of", "most_held_bytes"]
 
 GIB = float(2**30)
-
-
-def gib(nbytes: float) -> str:
-    """Bytes as messages say them: '12.34 GiB', with more places where there is less, and '1,024 bytes'."""
-    if nbytes < GIB / 2048:
-        return f"{nbytes:,.0f} bytes"
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / GIB:.5f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +148,7 @@ def _memory_plan(e: Estimator, at: Mapping[str, int], held: float) -> MemoryPlan
         optimizer_state_bytes=at["optimizer_states"],
         optimizer=e.optimizer,
         activation_bytes_per_micro_batch=at["saved_activations"],
+        batch_bytes=at["batch"],
         largest_temporary_bytes=at["largest_temporary"],
         bucket_bytes=at["communication_buffers"],
         framework_context_bytes=e.cluster.gpu.context_bytes,

@@ -31,7 +31,7 @@ from cost_models.pipeline import Flow
 
 __all__ = ["least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
 
-NODES = 200  # ends of stages that are looked at for one candidate
+NODES = 12_000  # pieces that are gone through for one candidate: all of them for each end of a stage that is looked at
 MOVES = 24  # of one cut, each priced
 MODES = 4_000  # nodes of the searches for the modes of the ranks of one candidate: each takes as many as it likes until these are gone
 FEWER = 20  # and then so many
@@ -261,7 +261,7 @@ class _Ranks:
         """Price all cuts that could be faster than the best ones. False if the nodes did not reach all of them."""
         count, stages, rank_of = len(self.pieces), self.flow.stages, self.flow.rank_of
         whole = {s for s in range(stages) if rank_of[s] not in rank_of[s + 1 :]}  # with which all stages of a rank are there
-        nodes = NODES
+        nodes = NODES // count
 
         def place(s: int, made: tuple[int, ...], again_s: Mapping[int, float]) -> bool:
             nonlocal nodes

@@ -31,7 +31,7 @@ SHOWN: dict[str, Callable[[Plan], str]] = {}
 """How a plan is written for a person, as 'text' and as 'html': what knows how (autopar.report) enters it, since it knows plans."""
 
 FORMAT = "autopar-plan"
-VERSION = 4
+VERSION = 5
 
 ABSURD = 1000.0  # times a whole, beyond which a part of it is no figure of ours
 Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
@@ -156,6 +156,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gradients_bytes: Count
     optimizer_states_bytes: Count
     saved_activations_bytes: Count
+    batch_bytes: Count
     largest_temporary_bytes: Count
     communication_buffers_bytes: Count
     framework_context_bytes: Count

@@ -18,7 +18,7 @@ from autopar.errors import Infeasible, PlanError
 from autopar.ir import Program
 from autopar.measure import Live
 from autopar.planner.bounds import Least
-from autopar.planner.candidate import Candidate, Draft, candidate_of, gib
+from autopar.planner.candidate import Candidate, Draft, candidate_of
 from autopar.planner.estimate import Estimator
 from autopar.planner.partition import Over, Place, Refused, TooLarge
 from autopar.planner.plan import Pins
@@ -29,6 +29,7 @@ from autopar.planner.space import Choice, Mesh, Space
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
 from autopar.planner.words import axis_words
+from autopar.report.units import bytes_text
 from autopar.run.dtypes import itemsize_named
 from cost_models.cluster import MOST_GPUS, Cluster
 from cost_models.pipeline import flow
@@ -83,8 +84,8 @@ class Question:
     """recipe: of the training software; reduce_dtype: in which it brings gradients together (a name as of precision), None for that in
     which parameters rest. batch_size: the global batch, by default that of the program; with another one candidates can be priced, but no
     plan made. stated: what of the pins is the user's, None: all. spaces: what is searched under the user's pins, None: the pins themselves.
-    elsewhere: other training softwares, which a refusal may name. known: what was found out about ranks; said: about choices; unsure:
-    choices that were tried without proof that nothing fits."""
+    elsewhere: other training softwares, which a refusal may name. stop: whether the user has enough. known: what was found out about ranks;
+    said: about choices; unsure: choices that were tried without proof that nothing fits."""
 
     program: Program
     gpus: int
@@ -100,6 +101,7 @@ class Question:
     stated: Pins | None = None
     spaces: Spaces | None = None
     elsewhere: Sequence[Elsewhere] = ()
+    stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         if self.gpus > MOST_GPUS:
@@ -289,10 +291,11 @@ class Question:
         state = sum(p.rest_bytes + max(p.gradient_bytes + p.passing_bytes, p.update_bytes) for p in pieces) / flow.ranks
         kept = sum(min(m.kept_bytes for m in p.modes) for p in pieces) / flow.ranks * max(flow.in_flight)
         short = max(1.0, needs - self.memory_limit_bytes)
+        limit, form = self.memory_limit_bytes, self.space.formed(choice.form)
         line = (
-            f"memory: {choice.words}{self.space.formed(choice.form)} needs {gib(self.memory_limit_bytes + short)} on its fullest rank at "
-            f"the upper end of its interval (on average {gib(state)} of parameters, gradients and optimizer states and {gib(kept)} of "
-            f"activations) of {gib(self.memory_limit_bytes)}, {gib(short)} short"
+            f"memory: {choice.words}{form} needs {bytes_text(limit + short)} on its fullest rank at the upper end of its interval (on "
+            f"average {bytes_text(state)} of parameters, gradients and optimizer states and {bytes_text(kept)} of activations) of "
+            f"{bytes_text(limit)}, {bytes_text(short)} short"
         )
         if (before := self.said.noted.get(choice)) is not None:  # by its pieces, and now as it would run
             self.refused.pop(before, None)

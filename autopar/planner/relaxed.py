@@ -99,10 +99,10 @@ class _Relaxed:
         stages = [s for s in range(last + 1) if any(s <= x <= count - 1 - last + s for x in at)]
         stages = [0] if at == [0] else [last] if at == [count - 1] else stages
         for s, m in itertools.product(stages, allowed(p.modes, self.recompute)):
-            column = self.problem.column("part", upper=float(len(at)))
+            column = self.problem.column(f"part_{len(self.problem.names)}", upper=float(len(at)))
             self.parts[s].append(_Part(column, p, p.modes[m], once))
             own.append((column, 1.0))
-        self.problem.row("pieces", own, len(at), len(at))
+        self.problem.row(f"pieces_{len(self.problem.rows)}", own, len(at), len(at))
 
     def _held(self, rank: int) -> list[tuple[Sequence[int], Sequence[bool]]]:
         """At the last piece of a stage in backward, by the stages of a rank: the micro-batches of which they keep something there, and
@@ -120,18 +120,19 @@ class _Relaxed:
         def row(of: Callable[[_Part, int], float], bound: float = 0.0) -> None:
             """of: of a part on the k-th stage of the rank."""
             terms = [(x.column, of(x, k) / self.unit_bytes) for k, s in enumerate(stages) for x in self.parts[s]]
-            self.problem.row("memory", terms, -INFINITY, (self.limit_bytes - bound) / self.unit_bytes * (1 + SAFE))
+            most = (self.limit_bytes - bound) / self.unit_bytes * (1 + SAFE)
+            self.problem.row(f"memory_{len(self.problem.rows)}", terms, -INFINITY, most)
 
         row(lambda x, k: x.piece.rest_bytes + x.piece.update_bytes)
         row(lambda x, k: x.piece.rest_bytes + x.piece.passing_bytes + x.piece.gradient_bytes + x.piece.reduced_bytes)
         for held, there in situations:
 
-            def most(x: _Part, k: int, held: Sequence[int] = held, there: Sequence[bool] = there) -> float:
+            def at_last(x: _Part, k: int, held: Sequence[int] = held, there: Sequence[bool] = there) -> float:
                 rest_bytes = x.piece.rest_bytes + x.piece.passing_bytes + there[k] * x.piece.gradient_bytes
                 return rest_bytes + held[k] * x.mode.kept_bytes
 
             bound = sum((n - 1) * ((s > 0) * self.received + (s < last) * self.sent) for s, n in zip(stages, held, strict=True) if n)
-            row(most, bound)
+            row(at_last, bound)
 
     def _order(self) -> None:
         """What all stages together take, and each rank after what comes before it: before its first stage, or wherever there is a closed
@@ -151,10 +152,10 @@ class _Relaxed:
 
     def _sum_of(self, parts: Sequence[_Part], before: int | None = None) -> int:
         """A column that comes to the seconds of these parts, and to another one."""
-        column = self.problem.column("sum", upper=INFINITY)
+        column = self.problem.column(f"sum_{len(self.problem.names)}", upper=INFINITY)
         beside = [] if before is None else [(before, 1.0)]
         terms = [*beside, *((x.column, x.seconds / self.unit_s) for x in parts), (column, -1.0)]
-        self.problem.row("sum", terms, 0.0, 0.0)
+        self.problem.row(f"sum_{len(self.problem.rows)}", terms, 0.0, 0.0)
         return column
 
     def _ends(self, parts: Sequence[_Part]) -> None:
@@ -174,7 +175,7 @@ class _Relaxed:
 
     def _row(self, most: int, terms: Terms) -> None:
         """These terms come to no more than a column."""
-        self.problem.row("most", [*terms, (most, -1.0)], -INFINITY, 0.0)
+        self.problem.row(f"most_{len(self.problem.rows)}", [*terms, (most, -1.0)], -INFINITY, 0.0)
 
     def least_s(self, worth_s: float) -> float:
         least = 0.0

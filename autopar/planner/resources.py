@@ -26,13 +26,10 @@ _BY_DEVICE = (
 )  # fmt: skip
 
 
-def choose_cluster(name: str, gpus: int) -> Cluster:
+def choose_cluster(name: str) -> Cluster:
     """The cluster of that name or file; 'auto': this machine's. Raises UnknownHardware (a ValueError) for unknown names, and
-    PlanError where the cluster has fewer GPUs than asked for, or this machine's GPU is not in the catalogue."""
-    cluster = load_cluster(_this_machine() if name == "auto" else name)
-    if cluster.nodes is not None and cluster.nodes * cluster.gpus_per_node < gpus:
-        raise PlanError(f"{gpus} GPUs were asked for, but the cluster {cluster.name} has {cluster.nodes * cluster.gpus_per_node}")
-    return cluster
+    PlanError where this machine's GPU is not in the catalogue."""
+    return load_cluster(_this_machine() if name == "auto" else name)
 
 
 def _this_machine() -> str:

@@ -32,11 +32,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from autopar.collector import held_back
 from autopar.ir import I, Program
-from autopar.planner.answer import BY_USER, LISTED, plan_of, refusal
+from autopar.planner.answer import BY_USER, LISTED, of_all, plan_of, refusal
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
@@ -87,7 +85,6 @@ class Search(Question):
     budget: int = BUDGET
     time_limit_s: float | None = None
     measure: str = "roofline"
-    stop: Callable[[], bool] = lambda: False
 
     def on_data_axis(self, dp: int) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
         return self.known.on_data_axis(dp)
@@ -102,6 +99,10 @@ class Search(Question):
             for rest, n in self.space.rests(mesh) for schedule, chunks in self.space.schedules(mesh, count)
         )  # fmt: skip
         return min((self._least.step_s(choice, self.batch_size) for choice in choices), default=math.inf)
+
+    def unexplored(self) -> list[float]:
+        """Of each choice of a search that was not begun the seconds that no plan of it is faster than."""
+        return [self._least.step_s(choice, self.batch_size) for choice in self.space.choices()]
 
     @property
     def _least(self) -> Least:
@@ -421,11 +422,14 @@ def answered(search: Search) -> tuple[Plan | None, Search]:
         if search.spaces is None:
             return search.answer(), search
         searches = [dataclasses.replace(search, pins=pins, store=search.known) for pins in search.under(search.asked)]
-        found = [plan for each in searches if (plan := each.answer()) is not None]
+        found: list[Plan] = []
+        left: list[Search] = []
+        for each in searches:
+            if found and each.stop():
+                left.append(each)
+            elif (plan := each.answer()) is not None:
+                found.append(plan)
     if not found:  # the one that was nearest to fitting says why
         return None, min(searches, key=lambda each: min(each.said.short.values(), default=math.inf), default=search)
     best = min(found, key=lambda plan: plan.step_time_s)
-    bound_s = min(plan.bound_s for plan in found)
-    counts = {name: sum(plan.searched.get(name, 0) for plan in found) for name in best.searched}
-    gap = (best.step_time_s - bound_s) / best.step_time_s if best.step_time_s else 0.0
-    return msgspec.structs.replace(best, bound_s=bound_s, gap=gap, searched=counts), search
+    return of_all(best, found, [least_s for each in left for least_s in each.unexplored()]), search

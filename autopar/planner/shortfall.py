@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,23 @@ import msgspec
 
 from autopar.axes import AXES
 from autopar.errors import Infeasible, PlanError
-from autopar.planner.candidate import GIB, Candidate, candidate_of, gib
+from autopar.planner.candidate import GIB, Candidate, candidate_of
 from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.modes import RECOMPUTES
 from autopar.planner.plan import MemoryPlan, Pins
 from autopar.planner.question import Question
+from autopar.planner.resources import usable_bytes
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Form, Mesh
-from cost_models.cluster import MOST_GPUS
+from autopar.report.units import bytes_text
+from cost_models.cluster import MOST_GPUS, list_clusters, load_cluster
 from cost_models.pipeline import SCHEDULES
 from cost_models.rests import RESTS
 
 __all__ = [
-    "Short", "changes_that_do", "elsewhere_too", "gpus_that_do", "leanest", "memory_text", "pins_that_do", "shortfall_text",
-    "sizes_that_do", "tried", "values_that_do",
+    "Short", "changes_that_do", "clusters_that_do", "elsewhere_too", "gpus_that_do", "leanest", "memory_text", "pins_that_do",
+    "shortfall_text", "sizes_that_do", "tried", "values_that_do",
 ]  # fmt: skip
 
 MESHES = 12  # that are looked at for one change, those that split the most first
@@ -46,10 +48,15 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pins that may take memory beside those with a leaner value
 DOUBLINGS = 5  # of the GPUs
 SIZES = 4  # of a mesh axis that are tried in place of one that makes no mesh
+CLUSTERS = 3  # of the catalogue that are tried in place of one with too few GPUs
 NEAR = 4  # numbers of GPUs below those that were asked for that are tried
 BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
 SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
 MIB = 2.0**20
+
+
+class _Ended(Exception):
+    """The user has enough of what is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,24 +78,22 @@ def shortfall_text(question: Question) -> str:
     limit = question.memory_limit_bytes
     form = question.space.formed(found.choice.form)
     text = (
-        f"The binding constraint is memory: the leanest candidate is {gib(max(1.0, found.needs_bytes - limit))} short of {gib(limit)} a "
-        f"GPU. It is {found.choice.words}{form}."
+        f"The binding constraint is memory: the leanest candidate is {bytes_text(max(1.0, found.needs_bytes - limit))} short of "
+        f"{bytes_text(limit)} a GPU. It is {found.choice.words}{form}."
     )
-    changes = changes_that_do(question, found)
     stage = f"stage {found.stage} of {found.stages}" if found.stages > 1 else "fullest GPU"
     needs = (
-        f"Its {stage} needs {gib(found.needs_bytes)} at the upper end of its interval, {gib(found.memory.total_bytes)} by the account: "
-        f"{memory_text(found.memory)}."
+        f"Its {stage} needs {bytes_text(found.needs_bytes)} at the upper end of its interval, {bytes_text(found.memory.total_bytes)} by "
+        f"the account: {memory_text(found.memory)}."
     )
-    if changes:
-        return f"{text}{tried(changes)}\n{needs}"
-    return f"{text}\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory).\n{needs}"
+    nothing = f"\nNo change that was tried would do (pins, up to {question.gpus * 2**DOUBLINGS} GPUs, more memory)."
+    return f"{text}{tried(lambda: changes_that_do(question, found)) or nothing}\n{needs}"
 
 
 def memory_text(memory: MemoryPlan) -> str:
     """The terms, the largest first."""
     terms = {name.replace("_", " "): size for name, size in memory.terms.items()}
-    return ", ".join(f"{gib(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
+    return ", ".join(f"{bytes_text(size)} of {name}" for name, size in sorted(terms.items(), key=lambda x: -x[1]) if size)
 
 
 def leanest(question: Question) -> Short | None:
@@ -174,9 +179,13 @@ def changes_that_do(question: Question, short: Short) -> list[str]:
     return elsewhere_too(question, [*found, *([f"{gpus} GPUs"] if gpus else []), *([f"{memory} a GPU"] if memory else [])])
 
 
-def tried(changes: Sequence[str]) -> str:
-    """As the end of a refusal."""
-    return f"\nTried, and each would do: {'; '.join(changes)}." if changes else ""
+def tried(changes: Callable[[], Sequence[str]]) -> str:
+    """As the end of a refusal; also that they were not tried, where the user has enough."""
+    try:
+        found = changes()
+    except _Ended:
+        return "\nWhat would do was not found out: ended by Ctrl-C."
+    return f"\nTried, and each would do: {'; '.join(found)}." if found else ""
 
 
 def elsewhere_too(question: Question, changes: Sequence[str]) -> list[str]:
@@ -211,9 +220,24 @@ def pins_that_do(question: Question) -> list[str]:
 def gpus_that_do(question: Question) -> list[str]:
     """The most GPUs below those that were asked for on which there is a plan, of a few numbers that are tried."""
     batch = question.batch_size or 1
-    fewer = sorted({math.gcd(question.gpus, batch), *range(max(1, question.gpus - NEAR), question.gpus)}, reverse=True)
-    found = next((n for n in fewer if n < question.gpus and _fits(question, gpus=n)), None)
+    most = min(question.gpus - 1, question.cluster.gpu_count or question.gpus)
+    fewer = sorted({*(math.gcd(n, batch) for n in (question.gpus, most)), *range(max(1, most - NEAR + 1), most + 1)}, reverse=True)
+    found = next((n for n in fewer if n <= most and _fits(question, gpus=n)), None)
     return [f"{found} GPU{'s' * (found > 1)}"] if found else []
+
+
+def clusters_that_do(question: Question) -> list[str]:
+    """The cluster of the catalogue with as many GPUs as are asked for on which there is a plan. Those with GPUs of the same kind, or else
+    of like memory, are tried first."""
+    gpu = question.cluster.gpu
+    clusters = [c for name in list_clusters() if (c := load_cluster(name)).gpu_count is None or c.gpu_count >= question.gpus]
+    clusters.sort(key=lambda c: (c.gpu.name != gpu.name, c.gpu.host != gpu.host, abs(c.gpu.memory_bytes - gpu.memory_bytes)))
+    stated = question.memory_limit_bytes != usable_bytes(gpu)
+    for cluster in clusters[:CLUSTERS]:
+        limit = question.memory_limit_bytes if stated else usable_bytes(cluster.gpu)
+        if _fits(dataclasses.replace(question, cluster=cluster, store=None, memory_limit_bytes=limit)):
+            return [f"the cluster {cluster.name}"]
+    return []
 
 
 def _left_out(question: Question, names: Iterable[str]) -> Iterator[tuple[str, Pins]]:
@@ -292,7 +316,9 @@ def _fits(
     question: Question, *, pins: Pins | None = None, gpus: int | None = None, limit_bytes: int | None = None, first: Choice | None = None
 ) -> bool:
     """Whether a plan was found; the leanest choices alone are tried. pins: in place of the user's. first: a choice that is tried before
-    them."""
+    them. Raises _Ended."""
+    if question.stop():
+        raise _Ended
     for under in question.under(question.asked if pins is None else pins):
         other = question.other(
             gpus=gpus or question.gpus, pins=under, batch_size=question.batch_size, recipe=question.recipe,

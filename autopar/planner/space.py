@@ -122,8 +122,18 @@ class Space:
     pins: Pins
     batch: int | None
 
+    @property
+    def too_many(self) -> str:
+        """Why the cluster has not so many GPUs; empty where it has."""
+        have = self.cluster.gpu_count
+        if have is None or self.gpus <= have:
+            return ""
+        return f"{self.gpus} GPUs were asked for, but the cluster {self.cluster.name} has {have}"
+
     def meshes(self) -> Iterator[Mesh]:
-        """Every division of the GPUs among the axes that the pins allow."""
+        """Every division of the GPUs among the axes that the pins allow; none of more GPUs than the cluster has."""
+        if self.too_many:
+            return
         pinned = {axis: self.pins.of_axis(axis) for axis in AXES}
         if self.pins.blocks is not None:
             pinned[LAYERS] = len(self.pins.blocks) // (self.pins.virtual_stages or 1)
@@ -204,9 +214,10 @@ class Space:
             return ""
         if form.sequence is not None:
             return f", {'with' if form.sequence else 'without'} sequence parallelism"
+        axis = next(name for name, row in AXES.items() if row.forms)
         if form.byte_s:
-            return f", its tensor axis split to keep less (a GiB that is kept counts as {seconds_text(form.byte_s * 2**30)})"
-        return ", all of its tensor axis' work split" if form.split else ""
+            return f", split over {axis} so that less is kept for backward (at up to {seconds_text(form.byte_s * 2**30)} for a GiB)"
+        return f", all of its work split over {axis}" if form.split else ""
 
     @property
     def pinned_to_split(self) -> bool:
@@ -227,6 +238,8 @@ class Space:
 
     def refused(self) -> Iterator[str]:
         """Why there is no choice for a mesh that the pins allow."""
+        if self.too_many:
+            yield self.too_many
         for mesh in self.meshes():
             if not self.micro_batch_counts(mesh):
                 divides = f"a global batch of {self.batch} does not divide into {mesh.over('batch')} ranks" + self._counts_pin()

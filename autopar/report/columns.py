@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.report.units import table
 
-__all__ = ["WIDTH", "bar", "last_cut", "last_wrapped", "listed", "pairs", "with_beneath", "wrapped"]
+__all__ = ["WIDTH", "bar", "cut", "last_cut", "last_wrapped", "listed", "pairs", "with_beneath", "wrapped"]
 
 WIDTH = 100
 LEAST = 15  # columns that are left to a last column in any case
@@ -50,10 +50,11 @@ def with_beneath(headings: Sequence[str], rows: Sequence[Sequence[object]], said
 def last_cut(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose last column ends at a comma where the line would be too long."""
     left = WIDTH - 2 - sum(max(len(h), *(len(row[i]) for row in rows)) + 2 for i, h in enumerate(headings[:-1]))
-    return table(headings, [(*row[:-1], _cut(row[-1], left)) for row in rows], ruled=False)
+    return table(headings, [(*row[:-1], cut(row[-1], left)) for row in rows], ruled=False)
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
+    """Of at most so many columns, ended at a comma."""
     if len(text) <= width:
         return text
     whole = text[: width - 3].rpartition(", ")[0]

@@ -12,7 +12,7 @@ from autopar.planner.account import generic
 from autopar.planner.plan import Plan, parse_strategy
 from autopar.planner.words import axis_words
 from autopar.report.columns import last_wrapped, wrapped
-from autopar.report.explanation import StageView, TimePart, explanation_of, summary_of, time_of
+from autopar.report.explanation import StageView, TimePart, cut_short, explanation_of, summary_of, time_of
 from autopar.report.strategies import kind_of, words_of
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 from autopar.report.words import counted, ranges, share_text
@@ -44,7 +44,8 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """equal: the plans are the same in everything but the seconds that planning took. details: operators that are split otherwise."""
+    """equal: the plans are the same in everything but the seconds that planning took. details: operators that are split otherwise. notes:
+    which of the two is of a search that was ended before its end."""
 
     equal: bool
     verdict: str
@@ -52,6 +53,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     time: list[Term]
     memory: list[Term]
     details: list[Change]
+    notes: list[str] = []
 
 
 def compare(first: Plan, second: Plan, names: tuple[str, str]) -> Comparison:
@@ -64,6 +66,7 @@ def compare(first: Plan, second: Plan, names: tuple[str, str]) -> Comparison:
         time=_time(time_of(first), time_of(second)),
         memory=_memory(_fullest(first), _fullest(second)),
         details=_details(first, second),
+        notes=[f"{name}: {said}" for name, plan in zip(names, (first, second), strict=True) if (said := cut_short(plan))],
     )
 
 
@@ -168,6 +171,8 @@ def comparison_text(found: Comparison, names: tuple[str, str], *, most: int = MO
     if found.equal:
         return wrapped(found.verdict)
     parts = [wrapped(found.verdict)]
+    if found.notes:
+        parts.append("\n".join(map(wrapped, found.notes)))
     if found.changes:
         parts.append("what changed\n" + _changed(found.changes, names))
     elif not found.details:

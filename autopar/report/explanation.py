@@ -18,7 +18,7 @@ from autopar.planner.account import BUBBLE, LAUNCHES, collectives, generic
 from autopar.planner.plan import Plan, parse_strategy
 from autopar.planner.plan_account import BlockAccount
 from autopar.planner.words import axis_words, choice_words
-from autopar.report.limits import Limit, limits_of
+from autopar.report.limits import Limit, idle_axes, limits_of
 from autopar.report.strategies import splits_of, undivided_words, without_a_name
 from autopar.report.units import count_text, in_one_unit, in_own_unit, seconds_text
 from autopar.report.words import MEMORY_TERMS, counted, rest_words, scale_text, share_text
@@ -27,7 +27,7 @@ from cost_models.rests import rest_of
 
 __all__ = [
     "HOWS", "SCHEMA", "AxisView", "BlockView", "Choice", "Explanation", "Family", "Limit", "OperatorView", "Relief", "StageView", "Summary",
-    "TimePart", "explanation_of", "in_words", "mesh_words", "schema",
+    "TimePart", "cut_short", "explanation_of", "in_words", "mesh_words", "schema",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -241,12 +241,20 @@ def used_text(used: int, limit: int) -> str:
     return f"{first if used >= limit / 1000 else own} of {second} {unit}"
 
 
+def cut_short(plan: Plan) -> str:
+    """What is not known of a plan whose search was not taken to its end; empty for the others."""
+    if not plan.searched.get("unexplored", 0):
+        return ""
+    if not plan.bound_s:
+        return "the search was cut short: how much faster another plan could be is not known"
+    return f"the search was cut short: another plan may be faster by up to {max(plan.gap, 0.0):.1%}"
+
+
 def _proven(plan: Plan) -> str:
-    left = plan.searched.get("unexplored", 0)
+    if said := cut_short(plan):
+        return said
     if not plan.bound_s:
         return "how much faster another plan could be is not known"
-    if left:
-        return f"the search was cut short: another plan may be faster by up to {max(plan.gap, 0.0):.1%}"
     faster = 1 - plan.bound_s / plan.step_time_s if plan.step_time_s else 0.0
     tied = "; the fastest is less simple, and the predictions cannot tell which is faster" if plan.tie else ""
     if faster < 5e-4:
@@ -260,20 +268,9 @@ def mesh_words(plan: Plan) -> str:
         return "one GPU, nothing is split"
     found = []
     for x in [x for x in reversed(_axes(plan)) if x.size > 1]:
-        idle = " (it splits nothing)" if x.name in _idle_axes(plan) else ""
+        idle = " (it splits nothing)" if x.name in idle_axes(plan) else ""
         found.append(f"{axis_words(x.name, x.size)}{f' {x.place}' if x.place else ''}{idle}")
     return ", ".join([*found, *(["no pipeline"] if plan.mesh[LAYERS] == 1 else [])])
-
-
-def _idle_axes(plan: Plan) -> list[str]:
-    """Axes over whose ranks every operator does the same work."""
-    named = [axis for axis, n in plan.mesh.items() if n > 1 and AXES[axis].divides == "operators"]
-    return [axis for axis in named if plan.account is not None and not _divides(plan, axis)]
-
-
-def _divides(plan: Plan, axis: str) -> bool:
-    """Whether an axis splits any operator's work."""
-    return axis in plan.axes and any(parse_strategy(text).splits_work for text in plan.axes[axis].ops.values())
 
 
 def in_words(plan: Plan) -> str:
@@ -281,7 +278,7 @@ def in_words(plan: Plan) -> str:
     again = sum(len(s.recomputed) + len(s.selective) for s in plan.stages)
     blocks = sum(len(s.blocks) for s in plan.stages)
     words = choice_words(plan.mesh, rest_of(plan.rest), plan.shard, plan.micro_batches, plan.virtual_stages)
-    idle = "".join(f", {axis} splits nothing" for axis in _idle_axes(plan))
+    idle = "".join(f", {axis} splits nothing" for axis in idle_axes(plan))
     return words + idle + (f", recompute {'all' if again == blocks else f'{again} of {blocks}'}" if again else "")
 
 

@@ -12,15 +12,15 @@ from autopar.planner.plan import Plan, parse_strategy
 from autopar.report.strategies import undivided_words
 from autopar.report.words import counted, share_text
 
-__all__ = ["Limit", "limits_of"]
+__all__ = ["Limit", "idle_axes", "limits_of"]
 
 TELLING = 0.05  # of the step: what takes less limits nothing
 FULL = 0.9  # of the memory that a plan may fill
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """kind: compute, network, memory, launches, pipeline, batch, heads, divisibility or optimizer. share: of the step, or of the memory.
-    axis: of what it is about, '' where that is none; between: of a network, whether of the links between nodes."""
+    """kind: compute, network, memory, launches, pipeline, batch, heads, divisibility, optimizer or idle. share: of the step, of the memory,
+    or of the GPUs. axis: of what it is about, '' where that is none; between: of a network, whether of the links between nodes."""
 
     kind: str
     text: str
@@ -38,7 +38,7 @@ def limits_of(plan: Plan) -> list[Limit]:
     found = [_of_time(plan, kind, share) for kind, share in shares.items() if share >= TELLING and kind not in (COMPUTE, RECOMPUTE)]
     batch, memory = _batch(plan, shares), _memory(plan, shares.get(RECOMPUTE, 0.0))
     found = sorted([*found, *_undivided(plan, total), *([batch] if batch is not None else [])], key=lambda limit: -limit.share)
-    found += [memory] if memory is not None else []
+    found += [*([memory] if memory is not None else []), *_same_work(plan)]
     compute = shares.get(COMPUTE, 0.0)
     alone = "; nothing else takes more than 5%" if not found else ""
     if compute < TELLING and found:
@@ -79,6 +79,25 @@ def _undivided(plan: Plan, total: float) -> Iterator[Limit]:
         text = f"{words} among {x.axis} {plan.mesh[x.axis]}, so that each of its ranks runs {kind} whole, "
         text += f"{share_text(share)} of the step"
         yield Limit(kind="heads" if words.startswith("heads:") else "divisibility", text=text, share=share, axis=x.axis)
+
+
+def _same_work(plan: Plan) -> Iterator[Limit]:
+    """Axes that split nothing: the ranks beyond the first are there for nothing."""
+    for axis in idle_axes(plan):
+        n = plan.mesh[axis]
+        text = f"idle: all ranks of {axis} {n} do the same work; no split of it was found to be faster"
+        yield Limit(kind="idle", text=text, share=1 - 1 / n, axis=axis)
+
+
+def idle_axes(plan: Plan) -> list[str]:
+    """Axes over whose ranks every operator does the same work."""
+    named = [axis for axis, n in plan.mesh.items() if n > 1 and AXES[axis].divides == "operators"]
+    return [axis for axis in named if plan.account is not None and not _divides(plan, axis)]
+
+
+def _divides(plan: Plan, axis: str) -> bool:
+    """Whether an axis splits any operator's work."""
+    return axis in plan.axes and any(parse_strategy(text).splits_work for text in plan.axes[axis].ops.values())
 
 
 def _memory(plan: Plan, recompute: float) -> Limit | None:

@@ -11,12 +11,12 @@ from autopar.report.columns import WIDTH, last_wrapped, wrapped
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 from autopar.report.words import counted, share_text
 
-__all__ = ["Point", "Series", "Sweep", "by_series", "sweep_text", "sweep_verdict", "where_it_stops"]
+__all__ = ["Point", "Series", "Sweep", "by_series", "ended_before", "sweep_text", "sweep_verdict", "where_it_stops"]
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One question. step_time_s None: no plan, and why. gpu_seconds: of a step; per_sample: of a sample; efficiency: of a GPU, against the
-    fewest GPUs of the series."""
+    fewest GPUs of the series; cut_short: what is not known of a plan whose search was ended before its end."""
 
     gpus: int
     cluster: str
@@ -31,6 +31,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float | None = None
     plan: str = ""
     why: str = ""
+    cut_short: str = ""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +65,12 @@ def sweep_verdict(found: Sweep) -> str:
 
 
 def _point(p: Point) -> str:
+    return f"{_where(p)}: {seconds_text(p.step_time_s or 0.0)} a step"
+
+
+def _where(p: Point) -> str:
     batch = f", batch {p.batch}" if p.batch is not None else ""
-    of = f"{counted(p.gpus, 'GPU')} of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}"
-    return f"{of}: {seconds_text(p.step_time_s or 0.0)} a step"
+    return f"{counted(p.gpus, 'GPU')} of {p.cluster} with {bytes_text(p.memory_limit_bytes)}{batch}"
 
 
 def where_it_stops(found: Sweep) -> list[str]:
@@ -75,16 +79,22 @@ def where_it_stops(found: Sweep) -> list[str]:
     for series in found.series:
         if series.stops_at is not None and len(series.gpus) > 1:
             name = f"{series.name}: " if series.name else ""
-            why = f"; {series.why}" if series.why else ", the most that was asked for"
+            most = "the most that was asked for" if series.stops_at == series.gpus[-1] else "the most of these that there is a plan for"
+            why = f"; {series.why}" if series.why else f", {most}"
             said.append(f"{name}scaling pays up to {counted(series.stops_at, 'GPU')}{why}")
     return said
+
+
+def ended_before(found: Sweep) -> list[str]:
+    """Of each search that was ended before its end, in a sentence."""
+    return [f"{_where(p)}: {p.cut_short}" for p in found.points if p.cut_short]
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
 def sweep_text(found: Sweep) -> str:
     tables = [f"{series.name}\n" * bool(series.name) + _table(found, points) for series, points in by_series(found)]
     remedy = "\n".join(map(wrapped, found.remedy.splitlines()))
-    parts = [wrapped(sweep_verdict(found)), remedy, *tables, _picture(found), *map(wrapped, where_it_stops(found))]
+    parts = [wrapped(sweep_verdict(found)), remedy, *tables, _picture(found), *map(wrapped, [*where_it_stops(found), *ended_before(found)])]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.axes import BATCH, LAYERS, axes_over
 from autopar.planner.plan import AxisPlan, Plan
-from autopar.report.columns import last_wrapped, with_beneath, wrapped
+from autopar.report.columns import cut, last_wrapped, with_beneath, wrapped
 from autopar.report.explanation import HOWS, explanation_of
 from autopar.report.strategies import leaves_of, operator_of, splits_of
 from autopar.report.units import count_text, seconds_text, table
@@ -13,6 +13,8 @@ from autopar.report.words import MEMORY_TERMS, few, ranges, share_text
 __all__ = ["tables_text"]
 
 KINDS = 8  # of operators that are named in a row
+MODULES = 40  # columns for the names of a block's modules
+ALIKE = "framework_context"  # the term of memory that all ranks have alike
 
 
 def tables_text(plan: Plan) -> str:
@@ -21,10 +23,9 @@ def tables_text(plan: Plan) -> str:
 
 
 def _question(plan: Plan) -> str:
-    lines = [
-        f"program       {plan.program_hash[:12]}, global batch {plan.global_batch}, {plan.precision}, {plan.optimizer}",
-        f"schedule      {_scheduled(plan)}",
-    ]
+    lines = [f"program       {plan.program_hash[:12]}, global batch {plan.global_batch}, {plan.precision}, {plan.optimizer}"]
+    if plan.mesh[LAYERS] > 1:
+        lines.append(f"schedule      {_scheduled(plan)}")
     for row in [row for row in axes_over("operators") if plan.mesh[row.name] > 1][-1:]:
         lines.append(f"split by {row.name:<4} {plan.tensor_split_share:.1%} of the FLOPs")
     return "question and form\n" + "\n".join(f"  {line}" for line in lines)
@@ -50,7 +51,12 @@ def _search(plan: Plan) -> str:
 def _blocks(plan: Plan) -> str:
     """Each with all that is split of it; the screen has those that take longest."""
     rows = [
-        (block.name, count_text(block.parameters), f"{axis} {plan.mesh[axis]}" if axis else "-", ", ".join(words) or "not split")
+        (
+            cut(block.name, MODULES),
+            count_text(block.parameters),
+            f"{axis} {plan.mesh[axis]}" if axis else "-",
+            ", ".join(words) or "not split",
+        )
         for block in explanation_of(plan).blocks
         for axis, words in (block.splits or {"": []}).items()
     ]
@@ -63,12 +69,13 @@ def _operators(plan: Plan) -> str:
     rows = [
         (
             operator_of(x.kind), x.count, HOWS[x.how], x.axis if x.axis in plan.mesh else "-", share_text(x.share) if x.share else "-",
-            few([m or "the model's own" for m in x.modules]) or "-", x.why or "-",
         )
         for x in found
     ]  # fmt: skip
-    headings = ("operator", "count", "is", "over", "of the step", "of", "why")
-    return "operators to know about (none is padded)\n" + last_wrapped(headings, rows) if rows else ""
+    said = ["; ".join(filter(None, (few([m or "the model's own" for m in x.modules]), x.why))) for x in found]
+    headings = ("operator", "count", "is", "over", "of the step")
+    heading = "operators to know about (none is padded; beneath: in which modules, and why)\n"
+    return heading + with_beneath(headings, rows, said) if rows else ""
 
 
 def _recompute(plan: Plan) -> str:
@@ -84,23 +91,29 @@ def _stages(plan: Plan) -> str:
     names = plan.account.modules if plan.account else {}
     rows = [
         (
-            i, names.get(stage.first_op, "") or stage.first_op, ranges(stage.blocks) or "-", count_text(stage.parameters),
-            seconds_text(stage.forward_s), seconds_text(stage.backward_s), seconds_text(stage.communication_s),
-            stage.micro_batches_in_flight,
+            i, count_text(stage.parameters), seconds_text(stage.forward_s), seconds_text(stage.backward_s),
+            seconds_text(stage.communication_s), stage.micro_batches_in_flight,
         )
         for i, stage in enumerate(plan.stages)
     ]  # fmt: skip
-    headings = ("stage", "from", "blocks", "parameters", "forward", "backward", "comm.", "in flight")
-    return "stages (one rank; times of one micro-batch)\n" + table(headings, rows)
+    said = [
+        (ranges(stage.blocks) or "no blocks") + (f"; begins with {names[stage.first_op]}" if names.get(stage.first_op) else "")
+        for stage in plan.stages
+    ]
+    headings = ("stage", "parameters", "forward", "backward", "comm.", "in flight")
+    return "stages (one rank; times of one micro-batch; beneath: repeated blocks)\n" + with_beneath(headings, rows, said)
 
 
 def _memory(plan: Plan) -> str:
     unit, factor = ("GiB", 2**30) if max(plan.memory_bytes) >= 2**30 else ("MiB", 2**20)
+    terms = {term: title for term, title in MEMORY_TERMS.items() if term != ALIKE}
     rows = []
     for i, stage in [(rank, plan.stages[plan.rank_of.index(rank)]) for rank in range(plan.mesh[LAYERS])]:
-        amounts = [getattr(stage.memory, f"{term}_bytes") for term in MEMORY_TERMS]
+        amounts = [getattr(stage.memory, f"{term}_bytes") for term in terms]
         rows.append((i, *(f"{amount / factor:.2f}" for amount in (*amounts, stage.memory.total_bytes))))
-    return f"memory of one rank, {unit}\n" + table(("rank" if plan.virtual_stages > 1 else "stage", *MEMORY_TERMS.values(), "all"), rows)
+    alike = f", all with {plan.stages[0].memory.framework_context_bytes / factor:.2f} of {MEMORY_TERMS[ALIKE]}"
+    headings = ("rank" if plan.virtual_stages > 1 else "stage", *terms.values(), "all")
+    return f"memory of one rank, {unit}{alike}\n" + table(headings, rows)
 
 
 def _strategies(plan: Plan) -> str:
@@ -132,4 +145,3 @@ def _axis_strategies(plan: Plan, axis: str, made: AxisPlan) -> str:
 def _kinds(operators: dict[str, int], most: int = KINDS) -> list[str]:
     shown = [kind + (f" x{n}" if n > 1 else "") for kind, n in operators.items()]
     return shown[:most] + ([f"... (+{len(shown) - most} kinds)"] if len(shown) > most else [])
-

@@ -120,8 +120,8 @@ def _group(size: int, every: int) -> str:
     """The first of an axis' groups of ranks."""
     if every == 1:
         return f"ranks 0-{size - 1}"
-    shown = [str(k * every) for k in range(min(size, 3))]
-    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 3 else "") + ", and so on"
+    shown = [str(k * every) for k in range(size if size <= 4 else 3)]
+    return f"ranks {', '.join(shown)}" + (f", ... {(size - 1) * every}" if size > 4 else "") + ", and so on"
 
 
 def _blocks(e: Explanation) -> str:
@@ -224,7 +224,7 @@ def _relief(x: Relief, now: str) -> tuple[str, ...]:
     if x.step_time_s is None or x.speedup is None:
         return (x.change, "-", "-", x.why)
     gain = x.speedup - 1
-    slower = f"{share_text(1 / x.speedup - 1)} slower{x.per}" if 1 - x.speedup > 0.01 else "no faster"
+    slower = f"{share_text(1 / x.speedup - 1)} slower{x.per}" if 1 - x.speedup > 0.01 else "as fast"
     said = f"{share_text(gain)} faster{x.per}" if gain >= 5e-4 else slower
     return (x.change, seconds_text(x.step_time_s), said, _other(x.plan, now))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "count_text", "in_one_unit", "in_own_unit", "seconds_text", "table"]
+__all__ = ["bytes_text", "count_text", "figures", "in_one_unit", "in_own_unit", "seconds_text", "table"]
 
 UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
@@ -39,16 +39,16 @@ def seconds_text(amount: float) -> str:
     """Seconds in the unit that keeps them above one: '1.24 s', '12.4 ms', '3.10 us'."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if abs(amount) >= factor:
-            return f"{amount / factor:.3g} {unit}" if abs(amount / factor) < 1000 else f"{amount / factor:,.0f} {unit}"
-    return f"{amount / 1e-6:.3g} us" if amount else "0 s"
+            return f"{figures(amount / factor)} {unit}"
+    return f"{figures(amount / 1e-6)} us" if amount else "0 s"
 
 
 def count_text(amount: float) -> str:
     """A count with three figures: '10.7M', '8.03B', '950'."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(amount) >= factor:
-            return f"{amount / factor:.3g}{unit}"
-    return f"{amount:.3g}"
+            return f"{figures(amount / factor)}{unit}"
+    return figures(amount)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ", *, ruled: bool = True) -> str:

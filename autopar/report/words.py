@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.report.units import seconds_text
+from autopar.report.units import figures, seconds_text
 from cost_models.rests import rest_of
 
 __all__ = ["MEMORY_TERMS", "counted", "few", "ranges", "rest_words", "scale_text", "share_text"]
 
 MEMORY_TERMS = {  # field of MemoryPlan without its unit -> heading of its column
     "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer", "saved_activations": "activations",
-    "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context", "allocator_slack": "slack",
+    "batch": "batch", "largest_temporary": "temporary", "communication_buffers": "buffers", "framework_context": "context",
+    "allocator_slack": "slack",
 }  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def scale_text(low_s: float, high_s: float) -> str:
     unit, factor = ("s", 1.0) if high_s >= 1 else ("ms", 1e-3) if high_s >= 1e-3 else ("us", 1e-6)
     if high_s <= 0:
         return seconds_text(high_s)
-    return f"{low_s / factor:.3g}-{high_s / factor:.3g} {unit}"
+    return f"{figures(low_s / factor)}-{figures(high_s / factor)} {unit}"
 
 
 def rest_words(rest: str, ranks: int, shard: int) -> str:

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -158,7 +158,8 @@ class WorkerPool:
                 name=f"autopar-{rank}",
                 daemon=self._daemon,
             )
-            process.start()
+            with _main_of_a_file():
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
         self._answers(_START_S, "starting workers")
@@ -229,16 +230,33 @@ def _ended_with(code: int | None) -> str:
 def _check_importable(fn: Callable[..., Any]) -> None:
     """ValueError for a function that a new process would not find."""
     name, module = getattr(fn, "__qualname__", type(fn).__name__), getattr(fn, "__module__", None)
-    if module == "__main__":
-        main = sys.modules["__main__"]
-        file = getattr(main, "__file__", None)
-        if getattr(main, "__spec__", None) is None and (file is None or not os.path.isfile(file)):
-            raise ValueError(
-                f"{name} is defined in a notebook, an interactive session or a script from standard input, which new processes cannot "
-                f"import: put it into a file (in a notebook with %%writefile train.py), and import it from there"
-            )
+    if module == "__main__" and not _main_is_a_file():
+        raise ValueError(
+            f"{name} is defined in a notebook, an interactive session or a script from standard input, which new processes cannot "
+            f"import: put it into a file (in a notebook with %%writefile train.py), and import it from there"
+        )
     if "<locals>" in name or "<lambda>" in name:
         raise ValueError(f"{name} is defined inside of a function, where no new process finds it: define it at the top level of a module")
+
+
+def _main_is_a_file() -> bool:
+    """Whether new processes can import the main module."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (file is not None and os.path.isfile(file))
+
+
+@contextlib.contextmanager
+def _main_of_a_file() -> Iterator[None]:
+    """Inside, a main module that is no file says so: Python calls a script from standard input '<stdin>', which new processes would look
+    for."""
+    main = sys.modules["__main__"]
+    file = None if _main_is_a_file() else main.__dict__.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main.__file__ = file
 
 
 def _check_main() -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from autopar.axes import BATCH, LAYERS
 from autopar.errors import PlanError
 from autopar.planner.plan import Pins, Plan, parse_strategy
+from autopar.report.limits import idle_axes
+from autopar.report.words import counted
 
 __all__ = ["NORMS", "Configuration", "Field", "changes", "configuration_of", "pins_of", "unpriced_of"]
 
@@ -96,7 +98,10 @@ def configuration_of(plan: Plan) -> Configuration:
         operators = sorted({name for mode in plan.modes for name in mode.operators})
         said.append(f"which operators run again ({', '.join(operators)}), in {part} of {sum(blocks)} blocks")
     sequence = _sequence(plan) if tp > 1 else None
-    if tp > 1 and plan.pins.get("sequence_parallel") is None:
+    if "tp" in idle_axes(plan):
+        fewer = counted(plan.gpus // tp, "GPU")
+        said.append(f"that tp {tp} splits nothing in this plan: it does as much on {fewer}, where this software would split what it can")
+    elif tp > 1 and plan.pins.get("sequence_parallel") is None:
         said.append("the strategy of each operator over tp, which is autopar's own choice: other softwares split by rules of their own")
     sharded = plan.shard if plan.zero and plan.shard < dp else None
     return Configuration(
@@ -168,5 +173,5 @@ def changes(today: Configuration, better: Configuration) -> Iterable[tuple[str, 
             continue
         if name == "shard":
             a, b = (c.parts if c.zero else None for c in (today, better))
-        if a is not None and a != b:
+        if None not in (a, b) and a != b:
             yield words, a, b

@@ -11,7 +11,10 @@ from autopar.errors import PlanError
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.words import axis_words
 from autopar.report.columns import wrapped
+from autopar.report.explanation import cut_short
+from autopar.report.limits import idle_axes
 from autopar.report.units import bytes_text, seconds_text, table
+from autopar.report.words import counted
 from autopar.stacks.configuration import Configuration, changes, configuration_of, pins_of
 from autopar.stacks.remedies import Price, Remedy, of_another_batch, of_another_size, remedies, remedies_text
 from autopar.stacks.stack import Stack, StackError
@@ -27,7 +30,7 @@ is none."""
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
     """today: as it is configured, and remedies: what of it would have to be other, where it does not fit; within: the best that the same
-    software can run; free: the best of autopar's own."""
+    software can run; free: the best of autopar's own. ended: by the user, before all was tried."""
 
     stack: Stack
     configuration: Configuration
@@ -35,13 +38,18 @@ class Compared:
     remedies: list[Remedy]
     within: Priced
     free: Priced
+    ended: bool = False
 
 
-def compared(stack: Stack, configuration: Configuration, gpus: int, batch: int | None, planner: Planner) -> Compared:
-    """PlanError where the configuration is not one of so many GPUs or of this batch, StackError where it cannot be priced: each with what
-    would do, which was tried."""
+def compared(
+    stack: Stack, configuration: Configuration, gpus: int, batch: int | None, planner: Planner, stop: Callable[[], bool] = lambda: False
+) -> Compared:
+    """stop: whether the user has enough, who is then told no further remedies. PlanError where the configuration is not one of so many
+    GPUs or of this batch, StackError where it cannot be priced: each with what would do, which was tried."""
 
     def price(pins: Pins, gpus: int, batch: int | None) -> Plan | None:
+        if stop():
+            return None
         found = planner(pins, gpus, batch, stack, True)
         return found if isinstance(found, Plan) else None
 
@@ -53,7 +61,7 @@ def compared(stack: Stack, configuration: Configuration, gpus: int, batch: int |
     return Compared(
         stack=stack, configuration=configuration, today=today,
         remedies=[] if isinstance(today, Plan) else remedies(stack, configuration, gpus, batch, price),
-        within=priced(Pins(), stack, False), free=priced(Pins(), None, False),
+        within=priced(Pins(), stack, False), free=priced(Pins(), None, False), ended=stop(),
     )  # fmt: skip
 
 
@@ -112,9 +120,18 @@ def compared_text(found: Compared) -> str:
             same = next((other for other, text in said.items() if text == listed), None)
             parts.append(f"{name} changes the same" if same is not None else f"{name} changes\n{listed}")
             said[name] = listed
+    parts += [wrapped(f"{name}: {_idle(x, axis)}") for name, x in _rows(found) if isinstance(x, Plan) for axis in idle_axes(x)]
+    parts += [wrapped(f"{name}: {more}") for name, x in _rows(found) if isinstance(x, Plan) and (more := cut_short(x))]
+    if found.ended:
+        parts.append("ended by Ctrl-C: not all was tried")
     if found.configuration.said:
         parts.append("read, and not priced as it stands\n" + "\n".join(wrapped(x, "    ", "  - ") for x in found.configuration.said))
     return "\n\n".join(parts)
+
+
+def _idle(plan: Plan, axis: str) -> str:
+    n = plan.mesh[axis]
+    return f"{axis} {n} splits nothing in it, all of its ranks do the same work: {counted(plan.gpus // n, 'GPU')} would do as much"
 
 
 def _verdict(found: Compared) -> str:
@@ -149,11 +166,12 @@ def compared_json(found: Compared) -> dict[str, Any]:
         return {
             "step_time_s": one.step_time_s, "memory_bytes": one.memory_bytes, "mesh": one.mesh, "micro_batches": one.micro_batches,
             "schedule": one.schedule, "virtual_stages": one.virtual_stages, "zero": one.zero, "shard": one.shard,
+            "cut_short": cut_short(one),
             "changes": [{"what": what, "today": a, "then": b} for what, a, b in _changes(found, one)],
         }  # fmt: skip
 
     return {
         "stack": found.stack.name, "today": priced(found.today), "remedies": [x.as_json() for x in found.remedies],
         "within": priced(found.within), "free": priced(found.free),
-        "not_priced": list(found.configuration.said),
+        "ended": found.ended, "not_priced": list(found.configuration.said),
     }  # fmt: skip

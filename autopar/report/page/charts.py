@@ -42,7 +42,7 @@ COLOURS = {
     STEADY: "#7a9bb0",
 }  # fmt: skip
 AXIS_COLOURS = {"tp": "#0072b2", "dp": "#009e73", "pp": "#e69f00", "cp": "#cc79a7", "ep": "#d55e00", "none": "#8a8a8a"}
-PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
+PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c6bb1", "#999999"]
 
 
 def spec_of(values: Sequence[dict[str, Any]], **further: Any) -> Spec:

@@ -7,7 +7,7 @@ from typing import Any
 from autopar.report.page.charts import PALETTE, Spec, spec_of, tooltip_of
 from autopar.report.page.layout import rendered
 from autopar.report.page.vega import vega_of
-from autopar.report.sweep import Point, Sweep, by_series, sweep_verdict, where_it_stops
+from autopar.report.sweep import Point, Sweep, by_series, ended_before, sweep_verdict, where_it_stops
 from autopar.report.units import bytes_text, seconds_text
 from autopar.report.words import share_text
 
@@ -24,7 +24,8 @@ CHARTS = {
 def sweep_page(found: Sweep) -> str:
     """The whole file. Raises LibraryMissing."""
     charts = {name: vega_of(spec) for name, spec in sweep_charts(found).items()}
-    return rendered("sweep.html", x=found, verdict=sweep_verdict(found), stops=where_it_stops(found), charts=charts)
+    stops = [*where_it_stops(found), *ended_before(found)]
+    return rendered("sweep.html", x=found, verdict=sweep_verdict(found), stops=stops, charts=charts)
 
 
 def sweep_charts(found: Sweep) -> dict[str, Spec]:
