@@ -217,7 +217,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
         hop_s = max(hop_s, e.pricer.collective_s("p2p", sent, "pp") if sent else 0.0)
     ranks = []
     for r in range(e.flow.ranks):
-        held = [s for s, of in enumerate(e.flow.rank_of) if of == r]
+        held = e.flow.stages_of(r)
         own_of_rank = list(dict.fromkeys(x for s in held for x in e.own(bounds[s], bounds[s + 1])))
         params = e.params_of(own_of_rank)
         once, trained = exchange.once(params), [p for p in params if p.trainable]

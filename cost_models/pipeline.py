@@ -142,6 +142,10 @@ class Flow:
     def stages(self) -> int:
         return len(self.rank_of)
 
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in order."""
+        return [s for s, of in enumerate(self.rank_of) if of == rank]
+
     @property
     def closed_form(self) -> bool:
         """Whether a step is priced by a closed form: the work of one micro-batch, and the others' on the slowest stage, at least."""

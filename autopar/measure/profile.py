@@ -162,10 +162,13 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
         if rates:
             fastest = max(rates, key=rates.__getitem__)
             values[f"peak_flops_per_s.{dtype}"] = (rates[fastest], f"measured: best of the largest, {fastest}, {here}")
-    layers = any(t.kind == "layer" for t in operators)  # as models have them, and square ones
-    products = [t for t in operators if t.timing.op_class == "matmul"]
-    left_out = [t for t in products if (t.kind != "layer" if layers else t.timing.dtype not in FITTED_DTYPES[found.device])]
-    close = [t.timing for t in operators if t not in left_out]
+    layers = any(t.kind == "layer" for t in operators)  # products as models have them: square ones are left out then
+
+    def is_close(t: Timed) -> bool:
+        own = t.kind == "layer" if layers else t.timing.dtype in FITTED_DTYPES[found.device]
+        return own or t.timing.op_class != "matmul"
+
+    close = [t.timing for t in operators if is_close(t)]
     gpu, error = fit_gpu(_stated(base, values), close)
     fractions = dict(gpu.fractions)
     by_class = Counter(t.op_class for t in close)

@@ -173,7 +173,7 @@ class Estimator(RankPieces):
             hop = max(hop, self.pricer.collective_s("p2p", sent, LAYERS) if sent else 0.0)
         busiest, casts = 0.0, 0.0
         for r in range(self.flow.ranks):
-            held = [s for s, of in enumerate(self.flow.rank_of) if of == r]
+            held = self.flow.stages_of(r)
             of_step = self._of_step(tuple((bounds[s], bounds[s + 1]) for s in held))
             forward_s, backward_s = (sum(each[s] for s in held) for each in (forwards, backwards))
             busiest = max(busiest, forward_s + backward_s)

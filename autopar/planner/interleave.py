@@ -41,7 +41,7 @@ StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and mo
 
 def place_of(bounds: tuple[int, ...], flow: Flow, rank: int) -> tuple[int, ...]:
     """What a rank holds: the first piece, and the first piece behind, of each of its stages; and its number. bounds: of all stages."""
-    return (*(b for s, r in enumerate(flow.rank_of) if r == rank for b in bounds[s : s + 2]), rank)
+    return (*(b for s in flow.stages_of(rank) for b in bounds[s : s + 2]), rank)
 
 
 def rank_bytes(stages: Sequence[Sequence[Piece]], modes: Sequence[Sequence[int]], on_rank: OnRank) -> float:

@@ -88,7 +88,7 @@ class _Relaxed:
         for (p, once), at in places.items():
             self._kind(p, once, at, len(pieces))
         for rank in range(flow.ranks):
-            stages = [s for s, of in enumerate(flow.rank_of) if of == rank]
+            stages = flow.stages_of(rank)
             self._memory(stages, self._held(rank))
             self._ends([part for s in stages for part in self.parts[s]])
         self._order()
@@ -146,7 +146,7 @@ class _Relaxed:
             before = self._sum_of(self.parts[s], before)
         more = flow.micro_batches - flow.closed_form
         for rank, first in firsts.items():
-            own = [(x.column, more * x.seconds / self.unit_s) for s, r in enumerate(flow.rank_of) if r == rank for x in self.parts[s]]
+            own = [(x.column, more * x.seconds / self.unit_s) for s in flow.stages_of(rank) for x in self.parts[s]]
             self._row(self.t, [(first, 1.0), *own])
         self._row(self.t, [(before, flow.least_s(1.0))])
 

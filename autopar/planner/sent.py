@@ -37,7 +37,7 @@ def sent_of(c: Candidate) -> list[SentAccount]:
 
 def _of_rank(c: Candidate, rank: int) -> Iterator[Sent]:
     e, bounds, times = c.estimator, (0, *c.part.cuts, len(c.estimator.segments)), c.rank.micro_batches
-    held = [(bounds[s], bounds[s + 1]) for s, of in enumerate(c.flow.rank_of) if of == rank]
+    held = [(bounds[s], bounds[s + 1]) for s in c.flow.stages_of(rank)]
     for i, j in held:
         for k in range(i, j):
             yield from _times(times, _of_piece(c, k))
