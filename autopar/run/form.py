@@ -16,6 +16,7 @@ from autopar.run.inputs import Batch, micro_batch
 from autopar.run.manifest import Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Outputs, Returned
+from autopar.run.random_numbers import seed_generators
 from autopar.run.region import Region
 from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once, keywords
 from autopar.run.slices import local_slice
@@ -65,7 +66,7 @@ class Form:
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
         self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
-        self.mesh = mesh
+        self.mesh, self.device = mesh, device
         self.stages = {s: emitted.STAGES[s]() for s, rank in enumerate(manifest.places) if rank == mesh.pp.rank}
         for stage in self.stages.values():
             stage.mesh = mesh
@@ -92,7 +93,8 @@ class Form:
         """What the stages are given for each, after the prologue has run. inputs: of this rank."""
         mesh, n = self.mesh, self.manifest.micro_batches
         extra = _run_prologue(self, mesh, inputs)
-        torch.manual_seed((torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63)  # ranks draw different numbers
+        seed = (torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63  # ranks draw different numbers
+        seed_generators(seed, [self.device] if self.device.type == "cuda" else [])
         return [
             {k: v for k, v in (micro_batch(self.manifest.inputs, inputs, i, n) | _part(self, extra, i)).items() if k in self.wanted}
             for i in range(n)

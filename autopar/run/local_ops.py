@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.run import comm
 from autopar.run.mesh import Axis
+from autopar.run.random_numbers import seeded
 from autopar.run.region import region
 
 __all__ = ["attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "region", "sync_batch_norm"]
@@ -165,9 +166,7 @@ def attention(
 ) -> Tensor:
     """F.scaled_dot_product_attention with dropout, its operands S over the axis or axes (batch or heads): every shard has a
     mask of its own. Random numbers as in `dropout`."""
-    seed = _seed_of_shard(axis)
-    with torch.random.fork_rng(devices=[query.device] if query.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with seeded(_seed_of_shard(axis), [query.device] if query.device.type == "cuda" else []):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -179,10 +178,8 @@ def draw(operator: str, *arguments: Any, axis: Axis | tuple[Axis, ...] | None = 
     given = list(arguments)
     if axis is None:
         axis = given.pop(next(k for k, a in enumerate(given) if _is_axis(a)))
-    seed = _seed_of_shard(axis)
     own = [a.device for a in given if isinstance(a, Tensor) and a.device.type == "cuda"]
-    with torch.random.fork_rng(devices=own[:1]):
-        torch.manual_seed(seed)
+    with seeded(_seed_of_shard(axis), own[:1]):
         return _operator(operator)(*given, **options)
 
 

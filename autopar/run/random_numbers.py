@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from autopar.run.mesh import Mesh
 
-__all__ = ["RandomNumbers", "just_seeded"]
+__all__ = ["RandomNumbers", "just_seeded", "seed_generators", "seeded"]
 
 
 class RandomNumbers:
@@ -31,10 +31,26 @@ class RandomNumbers:
             if seed is not None:
                 self.seed, self.calls = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
-        with torch.random.fork_rng(devices=self._devices):
-            torch.manual_seed((self.seed + 0x9E3779B97F4A7C15 * self.calls) % 2**63)
+        with seeded((self.seed + 0x9E3779B97F4A7C15 * self.calls) % 2**63, self._devices):
             self.calls += 1
             yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int, devices: Sequence[torch.device]) -> Iterator[None]:
+    """The generators of the CPU and of these GPUs begin at seed, and go on afterwards as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=devices):
+        seed_generators(seed, devices)
+        yield
+
+
+def seed_generators(seed: int, devices: Sequence[torch.device]) -> None:
+    """Let those of the CPU and of these GPUs begin at seed. torch.manual_seed would write down a stack for each kind of device that there
+    may be, at each call (torch 2.13)."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def just_seeded() -> bool:

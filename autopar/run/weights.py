@@ -74,6 +74,11 @@ class Weights:
         return self._step.read(self._prefix + name)
 
 
+def _places(buckets: Sequence[Bucket]) -> dict[str, int]:
+    """In which of them each parameter is."""
+    return {one.spec.name: k for k, bucket in enumerate(buckets) for one in bucket.held}
+
+
 class Step:
     """The weights of one forward and backward pass of all micro-batches.
 
@@ -99,11 +104,13 @@ class Step:
         self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
         self._passes = {name: passes * len(one.stages) for name, one in held.items()}
         self._due, self._fresh = self._of_a_pass, set[str]()  # of the pass that runs: its buckets, and the gradients that have arrived
+        self._due_of = _places(self._of_a_pass)
+        self._due_left, self._left = [len(b.held) for b in self._due], [sum(self._passes[h.spec.name] for h in b.held) for b in buckets]
+        self._bucket_of = _places(self._buckets)
         self._grad = torch.is_grad_enabled()
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
         self._lower: dict[str, Tensor] = {}
-        self._arrived: dict[str, int] = {}
         self._started_of_pass = self._started = 0  # of the buckets that are due in this pass, and of the step's
         self._reductions: list[Reduction] = []
         self._going: Reduction | None = None  # of a bucket of a pass
@@ -153,9 +160,7 @@ class Step:
 
         def arrived(_: Tensor) -> None:
             if (alive := step()) is not None:
-                alive._arrived[name] = alive._arrived.get(name, 0) + 1
-                alive._fresh.add(name)
-                alive._start_reductions()
+                alive._arrived(name)
 
         leaf.register_post_accumulate_grad_hook(arrived)
         return leaf
@@ -168,6 +173,7 @@ class Step:
     def begin_pass(self, stage: int) -> None:
         """The backward pass of a micro-batch through one stage of this rank begins."""
         self._due = tuple(b for b in self._of_a_pass if stage in b.stages)
+        self._due_of, self._due_left = _places(self._due), [len(b.held) for b in self._due]
         self._started_of_pass = 0
         self._fresh.clear()
 
@@ -176,11 +182,25 @@ class Step:
         self._reduce_of_pass(whatever=True)
         self._finish_going()  # whose gradients would be whole through the next forward pass
 
+    def _arrived(self, name: str) -> None:
+        """A gradient of this pass. Reductions start when the last one of a bucket has arrived."""
+        whole = False
+        if name in self._due_of and name not in self._fresh:
+            self._due_left[self._due_of[name]] -= 1
+            whole = not self._due_left[self._due_of[name]]
+        self._fresh.add(name)
+        if name in self._bucket_of:
+            self._left[self._bucket_of[name]] -= 1
+            whole = not self._left[self._bucket_of[name]]
+        if whole:
+            self._start_reductions()
+
     def _reduce_of_pass(self, *, whatever: bool = False) -> bool:
         """Start the reductions of the pass, in order, so that all ranks start the same: of buckets whose gradients have arrived, or
         whatever has. Whether all of them have begun."""
-        for bucket in self._due[self._started_of_pass :]:
-            if not (whatever or all(one.spec.name in self._fresh and not bucket.late for one in bucket.held)):
+        for k in range(self._started_of_pass, len(self._due)):
+            bucket = self._due[k]
+            if not (whatever or (not bucket.late and not self._due_left[k])):
                 return False
             self._finish_going()  # so that no more than one bucket waits to be sent
             self._going = bucket.reduce(self._taken(bucket))
@@ -191,9 +211,9 @@ class Step:
         """The same, then those of the step, whose gradients come last in their last pass."""
         if not self._reduce_of_pass(whatever=whatever):
             return
-        for bucket in self._buckets[self._started :]:
-            names = [one.spec.name for one in bucket.held]
-            if not (whatever or (not bucket.late and all(self._arrived.get(n, 0) == self._passes[n] for n in names))):
+        for k in range(self._started, len(self._buckets)):
+            bucket = self._buckets[k]
+            if not (whatever or (not bucket.late and not self._left[k])):
                 return
             if self._reductions:
                 self._reductions[-1].go_on()
