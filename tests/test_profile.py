@@ -12,10 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from autopar import cli
+from autopar.capture import capture
 from autopar.errors import LaunchError
+from autopar.measure import Pricer
 from autopar.measure import profile as profiling
+from autopar.measure.layer_timings import DEVICE_LAUNCHES, HOST_LAUNCHES, LAYERS, TransformerLayer
+from autopar.measure.layer_timings import made as layer_made
 from autopar.measure.profile import Profile, Sizes, profile, save
 from autopar.measure.timings import Machine, Timed
 from autopar.planner.resources import check_measure
@@ -169,9 +174,9 @@ def test_a_gpu_is_stated_from_what_was_measured() -> None:
     true = dataclasses.replace(base, memory_bandwidth_bytes_per_s=1e12, rates=(("float32", 1e13),), launch_s=4e-6)
     every = enumerate(operators_of(true))
     times = [Timed(kind=t.op_class, what=f"{t.op_class} {k}", timing=t, best_s=t.measured_s, cpu_share=1.0) for k, t in every]
-    gpu, error = profiling._gpu(base, a_machine("cuda"), 8, 4e-6, times, "torch 2.13, A device")
+    gpu, error = profiling._gpu(base, a_machine("cuda"), 8, (4e-6, 4e-6), times, "torch 2.13, A device")
     stated = figures(gpu)
-    source = "measured: an operator on 4 numbers, forward or backward, among others, torch 2.13, A device"
+    source = "measured: an operator of a tiny transformer layer, forward or backward, torch 2.13, A device"
     assert stated["launch_s"] == {"value": 4e-6, "source": source}
     assert stated["memory_bytes"]["value"] == 2**34  # each worker has a GPU of its own
     assert gpu.peak_flops_per_s("float32") == pytest.approx(1e13 * base.fraction("matmul"), rel=0.2)  # the best that was seen
@@ -179,8 +184,52 @@ def test_a_gpu_is_stated_from_what_was_measured() -> None:
     assert stated["peak_flops_per_s.bfloat16"]["source"].startswith(f"assumed: as the catalogue's {base.name} (datasheet: ")
     assert stated["achievable_fraction.matmul"]["source"] == "fitted: to 6 operators, torch 2.13, A device"
     assert error < 0.1 and not gpu.host
-    on_cpu, _ = profiling._gpu(base, a_machine("cpu"), 8, 4e-6, times, "torch 2.13, A device")
+    on_cpu, _ = profiling._gpu(base, a_machine("cpu"), 8, (4e-6, 4e-6), times, "torch 2.13, A device")
     assert on_cpu.host
+
+
+@pytest.mark.pure
+def test_launches_of_a_layer_are_those_that_the_planner_counts() -> None:
+    """A transformer layer has 12 operators that are no views: two norms (3 gradients each), six products (3), attention (3), a GELU (1) and
+    two sums (2). A host is counted one launch for each in either direction, a device one for each gradient. Of the sum at the end, which
+    keeps nothing for backward, a host is counted the forward alone."""
+    layer, x = TransformerLayer(8, 2), torch.rand(1, 4, 8).requires_grad_()
+    program = capture(nn.Sequential(layer, Total()), {"input": x}).program
+    for name, launches in (("cpu", HOST_LAUNCHES + 1), ("dgx-a100", DEVICE_LAUNCHES + 2)):
+        cluster = load_cluster(name)
+        slow = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, launch_s=1.0))
+        costs = Pricer(slow, {}).program(program).ops.values()
+        issued_s = sum(c.forward_s + c.backward_s if slow.gpu.host else sum(c.host_s) for c in costs)
+        assert issued_s == pytest.approx(launches, abs=0.01)
+
+
+class Total(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("others", "convolutions"), [(1.0, 1.0), (1.25, 0.7), (1.6, 2.0)])
+def test_operators_among_others_take_as_long_as_layers_show(others: float, convolutions: float) -> None:
+    """Layers that take so many times as long as their operators by themselves: afterwards they are predicted as they were measured."""
+    base = load_cluster("cpu")
+    gpu = dataclasses.replace(base.gpu, fractions=tuple((c, 0.6) for c in OP_CLASSES), launch_s=0.0)
+
+    def seconds(gpu: Gpu) -> dict[str, dict[bool, float]]:
+        found: dict[str, dict[bool, float]] = {}
+        for name in LAYERS:
+            layer, x = layer_made(name)
+            costs = Pricer(dataclasses.replace(base, gpu=gpu), {}).program(capture(layer, {"x": x}).program).ops.values()
+            of_kind = {kind: [c for c in costs if (c.counts.op_class == "conv") == kind] for kind in (False, True)}
+            found[name] = {kind: sum(c.forward_s + c.backward_s for c in each) for kind, each in of_kind.items()}
+        return found
+
+    measured = {name: others * s[False] + convolutions * s[True] for name, s in seconds(gpu).items()}
+    changed = profiling._among_others(dataclasses.replace(base, gpu=gpu), measured, "here")
+    for name, s in seconds(changed).items():
+        assert s[False] + s[True] == pytest.approx(measured[name], rel=0.02), name
+    assert changed.fraction("conv") == pytest.approx(min(1.0, 0.6 / convolutions), rel=0.02)
+    assert changed.source("achievable_fraction.matmul").endswith("among others, as 2 layers show it")
 
 
 @pytest.mark.pure

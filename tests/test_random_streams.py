@@ -240,7 +240,7 @@ def test_stages_draw_different_numbers() -> None:
         torch.manual_seed(seed)
         manifest = SimpleNamespace(micro_batches=1, inputs=(), prologue={})
         mesh = SimpleNamespace(pp=SimpleNamespace(rank=stage))
-        form = SimpleNamespace(mesh=mesh, manifest=manifest, prologue=None, wanted=frozenset())
+        form = SimpleNamespace(mesh=mesh, manifest=manifest, prologue=None, wanted=frozenset(), device=torch.device("cpu"))
         assert Form.micro_batches(form, {}) == [{}]  # type: ignore[arg-type]
         return torch.rand(4).tolist()
 

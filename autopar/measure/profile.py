@@ -9,6 +9,7 @@ with a source that says so.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.capture import capture
 from autopar.errors import LaunchError
 from autopar.files import write_file
+from autopar.measure.collective_timings import collective_times
+from autopar.measure.costs import Pricer
+from autopar.measure.layer_timings import CONV, launch_times, layer_times
+from autopar.measure.layer_timings import made as layer_made
 from autopar.measure.live import LEAST_CPU_SHARE, cores
-from autopar.measure.timings import DTYPES, Machine, Timed, collective_times, launch_time, machine, operator_times
+from autopar.measure.timings import DTYPES, Machine, Timed, machine, operator_times
 from autopar.run.launch import WorkerPool
 from cost_models.cluster import Cluster, Gpu, Link
 from cost_models.collectives import KINDS
@@ -35,6 +41,7 @@ MOST_WORKERS = 8  # by default, on a machine without GPUs
 FITTED_DTYPES = {"cpu": ("float64", "float32"), "cuda": ("float32", "tf32", "float16", "bfloat16")}  # whose products are priced closely
 MEMORY_CLASSES = ("pointwise", "reduction", "gather")
 LINK_FITTED = (*LINK_CONSTANTS, "peer_s")
+LEAST_SHARE = 0.1  # of what operators of a layer take by themselves, they take among others at least
 KINDS_AND_LINK = 2  # rounds in which factors of kinds and constants of the link are fitted in turn
 SCALES = tuple(2.0**k for k in range(-6, 7))  # of the catalogue's latencies: the best of them is where the search begins
 
@@ -96,13 +103,17 @@ def profile(
         kernels += [(op_class, main) for op_class in ("attention", "conv", *own)] + [(op_class, "float32") for op_class in MEMORY_CLASSES]
         groups = sorted({2, workers}) if workers > 1 else []
         links = [(kind, ranks) for ranks in groups for kind in KINDS if kind != "p2p" or ranks == 2]
-        total = len(kernels) + len(links) + 2
+        total = len(kernels) + len(links) + 3
 
+        shared_by = max(1.0, workers / cores()) if found.device == "cpu" else 1.0
         say("launch", 1, total)
-        launch_s = pool.run(launch_time)[0]
+        launches_s = pool.run(launch_times)[0]
+        say("layers", 2, total)
+        by_worker = pool.run(layer_times) if found.device == "cpu" else [{}]
+        layers_s = {name: statistics.median(each[name] for each in by_worker) for name in by_worker[0]}
         operators: list[Timed] = []
         notes: list[str] = []
-        for k, (op_class, dtype) in enumerate(kernels, 2):
+        for k, (op_class, dtype) in enumerate(kernels, 3):
             say(f"{op_class} in {dtype}", k, total)
             timed, reason = pool.run(operator_times, op_class, dtype, sizes.largest)[0]
             operators += timed
@@ -110,9 +121,9 @@ def profile(
         collectives: list[CollectiveTime] = []
         best = 0.0  # bytes/s out of one rank
         cpu_s = wall_s = 0.0  # of the largest buffers
-        for k, (kind, ranks) in enumerate(links, 2 + len(kernels)):
+        for k, (kind, ranks) in enumerate(links, 3 + len(kernels)):
             say(f"{kind} of {ranks}", k, total)
-            by_rank = pool.run(collective_times, kind, sizes.nbytes, ranks)[:ranks]
+            by_rank = pool.run(collective_times, kind, sizes.nbytes, ranks, shared_by)[:ranks]
             for j, nbytes in enumerate(sizes.nbytes):
                 repeats = [max(each) for each in zip(*(times[j].seconds for times in by_rank), strict=True)]
                 collectives.append(CollectiveTime(kind=kind, nbytes=nbytes, ranks=ranks, measured_s=statistics.median(repeats)))
@@ -126,7 +137,9 @@ def profile(
     if found.device == "cpu" and share < LEAST_CPU_SHARE:
         here += " beside other work"
         notes.append(f"other processes took {1 - share:.0%} of a worker's core, which slows collectives: measure again when it is idle")
-    gpu, gpu_error = _gpu(base.gpu, found, workers, launch_s, operators, here)
+    gpu, gpu_error = _gpu(base.gpu, found, workers, launches_s, operators, here)
+    if layers_s:
+        gpu = _among_others(dataclasses.replace(base, gpu=gpu), layers_s, here)
     per_node: Values = {"gpus_per_node": (gpus, f"measured: devices that torch {found.torch} finds")} if gpus else {}
     cluster = _stated(dataclasses.replace(base, gpu=gpu, inter=_stated(base.inter, {})), per_node)
     host_share = min(1.0, cluster.gpu.shared_by * cpu_s / wall_s) if wall_s and cluster.gpu.host else 0.0
@@ -140,12 +153,14 @@ def profile(
 
 
 # --------------------------------------------------------------------------------------------------------------- devices
-def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Sequence[Timed], here: str) -> tuple[Gpu, float]:
-    """The device with all that was measured of it, and the error that is left."""
+def _gpu(
+    base: Gpu, found: Machine, workers: int, launches_s: tuple[float, float], operators: Sequence[Timed], here: str
+) -> tuple[Gpu, float]:
+    """The device with all that was measured of it, and the error that is left. launches_s: as of launch_times."""
     shared = "" if found.device == "cuda" else f"main memory, shared by {workers} workers; "
     values: dict[str, tuple[float, str]] = {
         "memory_bytes": (found.memory_bytes // (1 if found.device == "cuda" else workers), f"measured: {shared}{here}"),
-        "launch_s": (launch_s, f"measured: an operator on 4 numbers, forward or backward, among others, {here}"),
+        "launch_s": (launches_s[0], f"measured: an operator of a tiny transformer layer, forward or backward, {here}"),
     }
     if found.device == "cpu" and workers > cores():
         values["shared_by"] = (workers / cores(), f"measured: {workers} workers on {cores()} cores, {here}")
@@ -158,7 +173,10 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
         values["memory_bandwidth_bytes_per_s"] = (streams[fastest], f"measured: best of pointwise operators, {fastest}, {here}")
     for dtype in DTYPES:
         products = [t for t in operators if (t.kind, t.timing.dtype) == ("matmul", dtype)]
-        rates = {t.what: t.timing.flops / t.best_s for t in products[-2:]}  # small ones may be faster where there is no blocked kernel
+        products = products[-2:]  # small ones may be faster where there is no blocked kernel
+        if found.device == "cpu":  # where convolutions may be faster than products
+            products += [t for t in operators if (t.timing.op_class, t.timing.dtype) == ("conv", dtype)]
+        rates = {t.what: t.timing.flops / t.best_s for t in products}
         if rates:
             fastest = max(rates, key=rates.__getitem__)
             values[f"peak_flops_per_s.{dtype}"] = (rates[fastest], f"measured: best of the largest, {fastest}, {here}")
@@ -169,12 +187,39 @@ def _gpu(base: Gpu, found: Machine, workers: int, launch_s: float, operators: Se
         return own or t.timing.op_class != "matmul"
 
     close = [t.timing for t in operators if is_close(t)]
-    gpu, error = fit_gpu(_stated(base, values), close)
+    gpu, error = fit_gpu(dataclasses.replace(_stated(base, values), launch_s=launches_s[1]), close)  # they were timed one by one
     fractions = dict(gpu.fractions)
     by_class = Counter(t.op_class for t in close)
     for op_class, count in by_class.items():
         values[f"achievable_fraction.{op_class}"] = (fractions[op_class], f"fitted: to {count} operators, {here}")
     return dataclasses.replace(_titled(_stated(base, values), found.name), host=found.device == "cpu"), error
+
+
+def _among_others(cluster: Cluster, layers_s: Mapping[str, float], here: str) -> Gpu:
+    """The device with fractions at which whole layers take as long as was measured: one factor for convolutions, of the layers that have
+    them, and one for all other operators. layers_s: as of layer_times."""
+    gpu = cluster.gpu
+    for convolves in (False, True):
+        log_factors = []
+        for name, measured_s in layers_s.items():
+            if name.startswith(CONV) == convolves:
+                layer, x = layer_made(name)
+                alone = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, shared_by=1.0))
+                costs = Pricer(alone, {}).program(capture(layer, {"x": x}).program).ops.values()
+                by_class: Counter[bool] = Counter()
+                for cost in costs:
+                    by_class[cost.counts.op_class == "conv"] += cost.forward_s + cost.backward_s  # type: ignore[assignment]
+                changed_s, rest_s = by_class[convolves], by_class[True] if not convolves else by_class[False]
+                log_factors.append(math.log(max(LEAST_SHARE * changed_s, measured_s - rest_s) / changed_s))
+        factor = math.exp(statistics.mean(log_factors))
+        fractions, sources = dict(gpu.fractions), dict(gpu.sources)
+        for op_class in fractions:
+            if (op_class == "conv") == convolves:
+                fractions[op_class] = min(1.0, fractions[op_class] / factor)
+                key = f"achievable_fraction.{op_class}"
+                sources[key] = f"{sources.get(key, 'assumed')}; among others, as {len(log_factors)} layers show it"
+        gpu = dataclasses.replace(gpu, fractions=tuple(fractions.items()), sources=tuple(sources.items()))
+    return gpu
 
 
 def _link(

@@ -1,4 +1,4 @@
-"""What `autopar profile` runs on a worker: operators on its device, and collectives among the workers.
+"""What `autopar profile` runs on a worker: operators on its device.
 
 Each function here runs on every worker of a pool. Operators are run by all of them at once on CPUs, by rank 0 alone on GPUs. They are
 timed as a training loop issues them, one after another, with one synchronisation at the end; on a CPU, where a worker has one thread, by
@@ -7,13 +7,12 @@ the time that the thread has a core, so that other processes do not count.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,22 +21,16 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from autopar.measure.live import CPU_THREADS, REFUSALS, device_name
-from autopar.run import comm
-from autopar.run.groups import group_of
 from autopar.run.launch import default_device
-from autopar.run.mesh import Axis
-from cost_models.collectives import Kind
 from cost_models.compute import causal_share
 from cost_models.fit import OperatorTime
 
-__all__ = ["DTYPES", "Collectives", "Machine", "Timed", "collective_times", "launch_time", "machine", "operator_times"]
+__all__ = ["DTYPES", "Machine", "Timed", "firsts", "machine", "operator_times", "repeated", "timed", "wait"]
 
 REPEATS, FIRSTS = 11, 3
 SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
 SLOWEST_S = 0.15  # of two sizes of an operator, the larger is not measured if it would take longer
 CASE_S = 0.2  # for the repeats of one case, which need not be many where one takes longer
-LAUNCHES = 32  # operators of a chain, forward and again backward
-COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES = 3e-3, 50
 # Of one operand: more than caches hold, but on a CPU less than what malloc asks the system for anew each time (32 MiB, mallopt(3)).
 STREAMED_BYTES = {"cpu": 24 * 2**20, "cuda": 2**28}
 
@@ -80,7 +73,7 @@ def machine() -> Machine:
     torch.mm(small, small)
     cuda = device.type == "cuda"
     if cuda:
-        _wait(device)
+        wait(device)
         free, memory_bytes = torch.cuda.mem_get_info(device)
         context_bytes = memory_bytes - free - torch.cuda.memory_reserved(device)
     else:
@@ -142,7 +135,7 @@ def operator_times(kind: str, dtype: str, largest: float) -> tuple[list[Timed], 
                 if previous is not None and previous[1] * _work(case) / _work(previous[0]) > SLOWEST_S:
                     break
                 run, start, cpu_start = case.make(), time.perf_counter(), time.thread_time()
-                best_s, median_s = _timed(run, device)
+                best_s, median_s = timed(run, device)
                 share = (time.thread_time() - cpu_start) / (time.perf_counter() - start)
                 previous = case, best_s
                 timing = OperatorTime(
@@ -334,53 +327,36 @@ _CASES: dict[str, Callable[[torch.device, str, float], Iterator[_Case]]] = {
 }  # fmt: skip
 
 
-def launch_time() -> float:
-    """Seconds between operators too small to take any, half of them of a backward pass: on a GPU what the host needs to launch one.
-    0 on other ranks than 0."""
-    if dist.get_rank() != 0:
-        return 0.0
-    device = default_device()
-    x, start = torch.ones(4, device=device), torch.ones(4, device=device, requires_grad=True)
-
-    def chain() -> None:
-        y = start
-        for _ in range(LAUNCHES):
-            y = y * x
-        y.backward(x, inputs=[start])
-
-    return _timed(chain, device)[1] / (2 * LAUNCHES)
-
-
-def _timed(run: Run, device: torch.device) -> tuple[float, float]:
+def timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """(best, median) seconds of one run among others like it, after a warm-up."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def sample(loops: int) -> float:
-        _wait(device)
+        wait(device)
         start = clock()
         for _ in range(loops):
             run()
-        _wait(device)
+        wait(device)
         return (clock() - start) / loops
 
-    firsts = _firsts(sample)
-    samples = _repeated(sample, firsts, min(firsts), SAMPLE_S, MOST_LOOPS)
+    single = firsts(sample)
+    samples = repeated(sample, single, min(single), SAMPLE_S, MOST_LOOPS)
     return min(samples), statistics.median(samples)
 
 
-def _firsts(sample: Callable[[int], float], settled: Callable[[float], float] = lambda seconds: seconds) -> list[float]:
+def firsts(sample: Callable[[int], float], settled: Callable[[float], float] = lambda seconds: seconds) -> list[float]:
     """Single runs after a warm-up: several, because one alone may have been held up, but one if it takes long. settled: of what a
     rank measured, what all ranks go by."""
     warm_up_s = settled(sample(1))
     return [sample(1) for _ in range(FIRSTS if warm_up_s < CASE_S else 1)]
 
 
-def _repeated(sample: Callable[[int], float], firsts: list[float], once: float, sample_s: float, most_loops: int) -> list[float]:
-    """Samples of about sample_s each, REPEATS of them or as many as CASE_S allows. firsts: what single runs took, once: of them the
+def repeated(sample: Callable[[int], float], single: list[float], once: float, sample_s: float, most_loops: int) -> list[float]:
+    """Samples of about sample_s each, REPEATS of them or as many as CASE_S allows. single: what single runs took, once: of them the
     usual."""
     loops = min(most_loops, max(1, math.ceil(sample_s / once)))
-    kept = firsts if loops == 1 else []
-    wanted = min(REPEATS, max(len(firsts), int(CASE_S / (once * loops))))
+    kept = single if loops == 1 else []
+    wanted = min(REPEATS, max(len(single), int(CASE_S / (once * loops))))
     return kept + [sample(loops) for _ in range(wanted - len(kept))]
 
 
@@ -388,78 +364,6 @@ def _torch_dtype(dtype: str) -> torch.dtype:
     return torch.float32 if dtype == "tf32" else getattr(torch, dtype)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# ----------------------------------------------------------------------------------------------------------- collectives
-def collective_times(kind: Kind, nbytes: Sequence[int], ranks: int) -> list[Collectives]:
-    """A collective among the first `ranks` workers as this one sees it, by size; nbytes: the full buffers, as collective_time_s counts
-    them. Every worker must call it; those that take no part return nothing."""
-    axis = _axis(ranks)
-    if dist.get_rank() >= ranks:
-        return []
-    return [_collective_samples(_collective(kind, size, axis), axis) for size in nbytes]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collectives:
-    """seconds: of each repeat. cpu_s, wall_s: of this worker's process and by the clock, over all of them."""
-
-    seconds: tuple[float, ...]
-    cpu_s: float
-    wall_s: float
-
-
-@functools.cache
-def _axis(ranks: int) -> Axis:
-    """The first `ranks` workers. Made once: a group is costly, and every worker must make it."""
-    members = tuple(range(ranks))
-    return Axis(name="profile", size=ranks, rank=dist.get_rank(), ranks=members, held=group_of(members))
-
-
-def _collective(kind: Kind, nbytes: int, axis: Axis) -> Run:
-    device, n = default_device(), axis.size
-    each = max(1, nbytes // 4 // n)  # elements of a rank's part
-    whole, part = torch.zeros(each * n, device=device), torch.zeros(each, device=device)
-    if kind == "all_reduce":
-        return lambda: comm.all_reduce_(whole, axis)
-    if kind == "all_gather":
-        return lambda: comm.gather_flat(whole, part, axis).wait()
-    if kind == "reduce_scatter":
-        return lambda: comm.scatter_flat(part, whole, axis).wait()
-    if kind == "all_to_all":
-        blocks = torch.zeros(n, max(1, each // n), device=device)
-        return lambda: comm.all_to_all(blocks, axis)
-    if kind == "broadcast":
-        return lambda: comm.broadcast_(whole, 0, axis)
-    return lambda: dist.send(whole, 1, group=axis.group) if axis.rank == 0 else dist.recv(whole, 0, group=axis.group)
-
-
-def _collective_samples(run: Run, axis: Axis) -> Collectives:
-    """All ranks take the same number of samples, which they settle by the slowest of them in each of the first runs."""
-    device = default_device()
-    token = torch.zeros(1, device=device)
-    cpu_s = wall_s = 0.0
-
-    def sample(loops: int) -> float:
-        nonlocal cpu_s, wall_s
-        comm.all_reduce_(token, axis)  # all ranks begin together
-        _wait(device)
-        start, cpu = time.perf_counter(), time.process_time()
-        for _ in range(loops):
-            run()
-        _wait(device)
-        took_s = time.perf_counter() - start
-        wall_s, cpu_s = wall_s + took_s, cpu_s + time.process_time() - cpu
-        return took_s / loops
-
-    def slowest(seconds: float) -> float:
-        of_all = torch.tensor([seconds], dtype=torch.float64, device=device)
-        comm.all_reduce_(of_all, axis, dist.ReduceOp.MAX)
-        return of_all.item()
-
-    firsts = _firsts(sample, slowest)
-    seconds = _repeated(sample, firsts, min(map(slowest, firsts)), COLLECTIVE_SAMPLE_S, MOST_COLLECTIVES)
-    return Collectives(seconds=tuple(seconds), cpu_s=cpu_s, wall_s=wall_s)
