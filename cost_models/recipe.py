@@ -18,7 +18,8 @@ MIB = 2**20
 class Recipe:
     """gradient_itemsize, state_itemsize: bytes of an accumulated gradient and of each of the optimizer's states (None: as the
     parameter); reduced_itemsize: of a gradient as it is sent (None: as it is accumulated). accumulates: gradients are added into buffers
-    of their own, which are there all the time; gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
+    of their own, which are there all the time; adds_gradients: those of later micro-batches are added by operators of their own, else where
+    they are made; gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. unit_bytes: parameters of a block that are gathered
     where they are used are gathered so many bytes at a time. overlaps_reduction: while the last backward pass
@@ -42,6 +43,7 @@ class Recipe:
     state_itemsize: int | None = None
     reduced_itemsize: int | None = None
     accumulates: bool = False
+    adds_gradients: bool = False
     gradient_copies: int = 0
     master_itemsize: int = 0
     optimizer_passes: float = 3.0
@@ -80,7 +82,7 @@ class Recipe:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 
-AUTOPAR = Recipe(stops_early=True)
+AUTOPAR = Recipe(stops_early=True, adds_gradients=True)
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
 foreach optimizers. The allocator's slack is that of an earlier fit to nanotron's runs on H100, which have one of their own now."""
 

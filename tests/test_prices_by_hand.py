@@ -366,6 +366,32 @@ def test_stages_wait_for_transfers(m: int, transfers: int) -> None:
     assert slow.step_time_s - plain.step_time_s == pytest.approx(transfers * 4 * 128 * TOKENS / m / 1e6)
 
 
+def test_a_host_that_computes_copies_what_its_stages_exchange() -> None:
+    """The sender and the receiver of each message lose a quarter of its second: of 4 micro-batches each stage has 4 messages forward and 4
+    back, and where the second stage ends the first one's forward has been delayed once, the last one's backward once."""
+    pins: dict[str, Any] = {"pp": 2, "micro_batches": 4, "blocks": (3, 3)}
+    rate = 4 * 128 * TOKENS / 4  # a micro-batch's activations take a second
+    devices = machine(flops=1e9, link=rate)
+    wire = dataclasses.replace(devices.intra, host_share=0.25)
+    hosts = dataclasses.replace(devices, gpu=dataclasses.replace(devices.gpu, host=True), intra=wire)
+    plain, slow = (priced(program_of("deep"), 2, c, **pins) for c in (devices, hosts))
+    for a, b in zip(plain.stages, slow.stages, strict=True):
+        assert (b.forward_s - a.forward_s, b.backward_s - a.backward_s) == pytest.approx((0.25, 0.25))
+    assert slow.step_time_s - plain.step_time_s == pytest.approx((4 + 1) * 0.5)
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 1), (2, 4), (3, 4)])
+def test_gradients_of_later_micro_batches_are_added(zero: int, parts: int) -> None:
+    """Two gradients are read and one written, 3 times of 4; of what is in parts after each pass, a quarter of them."""
+    kept: dict[str, Any] = {"dp": 4, "micro_batches": 4, "zero": zero}
+    found = [
+        priced(program_of("wide"), 4, machine(memory=1e6), recipe=Recipe(adds_gradients=adds), **kept).step_time_s for adds in (False, True)
+    ]
+    assert found[1] - found[0] == pytest.approx(3 * 3 * 4 * NUMBERS / parts / 1e6)
+    alone = [priced(program_of("wide"), 1, machine(memory=1e6), recipe=Recipe(adds_gradients=adds)) for adds in (False, True)]
+    assert alone[0].step_time_s == alone[1].step_time_s
+
+
 @functools.cache
 def top_heavy() -> Program:
     """Nearly all parameters are on the first stage, nearly all arithmetic on the second."""

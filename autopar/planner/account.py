@@ -125,8 +125,9 @@ def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
     """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
     ledger, span = c.rank.ledger, c.segments[k].span
     ops, costs = c.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
-    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop))[:2])
-    total: dict[str, float] = {}
+    copies_s = sum(c.estimator.copies_s(c.estimator.read(span)))
+    exposed_s = seconds - copies_s - sum(ledger.seconds(range(span.start, span.stop))[:2])
+    total: dict[str, float] = {COMPUTE: copies_s}
     for way in (0, 1):
         found: dict[str, float] = {}
         for op, cost in zip(ops, costs, strict=True):

@@ -166,11 +166,16 @@ class Estimator(RankPieces):
         rank, seconds = self.rank, self.seconds()
         bounds = (0, *part.cuts, len(self.segments))
         forwards, backwards, sync, optimizer, hop = [], [], 0.0, 0.0, 0.0
+        taken = self.pricer.taken(LAYERS)
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
             sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
-            hop = max(hop, self.pricer.collective_s("p2p", sent, LAYERS) if sent else 0.0)
+            if sent and self.flow.rank_of[s] != self.flow.rank_of[s - 1]:
+                hop = max(hop, to_s := self.pricer.collective_s("p2p", sent, LAYERS))
+                for each in (forwards, backwards):  # a host that computes copies too, on either side
+                    each[s - 1] += taken * to_s
+                    each[s] += taken * to_s
         busiest, casts = 0.0, 0.0
         for r in range(self.flow.ranks):
             held = self.flow.stages_of(r)

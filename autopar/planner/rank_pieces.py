@@ -130,11 +130,15 @@ class RankPieces:
         moved = sum(p.resting_bytes + p.local_bytes * p.resting_numel / p.numel for p in params if p.is_cast and p.numel)
         return self._moved_s(moved)
 
-    def _casts_of_a_pass_s(self, own: Collection[str]) -> tuple[float, float]:
-        """In forward and backward of one micro-batch: of what is gathered, and of gradients, which backward makes in the dtype of use."""
+    def copies_s(self, own: Collection[str]) -> tuple[float, float]:
+        """In forward and backward of one micro-batch: casts of what is gathered, and of gradients, which backward makes in the dtype of
+        use; and adding gradients to those of earlier micro-batches (two are read, one is written), in the mean of all micro-batches."""
         params = [self.params[v] for v in own]
         gathered_s = self._casts_s([p for p in params if p.in_parts]) if self.rest.gathered == "use" else 0.0
         made = sum(p.local_bytes + p.numel * p.itemsize for p in params if p.is_cast and p.trainable)
+        if self.recipe.adds_gradients:
+            left = [(p, p.resting_numel if p.in_parts and self.rest.reduced == "pass" else p.numel) for p in params if p.trainable]
+            made += 3 * sum(self._gradient(p, numel) for p, numel in left) * (1 - 1 / self.rank.micro_batches)
         return gathered_s, gathered_s + self._moved_s(made)
 
     def _casts_of_a_step_s(self, own: Collection[ParamBytes]) -> float:
@@ -275,8 +279,8 @@ class RankPieces:
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
             own = self.read(segment.span)
             exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s([self.params[v] for v in own], backward)
-            casts_s = self._casts_of_a_pass_s(own)
-            found.append((forward + self._gather_s(own, forward) + casts_s[0], backward + exposed + casts_s[1]))
+            copies_s = self.copies_s(own)
+            found.append((forward + self._gather_s(own, forward) + copies_s[0], backward + exposed + copies_s[1]))
             if segment.block >= 0:
                 known[segment.block] = found[-1]
         return found

@@ -270,7 +270,7 @@ def _operators(e: Explanation) -> str:
             over = [x for x in own if x.axis == axis]
             where = f" over {axis}" if axis in {x.name for x in e.axes} else ""
             share = sum(x.share for x in over)
-            of_step = f", {share_text(share)} of the step" if share else ""
+            of_step = f", {share_text(share)} of a step" if share else ""
             why = f" ({over[0].why})" if how == "refused" and not share else ""  # else it is among the limits, or takes no time
             said.append(f"{words}{where}: {_kinds(over)}{of_step}{why}")
     none = [word for word, hows in NONE.items() if not any(x.how in hows for x in e.operators)]
