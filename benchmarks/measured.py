@@ -1,20 +1,21 @@
 """The planner's choice beside the other plans of its space, all of them run on this machine: time, memory, order, regret.
 
-    python -m benchmarks measured [--models gpt,vit] [--workers 2,4] [--links loopback,10gbit] [--plans 8] [--steps 6] [--repeats 2]
+    python -m benchmarks measured [--models gpt,vit] [--workers 2,4] [--links loopback,10gbit] [--plans 8] [--steps 4] [--repeats 10]
         [--measure roofline]
 
 Each worker has its share of the cores, and a network card of the stated rate (benchmarks/_shaped.py; latency is this machine's own: its
-kernel has no queue that delays). The machine is profiled as it is, all workers at once, and a small model is planned for what was found
+kernel has no queue that delays). The machine is profiled as it is, all workers at once, and the small model is planned for what was found
 (--measure live: with the operators of the best candidates measured one by one). The plan that the planner chooses and the fastest others
-of its space, as many as --plans, are trained, in turns, and so are plans after Megatron's and GPipe's manner that autopar runs, and what
-people write by hand with torch's own engines (benchmarks/_by_hand.py), where that computes the same model.
+of its space, as many as --plans, are trained, and so are plans after Megatron's and GPipe's manner that autopar runs, and what
+people write by hand with torch's own engines (benchmarks/_by_hand.py), where that computes the same model. All are made once and trained
+in turns, a few steps each, --repeats times, so that an hour in which the machine is slower is slower for all.
 
-A step takes as long as its slowest worker; of a repeat the lower quartile of its timed steps counts, of the repeats the least: other
-processes only add. spread: the largest repeat over the least; a difference within it is not called one. memory: the growth of the
-fullest worker's resident set from before the model was built, after a smaller one was trained, to the peak of a step, in a run of its own
-in which what is freed goes back to the system at once (which makes steps slower). regret: 1 - best measured / measured of the choice.
-cpu: the share of the cores that the workers had while they were timed; where it is low other processes were at work, and times mean
-little. --out FILE keeps the figures of each group as soon as they are there.
+A step takes as long as its slowest worker; of a turn the lower quartile of its timed steps counts, and of the turns again: other
+processes only add. spread: between that of the odd turns and that of the even ones; a difference within the spread of both is not called
+one. memory: the growth of the fullest worker's resident set from before the model was built, after a smaller one was trained, to the peak
+of a step, in a run of its own in which what is freed goes back to the system at once (which makes steps slower). regret: 1 - best measured
+/ measured of the choice. cpu: the share of the cores that the workers had while they were timed; a pipeline's is low where it waits.
+--out FILE keeps the figures of each group as soon as they are there.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from cost_models import Cluster, load_cluster
 
 __all__ = ["Row", "lower_quartile", "main", "summary"]
 
-WARM_UP = 2
+WARM_UP = 1  # of each turn
 SIZES = Sizes(largest=1024, nbytes=(2**10, 2**14, 2**18, 2**22))  # a profile of seconds
 BY_HAND: dict[str, dict[str, Any]] = {
     "megatron": {"pp": 1, "dp": 1, "zero": 0, "recompute": "none"},
@@ -113,8 +114,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--links", default="loopback", help=f"comma-separated, of {', '.join(LINKS)}")
     parser.add_argument("--plans", type=int, default=8, help="so many of the fastest of the space, by the prediction")
     parser.add_argument("--measure", default="roofline", choices=("live", "roofline"), help="where times of operators come from")
-    parser.add_argument("--steps", type=int, default=6, help="that are timed")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn that are timed")
+    parser.add_argument("--repeats", type=int, default=10, help="turns")
     parser.add_argument("--out", type=Path, help="a file of one JSON line for each group, which is added to")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     args = parser.parse_args(argv)
@@ -128,10 +129,10 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
     try:
         for link, workers in itertools.product(links, map(int, args.workers.split(","))):
-            with shaped(link, workers) as place, console.status(f"profiling {workers} workers on {link}") as status:
-                cluster = profile(load_cluster("cpu"), workers, sizes=SIZES, enter=place).cluster
+            with shaped(link, workers) as place, console.status("") as status:
                 for model in models:
                     status.update(f"{model}, {workers} workers on {link}")
+                    cluster = profile(load_cluster("cpu"), workers, sizes=SIZES, enter=place).cluster
                     name = f"{model}, {workers} workers, {link}"
                     found[name] = run(model, cluster, place, args.plans, args.steps, args.repeats, args.measure)
                     console.print(_table(name, found[name]))
@@ -158,10 +159,11 @@ def run(model: str, cluster: Cluster, place: Place, most: int, steps: int, repea
         jobs = [Job(model=model, who="autopar", plan_file=f"{folder}/{n}.json", steps=steps) for n in range(len(plans))]
         jobs += [Job(model=model, who=who, plan_file="", steps=steps) for who in ENGINES]
         times: list[list[list[Ran]]] = [[] for _ in jobs]
-        for _ in range(repeats):
-            with WorkerPool(place.workers, enter=place) as pool:
+        with WorkerPool(place.workers, enter=place) as pool:
+            for turn in range(repeats + 1):
                 for number, job in enumerate(jobs):
-                    times[number].append(pool.run(train, job))
+                    ran = pool.run(train, job)
+                    times[number] += [ran] if turn else []  # the first one is for memory to be taken from the system
         with WorkerPool(place.workers, enter=place) as pool:
             memory = [max(r.memory_bytes for r in pool.run(train, replace(job, steps=1, weighed=True))) for job in jobs]
     cores = min(place.workers, len(os.sched_getaffinity(0)))
@@ -205,48 +207,70 @@ def _row(name: str, plan: Plan | None, chosen: bool, repeats: Sequence[Sequence[
     """repeats: of each, the workers."""
     refused = next((r.refused for ranks in repeats for r in ranks if r.refused), "")
     steps = [] if refused else [lower_quartile([max(each) for each in zip(*(r.steps_s for r in ranks), strict=True)]) for ranks in repeats]
+    halves = [lower_quartile(steps[half::2]) for half in (0, 1) if steps[half::2]]
     wall_s = sum(max(r.wall_s for r in ranks) for ranks in repeats)
     return Row(
         name=f"chosen: {_said(plan)}" if chosen and plan else name, chosen=chosen, predicted_s=plan.step_time_s if plan else None,
         predicted_bytes=max(s.memory.total_bytes - s.memory.framework_context_bytes for s in plan.stages) if plan else None,
-        step_s=None if refused else min(steps), spread=max(steps) / min(steps) - 1 if not refused else 0.0,
+        step_s=None if refused else lower_quartile(steps), spread=max(halves) / min(halves) - 1 if not refused else 0.0,
         memory_bytes=None if refused else memory_bytes,
         cpu=sum(r.cpu_s for ranks in repeats for r in ranks) / wall_s / cores if wall_s else 0.0, refused=refused,
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- on a worker
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A job that was made. before_bytes: resident then."""
+
+    made: ByHand | None
+    optimizer: torch.optim.Optimizer | None
+    before_bytes: int
+    refused: str = ""
+
+
 def train(job: Job) -> Ran:
-    """The steps of a job on this worker."""
-    try:
-        if job.weighed:
-            give_back_at_once()
-        _load_code(job.who)
-        give_back()
-        before = now_bytes() or 0
-        torch.manual_seed(0)
-        made = _made(job.who, *build(job.model), job.plan_file)
-    except (AutoparError, RuntimeError, ValueError) as error:
-        return Ran(refused=f"{type(error).__name__}: {error}".splitlines()[0])
-    except _NotByHand:
-        return Ran(refused=NONE_BY_HAND)
-    optimizer, times, cpu_s = torch.optim.AdamW(made.parameters), list[float](), 0.0
-    start = time.perf_counter()
+    """A turn of a job on this worker, which makes it if it is the first."""
+    ready = _ready(job)
+    if ready.made is None or ready.optimizer is None:
+        return Ran(refused=ready.refused)
+    times, cpu_s, start = list[float](), 0.0, 0.0
     for step in range(WARM_UP + job.steps):
         if step == WARM_UP:
-            give_back()
-            forget_peak()
+            if job.weighed:
+                give_back()
+                forget_peak()
             dist.barrier()
             cpu_s, start = time.process_time(), time.perf_counter()
         dist.barrier()
         began = time.perf_counter()
-        made.compute()
-        optimizer.step()
-        optimizer.zero_grad()
+        ready.made.compute()
+        ready.optimizer.step()
+        ready.optimizer.zero_grad()
         times.append(time.perf_counter() - began)
     wall_s = time.perf_counter() - start
-    memory = float((peak_bytes() or 0) - before)
-    return Ran(steps_s=tuple(times[WARM_UP:]), memory_bytes=memory, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
+    cpu_s = time.process_time() - cpu_s
+    if not job.weighed:
+        return Ran(steps_s=tuple(times[WARM_UP:]), cpu_s=cpu_s, wall_s=wall_s)
+    _ready.cache_clear()
+    return Ran(memory_bytes=float((peak_bytes() or 0) - ready.before_bytes))
+
+
+@functools.cache
+def _ready(job: Job) -> _Ready:
+    if job.weighed:
+        give_back_at_once()
+    _load_code(job.who)
+    give_back()
+    before = now_bytes() or 0
+    torch.manual_seed(0)
+    try:
+        made = _made(job.who, *build(job.model), job.plan_file)
+    except (AutoparError, RuntimeError, ValueError) as error:
+        return _Ready(None, None, before, f"{type(error).__name__}: {error}".splitlines()[0])
+    except _NotByHand:
+        return _Ready(None, None, before, NONE_BY_HAND)
+    return _Ready(made, torch.optim.AdamW(made.parameters), before)
 
 
 class _NotByHand(Exception):
