@@ -135,7 +135,7 @@ class RankPieces:
         use; and adding gradients to those of earlier micro-batches (two are read, one is written), in the mean of all micro-batches."""
         params = [self.params[v] for v in own]
         gathered_s = self._casts_s([p for p in params if p.in_parts]) if self.rest.gathered == "use" else 0.0
-        made = sum(p.local_bytes + p.numel * p.itemsize for p in params if p.is_cast and p.trainable)
+        made = float(sum(p.local_bytes + p.numel * p.itemsize for p in params if p.is_cast and p.trainable))
         if self.recipe.adds_gradients:
             left = [(p, p.resting_numel if p.in_parts and self.rest.reduced == "pass" else p.numel) for p in params if p.trainable]
             made += 3 * sum(self._gradient(p, numel) for p, numel in left) * (1 - 1 / self.rank.micro_batches)
