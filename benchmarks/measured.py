@@ -165,7 +165,8 @@ def run(model: str, cluster: Cluster, place: Place, most: int, steps: int, repea
                     ran = pool.run(train, job)
                     times[number] += [ran] if turn else []  # the first one is for memory to be taken from the system
         with WorkerPool(place.workers, enter=place) as pool:
-            memory = [max(r.memory_bytes for r in pool.run(train, replace(job, steps=1, weighed=True))) for job in jobs]
+            weighed = [replace(job, steps=1, weighed=True) for job in (jobs[0], *jobs)]  # the first one loads code for the others
+            memory = [max(r.memory_bytes for r in pool.run(train, job)) for job in weighed][1:]
     cores = min(place.workers, len(os.sched_getaffinity(0)))
     named = [*plans, *((f"by hand: {who}", None) for who in ENGINES)]
     rows = [
