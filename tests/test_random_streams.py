@@ -27,6 +27,7 @@ from autopar.planner.moments import derived_from_inputs, split_into_moments
 from autopar.run import WorkerPool, local_ops
 from autopar.run.form import Form
 from autopar.run.mesh import Axis
+from autopar.run.random_numbers import seed_generators, seeded
 from autopar.verify import reference, verify_plan
 
 pytestmark = pytest.mark.gloo
@@ -231,6 +232,21 @@ def test_a_draw_is_made_once_where_it_is_the_same_for_all() -> None:
     assert len(drawn) == 2 and not drawn & derived_from_inputs(program), "what every stage may make again for itself"
     inside = split_into_moments(capture(Rows("drawn from a result"), {"ids": torch.arange(SAMPLES)}).program, 2)
     assert sum("bernoulli" in op.target for op in inside.body.ops) == 2 and not inside.prologue
+
+
+def test_generators_begin_at_a_seed_and_go_on_as_before() -> None:
+    """The numbers are those of torch.manual_seed, also where a step begins again inside."""
+    torch.manual_seed(5)
+    inside = torch.rand(3)
+    torch.manual_seed(9)
+    expected = torch.rand(4)[2:]
+    torch.manual_seed(9)
+    torch.rand(2)
+    with seeded(7, []):
+        torch.rand(1)
+        seed_generators(5, [])
+        assert torch.initial_seed() == 5 and torch.equal(torch.rand(3), inside)
+    assert torch.equal(torch.rand(2), expected)
 
 
 def test_stages_draw_different_numbers() -> None:
