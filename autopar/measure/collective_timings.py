@@ -25,6 +25,7 @@ from cost_models.collectives import Kind
 __all__ = ["Collectives", "collective_times"]
 
 SAMPLE_S, MOST = 3e-3, 50  # a sample is of as many collectives as take about so long
+LEAST_S = 1e-6  # of a collective, where clocks differ by more
 WORK_S, WORK_SIDE = 1e-3, 192  # between two of them, products of so many rows and columns
 
 Run = Callable[[], object]
@@ -104,22 +105,23 @@ def _samples(run: Run, work: Run, axis: Axis, shared_by: float) -> Collectives:
     """All ranks take the same number of samples, which they settle by the slowest of them in each of the first runs."""
     device = default_device()
     token = torch.zeros(1, device=device)
+    clock = time.thread_time if shared_by == 1 else time.perf_counter  # of a shared core, others' work in between counts for nothing
     cpu_s = wall_s = 0.0
 
     def sample(loops: int) -> float:
         nonlocal cpu_s, wall_s
         comm.all_reduce_(token, axis)  # all ranks begin together
         wait(device)
-        start, cpu, worked_s = time.perf_counter(), time.process_time(), 0.0
+        start, cpu, worked_s, worked_cpu_s = time.perf_counter(), time.process_time(), 0.0, 0.0
         for _ in range(loops):
             if work is not _no_work:
-                began = time.thread_time()
+                began, began_cpu = clock(), time.thread_time()
                 work()
-                worked_s += time.thread_time() - began
+                worked_s, worked_cpu_s = worked_s + clock() - began, worked_cpu_s + time.thread_time() - began_cpu
             run()
         wait(device)
-        took_s = max(0.0, time.perf_counter() - start - shared_by * worked_s)
-        wall_s, cpu_s = wall_s + took_s, cpu_s + time.process_time() - cpu - worked_s
+        took_s = max(LEAST_S * loops, time.perf_counter() - start - worked_s)
+        wall_s, cpu_s = wall_s + took_s, cpu_s + max(0.0, time.process_time() - cpu - worked_cpu_s)
         return took_s / loops
 
     def slowest(seconds: float) -> float:
