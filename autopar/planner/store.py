@@ -57,6 +57,7 @@ class Store:
     binaries: int = 0  # the most of one of them
     rows: int = 0
     _folded: Program | None = None
+    _pricers: dict[tuple[Mesh, Recipe], Pricer] = field(default_factory=dict)  # they keep what collectives take
     _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]] | NotSplittable] = field(default_factory=dict)
     _by_samples: set[Split] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[Split, Moments | str] = field(default_factory=dict)
@@ -80,7 +81,12 @@ class Store:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
     def pricer(self, mesh: Mesh, recipe: Recipe = AUTOPAR, live: Live | None = None) -> Pricer:
-        return Pricer(self.cluster, mesh.sizes(), live, recipe)
+        if live is not None:
+            return Pricer(self.cluster, mesh.sizes(), live, recipe)
+        key = (mesh, recipe)
+        if key not in self._pricers:
+            self._pricers[key] = Pricer(self.cluster, mesh.sizes(), None, recipe)
+        return self._pricers[key]
 
     # ---------------------------------------------------------------------------------------------------- the data axis
     def on_data_axis(self, dp: int, *, samples: bool = False) -> tuple[Program, Assignment | None, tuple[Outcome, ...]]:
