@@ -75,9 +75,7 @@ def test_of_a_step_in_the_last_pass() -> None:
     assert log.said == ["back at c", "back at b", "back at a"]
     log.said.clear()
     log.run(step)
-    assert log.said == ["back at c", "back at b", "reduce cb: b, c", "back at a", "reduce a: a"] or log.said == [
-        "back at c", "back at b", "back at a", "reduce cb: b, c", "reduce a: a",
-    ]  # fmt: skip
+    assert log.said == ["back at c", "back at b", "reduce cb: b, c", "back at a", "reduce a: a"]
     found = step.finish()
     assert {n: g.tolist() for n, g in found.items()} == {"a": [24.0] * 2, "b": [16.0] * 2, "c": [12.0] * 2}, "of both passes"
 
@@ -92,12 +90,12 @@ def test_in_order_so_that_all_ranks_begin_the_same() -> None:
 
 def test_in_every_pass() -> None:
     log = Log()
-    step = log.step(log.bucket("b"), log.bucket("ac", late=True), of_a_pass=(log.bucket("ca"),), passes=2)
-    for _ in range(2):
-        log.said.clear()
-        log.run(step)
-        assert "reduce ca: a, c" in log.said
-    assert log.said.index("reduce ca: a, c") < log.said.index("reduce b: b"), "those of the step come last in their last pass"
+    step = log.step(log.bucket("a"), log.bucket("bc", late=True), of_a_pass=(log.bucket("cb"),), passes=2)
+    log.run(step)
+    assert log.said == ["back at c", "back at b", "reduce cb: b, c", "back at a"]
+    log.said.clear()
+    log.run(step)
+    assert log.said == ["back at c", "back at b", "reduce cb: b, c", "back at a", "reduce a: a"]
     assert {n: g.tolist() for n, g in step.finish().items()} == {"a": [24.0] * 2, "b": [16.0] * 2, "c": [12.0] * 2}
 
 

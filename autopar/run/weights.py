@@ -191,7 +191,7 @@ class Step:
         self._fresh.add(name)
         if name in self._bucket_of:
             self._left[self._bucket_of[name]] -= 1
-            whole = not self._left[self._bucket_of[name]]
+            whole = whole or not self._left[self._bucket_of[name]]
         if whole:
             self._start_reductions()
 
