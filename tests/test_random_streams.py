@@ -242,9 +242,9 @@ def test_generators_begin_at_a_seed_and_go_on_as_before() -> None:
     expected = torch.rand(4)[2:]
     torch.manual_seed(9)
     torch.rand(2)
-    with seeded(7, []):
+    with seeded(7, torch.device("cpu")):
         torch.rand(1)
-        seed_generators(5, [])
+        seed_generators(5, torch.device("cpu"))
         assert torch.initial_seed() == 5 and torch.equal(torch.rand(3), inside)
     assert torch.equal(torch.rand(2), expected)
 

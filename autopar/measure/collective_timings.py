@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from autopar.measure.timings import firsts, repeated, wait
+from autopar.measure.timings import Run, firsts, repeated, wait
 from autopar.run import comm
 from autopar.run.groups import group_of
 from autopar.run.launch import default_device
@@ -27,8 +27,6 @@ __all__ = ["Collectives", "collective_times"]
 SAMPLE_S, MOST = 3e-3, 50  # a sample is of as many collectives as take about so long
 LEAST_S = 1e-6  # of a collective, where clocks differ by more
 WORK_S, WORK_SIDE = 1e-3, 192  # between two of them, products of so many rows and columns
-
-Run = Callable[[], object]
 
 def collective_times(kind: Kind, nbytes: Sequence[int], ranks: int, shared_by: float = 1.0) -> list[Collectives]:
     """A collective among the first `ranks` workers as this one sees it, by size; nbytes: the full buffers, as collective_time_s counts
@@ -114,10 +112,9 @@ def _samples(run: Run, work: Run, axis: Axis, shared_by: float) -> Collectives:
         wait(device)
         start, cpu, worked_s, worked_cpu_s = time.perf_counter(), time.process_time(), 0.0, 0.0
         for _ in range(loops):
-            if work is not _no_work:
-                began, began_cpu = clock(), time.thread_time()
-                work()
-                worked_s, worked_cpu_s = worked_s + clock() - began, worked_cpu_s + time.thread_time() - began_cpu
+            began, began_cpu = clock(), time.thread_time()
+            work()
+            worked_s, worked_cpu_s = worked_s + clock() - began, worked_cpu_s + time.thread_time() - began_cpu
             run()
         wait(device)
         took_s = max(LEAST_S * loops, time.perf_counter() - start - worked_s)

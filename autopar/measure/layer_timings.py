@@ -18,15 +18,13 @@ from torch.nn import functional as F
 from autopar.measure.timings import timed
 from autopar.run.launch import default_device
 
-__all__ = ["CONV", "LAYERS", "ConvLayer", "TransformerLayer", "launch_times", "layer_times", "made"]
+__all__ = ["LAYERS", "ConvLayer", "TransformerLayer", "launch_times", "layer_times", "made"]
 
 ROUNDS = 5
 CHAIN, DEPTH = 32, 4  # operators without gradients; layers in which there is nothing to compute
 HOST_LAUNCHES, DEVICE_LAUNCHES = 24, 44
 """Of a transformer layer, forward and backward, as `Pricer` counts them: views none, other operators one forward, and backward one on a
 host, one for each gradient on a device."""
-
-CONV = "convolutions"
 
 
 class TransformerLayer(nn.Module):
@@ -61,9 +59,12 @@ class ConvLayer(nn.Module):
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer of 128 channels": (lambda: TransformerLayer(128, 4), (8, 128, 128)),
     "transformer of 256 channels": (lambda: TransformerLayer(256, 8), (8, 128, 256)),
-    f"{CONV} of 32 channels": (lambda: ConvLayer(32), (8, 32, 56, 56)),
-    f"{CONV} of 64 channels": (lambda: ConvLayer(64), (8, 64, 28, 28)),
-    f"{CONV} of images": (lambda: nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 3, 3, padding=1)), (8, 3, 64, 64)),
+    "convolutions of 32 channels": (lambda: ConvLayer(32), (8, 32, 56, 56)),
+    "convolutions of 64 channels": (lambda: ConvLayer(64), (8, 64, 28, 28)),
+    "convolutions of images": (
+        lambda: nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 3, 3, padding=1)),
+        (8, 3, 64, 64),
+    ),
 }
 """Name -> what makes the layer, and the shape that it takes."""
 

@@ -24,7 +24,7 @@ from autopar.errors import LaunchError
 from autopar.files import write_file
 from autopar.measure.collective_timings import collective_times
 from autopar.measure.costs import Pricer
-from autopar.measure.layer_timings import CONV, launch_times, layer_times
+from autopar.measure.layer_timings import launch_times, layer_times
 from autopar.measure.layer_timings import made as layer_made
 from autopar.measure.live import LEAST_CPU_SHARE, cores
 from autopar.measure.timings import DTYPES, Machine, Timed, machine, operator_times
@@ -133,7 +133,7 @@ def profile(
                     wall_s += sum(times[j].wall_s for times in by_rank)
     say("fitting", total, total)
     here = f"torch {found.torch}, {found.name}"
-    share = max(1.0, workers / cores()) * statistics.median(t.cpu_share for t in operators)
+    share = shared_by * statistics.median(t.cpu_share for t in operators)
     if found.device == "cpu" and share < LEAST_CPU_SHARE:
         here += " beside other work"
         notes.append(f"other processes took {1 - share:.0%} of a worker's core, which slows collectives: measure again when it is idle")
@@ -198,19 +198,20 @@ def _gpu(
 def _among_others(cluster: Cluster, layers_s: Mapping[str, float], here: str) -> Gpu:
     """The device with fractions at which whole layers take as long as was measured: one factor for convolutions, of the layers that have
     them, and one for all other operators. layers_s: as of layer_times."""
-    gpu = cluster.gpu
+    gpu, programs = cluster.gpu, {}
+    for name in layers_s:
+        layer, x = layer_made(name)
+        programs[name] = capture(layer, {"x": x}).program
     for convolves in (False, True):
+        pricer = Pricer(dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, shared_by=1.0)), {})
         log_factors = []
-        for name, measured_s in layers_s.items():
-            if name.startswith(CONV) == convolves:
-                layer, x = layer_made(name)
-                alone = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, shared_by=1.0))
-                costs = Pricer(alone, {}).program(capture(layer, {"x": x}).program).ops.values()
-                by_class: Counter[bool] = Counter()
-                for cost in costs:
-                    by_class[cost.counts.op_class == "conv"] += cost.forward_s + cost.backward_s  # type: ignore[assignment]
-                changed_s, rest_s = by_class[convolves], by_class[True] if not convolves else by_class[False]
-                log_factors.append(math.log(max(LEAST_SHARE * changed_s, measured_s - rest_s) / changed_s))
+        for name, program in programs.items():
+            seconds = {True: 0.0, False: 0.0}  # of convolutions, of others
+            for cost in pricer.program(program).ops.values():
+                seconds[cost.counts.op_class == "conv"] += cost.forward_s + cost.backward_s
+            if (seconds[True] > 0) == convolves:
+                alone_s, rest_s = seconds[convolves], seconds[not convolves]
+                log_factors.append(math.log(max(LEAST_SHARE * alone_s, layers_s[name] - rest_s) / alone_s))
         factor = math.exp(statistics.mean(log_factors))
         fractions, sources = dict(gpu.fractions), dict(gpu.sources)
         for op_class in fractions:

@@ -25,7 +25,7 @@ from autopar.run.launch import default_device
 from cost_models.compute import causal_share
 from cost_models.fit import OperatorTime
 
-__all__ = ["DTYPES", "Machine", "Timed", "firsts", "machine", "operator_times", "repeated", "timed", "wait"]
+__all__ = ["DTYPES", "Machine", "Run", "Timed", "firsts", "machine", "operator_times", "repeated", "timed", "wait"]
 
 REPEATS, FIRSTS = 11, 3
 SAMPLE_S, MOST_LOOPS = 1e-3, 1000  # short operators are repeated within a sample until it takes about so long
@@ -327,7 +327,7 @@ _CASES: dict[str, Callable[[torch.device, str, float], Iterator[_Case]]] = {
 }  # fmt: skip
 
 
-def timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def timed(run: Run, device: torch.device) -> tuple[float, float]:
     """(best, median) seconds of one run among others like it, after a warm-up."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 

@@ -94,7 +94,7 @@ class Form:
         mesh, n = self.mesh, self.manifest.micro_batches
         extra = _run_prologue(self, mesh, inputs)
         seed = (torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63  # ranks draw different numbers
-        seed_generators(seed, [self.device] if self.device.type == "cuda" else [])
+        seed_generators(seed, self.device)
         return [
             {k: v for k, v in (micro_batch(self.manifest.inputs, inputs, i, n) | _part(self, extra, i)).items() if k in self.wanted}
             for i in range(n)

@@ -166,7 +166,7 @@ def attention(
 ) -> Tensor:
     """F.scaled_dot_product_attention with dropout, its operands S over the axis or axes (batch or heads): every shard has a
     mask of its own. Random numbers as in `dropout`."""
-    with seeded(_seed_of_shard(axis), [query.device] if query.device.type == "cuda" else []):
+    with seeded(_seed_of_shard(axis), query.device):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -179,7 +179,7 @@ def draw(operator: str, *arguments: Any, axis: Axis | tuple[Axis, ...] | None = 
     if axis is None:
         axis = given.pop(next(k for k, a in enumerate(given) if _is_axis(a)))
     own = [a.device for a in given if isinstance(a, Tensor) and a.device.type == "cuda"]
-    with seeded(_seed_of_shard(axis), own[:1]):
+    with seeded(_seed_of_shard(axis), own[0] if own else torch.device("cpu")):
         return _operator(operator)(*given, **options)
 
 

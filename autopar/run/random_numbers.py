@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -17,7 +17,7 @@ class RandomNumbers:
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
-        self._devices = [device] if device.type == "cuda" else []  # beside the CPU, whose generators a call may draw from
+        self._device = device  # beside the CPU, whose generators a call may draw from
         self.seed: int = mesh.agree(torch.initial_seed())
         self.calls = 0
 
@@ -31,24 +31,24 @@ class RandomNumbers:
             if seed is not None:
                 self.seed, self.calls = seed, 0
             torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
-        with seeded((self.seed + 0x9E3779B97F4A7C15 * self.calls) % 2**63, self._devices):
+        with seeded((self.seed + 0x9E3779B97F4A7C15 * self.calls) % 2**63, self._device):
             self.calls += 1
             yield
 
 
 @contextlib.contextmanager
-def seeded(seed: int, devices: Sequence[torch.device]) -> Iterator[None]:
-    """The generators of the CPU and of these GPUs begin at seed, and go on afterwards as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=devices):
-        seed_generators(seed, devices)
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The generators of the CPU and of the device, if that is a GPU, begin at seed, and go on afterwards as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed_generators(seed, device)
         yield
 
 
-def seed_generators(seed: int, devices: Sequence[torch.device]) -> None:
-    """Let those of the CPU and of these GPUs begin at seed. torch.manual_seed would write down a stack for each kind of device that there
-    may be, at each call (torch 2.13)."""
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Let those of the CPU and of the device, if that is a GPU, begin at seed. torch.manual_seed would write down a stack for each kind of
+    device that there may be, at each call (torch 2.13)."""
     torch.default_generator.manual_seed(seed)
-    for device in devices:
+    if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
 

@@ -103,15 +103,13 @@ class Step:
         self._held, self._names, self._buffer, self._computes, self._where_used = held, names, buffer, computes, where_used
         self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
         self._passes = {name: passes * len(one.stages) for name, one in held.items()}
-        self._due, self._fresh = self._of_a_pass, set[str]()  # of the pass that runs: its buckets, and the gradients that have arrived
-        self._due_of = _places(self._of_a_pass)
-        self._due_left, self._left = [len(b.held) for b in self._due], [sum(self._passes[h.spec.name] for h in b.held) for b in buckets]
-        self._bucket_of = _places(self._buckets)
+        self._bucket_of, self._left = _places(self._buckets), [sum(self._passes[h.spec.name] for h in b.held) for b in buckets]
         self._grad = torch.is_grad_enabled()
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._leaves: dict[str, Tensor] = {}
         self._lower: dict[str, Tensor] = {}
-        self._started_of_pass = self._started = 0  # of the buckets that are due in this pass, and of the step's
+        self._started = 0  # of the step's buckets
+        self._await(self._of_a_pass)
         self._reductions: list[Reduction] = []
         self._going: Reduction | None = None  # of a bucket of a pass
         self._late: dict[str, Tensor] = {}  # gradients that are kept outside of their leaves until the end of the step
@@ -172,10 +170,12 @@ class Step:
     # ------------------------------------------------------------------------------------------------------ backward
     def begin_pass(self, stage: int) -> None:
         """The backward pass of a micro-batch through one stage of this rank begins."""
-        self._due = tuple(b for b in self._of_a_pass if stage in b.stages)
-        self._due_of, self._due_left = _places(self._due), [len(b.held) for b in self._due]
-        self._started_of_pass = 0
-        self._fresh.clear()
+        self._await(tuple(b for b in self._of_a_pass if stage in b.stages))
+
+    def _await(self, due: tuple[Bucket, ...]) -> None:
+        """Buckets of which a pass is to reduce each: in which each parameter is, and how many gradients of each have not arrived."""
+        self._due, self._due_of, self._due_left = due, _places(due), [len(b.held) for b in due]
+        self._started_of_pass, self._fresh = 0, set[str]()  # buckets whose reduction has begun, gradients that have arrived
 
     def end_pass(self) -> None:
         """That pass has ended."""
