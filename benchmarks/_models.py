@@ -17,7 +17,7 @@ from benchmarks._transformers import load_transformers
 __all__ = ["NAMES"]
 
 BATCH, LENGTH, VOCABULARY = 24, 16, 96
-NAMES = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "mlp", "unet", "unruled")
+NAMES = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "mlp", "scaled", "unet", "unruled")
 
 Inputs = dict[str, Tensor]
 
@@ -125,6 +125,25 @@ def mlp() -> tuple[nn.Module, tuple[Tensor], Any]:
 
 def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
+
+
+class _Scaled(nn.Module):
+    """A branch that grows fainter from layer to layer, as by stochastic depth in the mean."""
+
+    def __init__(self, width: int, keep: float) -> None:
+        super().__init__()
+        self.norm, self.keep = nn.LayerNorm(width), keep
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.up(self.norm(x))).mul(self.keep) @ self.down.weight.T / (0.3 + self.keep / 2) + self.down.bias
+
+
+def scaled() -> tuple[nn.Module, tuple[Tensor], Any]:
+    """Layers that differ in constants alone."""
+    torch.manual_seed(0)
+    layers = [_Scaled(32, 0.95 - 0.1 * k) for k in range(6)]
+    return nn.Sequential(nn.Linear(32, 32), *layers, nn.Linear(32, 8)), (torch.randn(BATCH, 32),), mean_square
 
 
 class _Double(nn.Sequential):

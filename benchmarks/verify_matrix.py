@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks._verifier import OUTCOMES, Outcome, PlanSpec, Verifier
 
-MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "mlp", "unet", "unruled")
+MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "mlp", "scaled", "unet", "unruled")
 PLANS = (
     PlanSpec(name="auto2", gpus=2),
     PlanSpec(name="auto3", gpus=3),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from soundness_harness import op_db, op_db_cases
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.blocks import without_lead
-from autopar.ir import Op, Program, Ref, map_refs, refs
+from autopar.catalog import strategies_of
+from autopar.ir import Arg, Op, Program, Ref, map_refs, refs
 
 pytestmark = pytest.mark.pure
 
@@ -143,30 +147,100 @@ def test_what_may_not_run_earlier_stays() -> None:
 
 @pytest.mark.parametrize(
     "constant",
-    [lambda x, k: x * (0.5 + k), lambda x, k: F.layer_norm(x, (8,), eps=(1e-5, 1e-6)[k % 2]), lambda x, k: x.roll(1 + k, 1),
-     lambda x, k: x.clamp(min=-1.0 - k), lambda x, k: x.masked_fill(x > 1, (0, False)[k % 2]), lambda x, k: F.dropout(x, 0.1 + 0.1 * k),
-     lambda x, k: x.sum((0, 1)[k % 2], keepdim=True) + x],
+    [lambda x, k: x * (0.5 + k), lambda x, k: F.dropout(x, (0.0, 0.1)[k % 2]), lambda x, k: x.roll(1 + k, 1),
+     lambda x, k: x.clamp(min=-1.0 - k), lambda x, k: x.masked_fill(x > 1, (0, False)[k % 2]), lambda x, k: F.dropout(x, (0.1, 1.0)[k % 2]),
+     lambda x, k: x.sum((0, 1)[k % 2], keepdim=True) + x, lambda x, k: x * (0.5, float("nan"))[k % 2]],
 )  # fmt: skip
 def test_layers_with_other_constants_are_not_alike(constant: Callable[[Tensor, int], Tensor]) -> None:
-    """An instance of a block is run with the constants of the first."""
-
-    class Layer(nn.Linear):
-        def __init__(self, number: int) -> None:
-            super().__init__(8, 8)
-            self.number = number
-
-        def forward(self, x: Tensor) -> Tensor:
-            return constant(torch.tanh(super().forward(x)).exp(), self.number)
-
-    first = nn.Linear(8, 8)  # so that all layers take what has a gradient
-    alike = captured(nn.Sequential(first, *(Layer(0) for _ in range(4))), 8, 8)
-    others = captured(nn.Sequential(first, *(Layer(k) for k in range(4))), 8, 8)
+    """The strategies of an operator may depend on them."""
+    alike, others = layers(constant, 0, 0, 0, 0), layers(constant, 0, 1, 2, 3)
     assert max(len(b.spans) for b in alike.blocks) == 4
     for block in others.blocks:
         for first, second in itertools.combinations(block.spans, 2):
             pairs = zip(others.ops[first.start : first.stop], others.ops[second.start : second.stop], strict=True)
             assert all(repr(literals(a)) == repr(literals(b)) for a, b in pairs)
     assert all(len(b.spans) < 4 for b in others.blocks)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [lambda x, k: F.dropout(x, 0.1 + 0.1 * k), lambda x, k: x * (0.9 - 0.1 * k), lambda x, k: x / (1 / (k + 2)),
+     lambda x, k: F.layer_norm(x, (8,), eps=(1e-5, 1e-6)[k % 2])],
+)  # fmt: skip
+def test_layers_that_differ_in_rates_alone_are_alike(rate: Callable[[Tensor, int], Tensor]) -> None:
+    """Each runs with its own."""
+    program = layers(rate, 0, 1, 2, 3)
+    (block,) = program.blocks
+    assert len(block.spans) == 4
+    first, second = (program.ops[s.start : s.stop] for s in block.spans[:2])
+    assert [op.target for op in first] == [op.target for op in second]
+    assert any(repr(literals(a)) != repr(literals(b)) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
+def test_strategies_do_not_depend_on_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator of op_db that takes a number between 0 and 1 has the same ones with another such number."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # or pytest has every traced node described
+    compared = set()
+    for info in op_db(divisible=True):
+        for case in op_db_cases(info, limit=3):
+            view, rates = case.view(2), [x for x in arguments(case.op) if isinstance(x, float) and 0 < x < 1]
+            if rates and case.op.target.startswith("aten."):
+                for other in (1e-6, 0.37, 0.999):
+                    assert set(strategies_of(view)) == set(strategies_of(dataclasses.replace(view, op=with_rates(case.op, other))))
+                compared.add(case.op.target)
+    assert len(compared) > 20, compared
+
+
+def arguments(op: Op) -> Iterator[Arg]:
+    pending = [*op.args, *(value for _, value in op.kwargs)]
+    while pending:
+        arg = pending.pop()
+        pending += arg if isinstance(arg, tuple) else ()
+        yield arg
+
+
+def with_rates(op: Op, rate: float) -> Op:
+    def changed(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(changed, arg))
+        return rate if isinstance(arg, float) and 0 < arg < 1 else arg
+
+    return dataclasses.replace(op, args=tuple(map(changed, op.args)), kwargs=tuple((k, changed(v)) for k, v in op.kwargs))
+
+
+def layers(of_layer: Callable[[Tensor, int], Tensor], *numbers: int) -> Program:
+    class Layer(nn.Linear):
+        def __init__(self, number: int) -> None:
+            super().__init__(8, 8)
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            return of_layer(torch.tanh(super().forward(x)).exp(), self.number)
+
+    return captured(nn.Sequential(nn.Linear(8, 8), *map(Layer, numbers)), 8, 8)  # the first, so that all take what has a gradient
+
+
+class Tower(nn.Module):
+    """Layers between an entry and an exit of their own."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).sin()
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.leave(x).cos()
+
+
+@pytest.mark.parametrize(("towers", "depth", "instances", "size"), [(2, 8, [8, 8], 4), (3, 2, [3], 2 * 5 + 4)])
+def test_of_equal_towers_the_layers_are_the_blocks_where_they_are_many(towers: int, depth: int, instances: list[int], size: int) -> None:
+    program = captured(nn.Sequential(nn.Linear(8, 8), *(Tower(depth) for _ in range(towers))))
+    assert [len(b.spans) for b in program.blocks] == instances
+    assert all(len(b.spans[0]) == size for b in program.blocks)
 
 
 def literals(op: Op) -> tuple[object, ...]:

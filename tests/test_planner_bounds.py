@@ -27,10 +27,12 @@ from autopar.planner import Pins, lower, make_plan
 from autopar.planner.bounds import least_op_s
 from autopar.planner.candidate import Draft
 from autopar.planner.choices import choices
+from autopar.planner.estimate import Estimator
 from autopar.planner.fold import NotAlike, fold, unfold
 from autopar.planner.search import Search
 from autopar.planner.shard import Assignment, shard
 from autopar.planner.solver import solve
+from autopar.planner.space import Choice
 from cost_models.cluster import Cluster, list_gpus, load_cluster, load_gpu
 from cost_models.recipe import AUTOPAR, Recipe
 from tests.planner_programs import Tied, _tokens, program_of
@@ -52,6 +54,12 @@ def searched(program: Program, gpus: int, machine: Cluster, limit: int = 2**40, 
     )  # fmt: skip
 
 
+def with_exchange_s(search: Search, choice: Choice, estimator: Estimator) -> float:
+    alike = search.known.used_alike(choice.mesh, choice.micro_batches, search.batch_size)
+    assert alike is not None
+    return search._least.with_exchange_s(choice, search.batch_size, estimator.exchange, alike)
+
+
 # -------------------------------------------------------------------------------------------------------------------- bounds
 @pytest.mark.parametrize("gpu", list_gpus())
 def test_no_price_is_below_the_bound_that_prunes_it(gpu: str) -> None:
@@ -68,9 +76,35 @@ def test_no_price_is_below_the_bound_that_prunes_it(gpu: str) -> None:
             if isinstance(draft, Draft) and not isinstance(estimator, str):
                 least = search._least.step_s(choice, search.batch_size)
                 assert 0 < least <= estimator.least_s() * (1 + 1e-9), (name, choice)
+                assert least <= with_exchange_s(search, choice, estimator) <= draft.times.step_s * (1 + 1e-9), (name, choice)
                 assert estimator.least_s() <= draft.bound_s * (1 + 1e-9) and draft.bound_s <= draft.times.step_s
                 compared += 1
     assert compared > 3
+
+
+@pytest.mark.parametrize("machine", ["dgx-a100", "cpu"])
+@pytest.mark.parametrize("name", ["mlp", "attention", "stack", "deep", "tied", "balanced", "normed"])
+def test_no_step_is_faster_than_what_its_ranks_must_exchange(name: str, machine: str) -> None:
+    """On links so slow that exchange is what takes time: within a node and over nodes, once a step and in every pass."""
+    rng, compared, tighter, rests = random.Random(name), 0, 0, set[str]()
+    gpus, where = (16, cluster()) if machine == "dgx-a100" else (4, cluster("cpu", "cpu"))
+    slow = [dataclasses.replace(link, bandwidth_bytes_per_s=1e4) for link in (where.intra, where.inter)]
+    where = dataclasses.replace(where, intra=slow[0], inter=slow[1])
+    mixed = Recipe(gradient_itemsize=4, reduced_itemsize=2, master_itemsize=4, state_itemsize=4)
+    apart = Recipe(overlaps_reduction=False, unit_bytes=1 << 12, bucket_bytes=1 << 12)
+    for recipe in (AUTOPAR, Recipe(overlaps_gathers=False), apart, mixed):
+        search = searched(program_of(name), gpus, where, recipe=recipe)
+        every = [c for c in search.space.choices() if c.mesh.over("batch") > 1]
+        for choice in rng.sample(every, min(40, len(every))):
+            rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe)
+            estimator = search.estimator(rank, choice)
+            draft = None if isinstance(estimator, str) else search.draft(choice, estimator)
+            if isinstance(draft, Draft) and not isinstance(estimator, str):
+                alone, sent = search._least.step_s(choice, search.batch_size), with_exchange_s(search, choice, estimator)
+                assert alone <= sent <= draft.times.step_s * (1 + 1e-9), (choice, recipe)
+                compared, tighter = compared + 1, tighter + (sent > 1.5 * alone)
+                rests.add(choice.rest.name)
+    assert compared > 30 and tighter > compared // 4 and len(rests) > 3, (compared, tighter, rests)
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "stack", "normed", "balanced", "tied", "skips"])

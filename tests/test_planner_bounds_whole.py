@@ -67,7 +67,9 @@ def compared(program: Program, gpu: str) -> tuple[int, list[str]]:
             steps = [search._least.step_s(choice, search.batch_size), estimator.least_s(), draft.bound_s, draft.times.step_s]
             found = search.exact(choice)
             steps += [found.step_time_s] if found is not None else []
-            if any(a > b * (1 + 1e-9) for a, b in itertools.pairwise(steps)):
+            alike = search.known.used_alike(choice.mesh, choice.micro_batches, search.batch_size)
+            sent = search._least.with_exchange_s(choice, search.batch_size, estimator.exchange, alike or frozenset())
+            if any(a > b * (1 + 1e-9) for a, b in (*itertools.pairwise(steps), (steps[0], sent), (sent, draft.times.step_s))):
                 wrong.append(f"{gpu}: {program.ops[1].target} under {choice.mesh} micro-batches={choice.micro_batches}: {steps}")
             priced += 1
     try:

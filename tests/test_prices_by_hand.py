@@ -20,6 +20,7 @@ from autopar.planner.axis import AxisProblem, group_cost
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import Candidate
 from autopar.planner.choices import choices
+from autopar.planner.exchange import Exchange
 from autopar.planner.price import Ledger
 from autopar.planner.search import Search
 from autopar.planner.space import Choice, Mesh
@@ -110,6 +111,29 @@ def test_the_bound_of_the_update(pp: int, dp: int, tp: int, shard: int) -> None:
     of = choice(pp, dp, tp, 2, "zero1" if shard > 1 else "zero0", shard)
     update = [Least(program, cluster, optimizer, Recipe()).step_s(of, ROWS) for optimizer in ("adamw", "none")]
     assert update[0] - update[1] == pytest.approx(3 * (4 + 2 * 12) * NUMBERS / 1e9 / (pp * tp * shard))
+
+
+@pytest.mark.parametrize(
+    ("rest", "pp", "m", "parts"),
+    [("zero0", 1, 2, 2), ("zero1", 1, 2, 2), ("zero2", 1, 2, 2), ("zero3", 1, 2, 2 * 3), ("zero1", 2, 2, 2 / 2),
+     ("zero3", 2, 2, 3 * 3 / 2)],
+)  # fmt: skip
+def test_the_bound_of_what_ranks_exchange(rest: str, pp: int, m: int, parts: float) -> None:
+    """Of four ranks each sends three quarters of all gradients to reduce-scatter them, and of all parameters to gather them: once a step or
+    in every pass. A stage has half of them, and of the passes the first waits for the second stage. ZeRO-2 gathers once a step, which
+    passes hide that are as long as what they scatter."""
+    program, link = program_of("wide"), 1e6
+    of = choice(pp, 4, 1, m, rest, 1 if rest == "zero0" else 4)
+    for cluster, hidden in ((machine(link=link), False), (machine(link=link, flops=1e3), True)):
+        least = Least(program, cluster, "none", Recipe())
+        pricer = Pricer(cluster, of.mesh.sizes())
+        exchange = Exchange(rest=of.rest, shard=of.shard, micro_batches=m, pricer=pricer, recipe=Recipe())
+        alone = least.step_s(of, ROWS)
+        sent = least.with_exchange_s(of, ROWS, exchange, frozenset())
+        assert sent == pytest.approx(alone + (0.0 if hidden else parts * 3 / 4 * 4 * NUMBERS / link))
+        first, second = (p.value for p in program.params if len(program.types[p.value].shape) == 2)
+        alike = least.with_exchange_s(of, ROWS, exchange, frozenset({first}))
+        assert hidden or alike == pytest.approx(alone + parts * 3 / 4 * 4 * (NUMBERS - WIDTH * HIDDEN) / link)
 
 
 @pytest.mark.parametrize("machines", [{"flops": 1e9}, {"link": 1e6}, {"flops": 1e12, "memory": 1e10, "link": 1e9}], ids=str)

@@ -1,9 +1,10 @@
 """Repeated subgraphs, found by structure alone.
 
-Candidates are the calls of modules (a call is a contiguous span of operators), the outermost repeats first. Where no calls repeat,
-spans that follow one another are candidates: a flat nn.Sequential repeats with a period of a few operators. Two candidates are
-instances of one block if their operators, constants, shapes, dtypes, internal wiring and the roles of their external operands are
-equal; names of modules and classes play no part.
+Candidates are the calls of modules (a call is a contiguous span of operators), the outermost repeats first, unless more repeats inside
+of them (two equal towers of many layers). Where no calls repeat, spans that follow one another are candidates: a flat nn.Sequential
+repeats with a period of a few operators. Two candidates are instances of one block if their operators, constants, shapes, dtypes,
+internal wiring and the roles of their external operands are equal; names of modules and classes play no part. Constants of torch's
+operators that lie between 0 and 1 may differ (the rates of stochastic depth grow from layer to layer): nothing asks more of them.
 
 The first layer of a stack may make what all of its layers read (T5's position bias). If nothing repeats otherwise, `without_lead`
 says how to put such operators before the stack.
@@ -72,7 +73,7 @@ def find_blocks(
     producer = {name: (i, k) for i, op in enumerate(ops) for k, name in enumerate(op.outputs) if name is not None}
     found: list[Block] = []
     _search(root, ops, types, state, producer, found)
-    alike = [span_signature([op], types, state)[0] for op in ops]
+    alike = [span_signature([op], types, state, exact_rates=False)[0] for op in ops]
     taken = sorted((span for block in found for span in block.spans), key=lambda s: s.start)
     gaps = zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), len(ops)], strict=True)
     for gap in [Span(*gap) for gap in gaps if gap[0] < gap[1]]:
@@ -127,17 +128,28 @@ def _search(
     for path, child in children:
         span = child.span
         if span is not None and len(span) >= _MIN_OPS:
-            signature, external = span_signature(ops[span.start : span.stop], types, state)
+            signature, external = span_signature(ops[span.start : span.stop], types, state, exact_rates=False)
             classes.setdefault(signature, []).append(_Instance(span, path.partition("@")[0], external))
     repeated: set[int] = set()
+    by_start = {child.start: child for _, child in children if child.span is not None and len(child.span) >= _MIN_OPS}
     for instances in classes.values():
         for group in _same_wiring(instances, producer):
-            if len(group) >= 2:
-                found.append(Block(spans=tuple(i.span for i in group), prefixes=tuple(i.prefix for i in group)))
-                repeated.update(i.span.start for i in group)
+            if len(group) < 2:
+                continue
+            inner = list[Block]()
+            _search(by_start[group[0].span.start], ops, types, state, producer, inner)
+            if len(group) * _apart(group[0].span, inner) < len(group[0].span):
+                continue  # there is more that repeats inside of each
+            found.append(Block(spans=tuple(i.span for i in group), prefixes=tuple(i.prefix for i in group)))
+            repeated.update(i.span.start for i in group)
     for _, child in children:
         if child.start not in repeated or child.span is None:
             _search(child, ops, types, state, producer, found)
+
+
+def _apart(span: Span, blocks: Sequence[Block]) -> int:
+    """Operators of a span of which each is decided for itself, where there are these blocks in it."""
+    return len(span) - sum((len(block.spans) - 1) * len(block.spans[0]) for block in blocks)
 
 
 def _search_periods(
@@ -192,7 +204,7 @@ def _instances(
     first: str = ""  # signature of the chain
     wired: tuple[tuple[int, int] | None, ...] = ()
     for span in [Span(start + k * period, start + (k + 1) * period) for k in range(count)]:
-        signature, external = span_signature(ops[span.start : span.stop], types, state)
+        signature, external = span_signature(ops[span.start : span.stop], types, state, exact_rates=False)
         instance = _Instance(span, ops[span.start].module, external)
         taken = _taken(instance, chain[-1], producer) if chain else ()
         if any(taken) and signature == first and (len(chain) == 1 or taken == wired):
@@ -231,16 +243,18 @@ def _same_wiring(instances: Sequence[_Instance], producer: Mapping[str, tuple[in
 
 
 def span_signature(
-    ops: Sequence[Op], types: Mapping[str, TensorType], state: Mapping[str, object], *, exact_dtypes: bool = True
+    ops: Sequence[Op], types: Mapping[str, TensorType], state: Mapping[str, object], *, exact_dtypes: bool = True, exact_rates: bool = True
 ) -> tuple[str, tuple[str, ...]]:
     """A hash of what some consecutive operators compute, and the values they read from elsewhere in order of first use.
 
     Names of values play no part; constants, shapes, dtypes, wiring, and which operands are state (with its attributes) do.
-    exact_dtypes=False: all floating dtypes are one, and so are constants that are limits of a floating dtype.
+    exact_dtypes=False: all floating dtypes are one, and so are constants that are limits of a floating dtype. exact_rates=False: all
+    floats between 0 and 1, without these, are one to torch's own operators.
     """
     digest = hashlib.sha256()
     number: dict[str, str] = {}
     external: list[str] = []
+    rates = False
 
     def type_of(name: str) -> str:
         t = types[name]
@@ -255,6 +269,8 @@ def span_signature(
             return number[arg.name]
         if isinstance(arg, tuple):
             return "(" + ",".join(show(a) for a in arg) + ")"
+        if rates and isinstance(arg, float) and 0 < arg < 1:
+            return "rate"
         if not exact_dtypes:
             if isinstance(arg, torch.dtype):
                 return "float" if arg.is_floating_point else str(arg)
@@ -263,6 +279,7 @@ def span_signature(
         return repr(arg)
 
     for i, op in enumerate(ops):
+        rates = not exact_rates and op.target.startswith("aten.")
         operands = [show(a) for a in op.args] + [f"{k}={show(v)}" for k, v in op.kwargs]
         results = [type_of(o) if o is not None and o in types else "-" for o in op.outputs]
         what = (op.target, operands, results, op.multi, op.no_grad) + (() if op.by_rows is None else (str(op.by_rows),))

@@ -7,6 +7,10 @@ the busiest rank has at least a p-th of a micro-batch's work m times, and the pi
 stage on each rank work x (m + p - 1) / p.
 Weights are read whole by every micro-batch and data-parallel rank, and each operator, whole or in part, is launched for every one.
 
+Of a choice whose data axis is decided it is known besides which gradients are brought together, and which parameters rest in parts
+(`Least.with_exchange_s`). What a rank sends, of them at their smallest, is hidden by its own passes at most. Of all ranks of a pipeline
+the slowest exposes no less than the mean; longer passes hide no more than they last longer.
+
 The fullest rank holds at least its share of all parameters, of their gradients and of the optimizer's states, where each of them is split
 over the tensor axis, and rests in parts, if any of its dims divides.
 """
@@ -23,7 +27,9 @@ from autopar.ir import Op, Param, Program, TensorType, refs
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import stands_for
+from autopar.planner.exchange import Exchange
 from autopar.planner.moments import derived_from_inputs
+from autopar.planner.price import ParamBytes
 from autopar.planner.space import Choice
 from cost_models.cluster import OP_CLASSES, Cluster
 from cost_models.compute import kernel_time_s
@@ -37,6 +43,7 @@ from cost_models.uncertainty import least_upper_bytes, room_bytes
 
 __all__ = ["Least", "OpLeast", "least_op_s"]
 
+LARGE = 2.0**40  # bytes of a collective whose latency counts for nothing
 _ARITHMETIC = ("matmul", "attention", "conv")
 
 
@@ -108,6 +115,8 @@ class Least:
                 reader[r] = min(n, reader.get(r, n))
         self._read = [(p.value, _at_rest(p, program), p.trainable, reader[p.value]) for p in program.params if p.value in reader]
         self._resting: dict[tuple[object, ...], float] = {}
+        self._types = program.types
+        self._sent: dict[tuple[tuple[int, ...], int, frozenset[str]], list[ParamBytes]] = {}
         trained = [(_at_rest(p, program), reader.get(p.value, 1)) for p in program.params if p.trainable]
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
@@ -118,16 +127,68 @@ class Least:
 
     def step_s(self, choice: Choice, batch: int | None) -> float:
         """Of a step of this many samples."""
+        return self._pipeline_s(choice, self._work_s(choice, batch)) + self._update_s(choice)
+
+    def with_exchange_s(self, choice: Choice, batch: int | None, exchange: Exchange, alike: frozenset[str]) -> float:
+        """The same, with what brings gradients together and parameters back. alike: parameters that all data-parallel ranks use for
+        the same work: nothing is sent for them."""
+        work_s, taken, recipe = self._work_s(choice, batch), exchange.taken, self.recipe
+        params = self._exchanged(choice, alike)
+        sent_s = exchange.scatter_s(params)  # in every pass
+        if exchange.rest.gathered == "use":
+            gathered = sum(p.local_bytes for p in params if p.in_parts)
+            scattered = sum(exchange.scattered_bytes(p) for p in params if p.in_parts)
+            sent_s = 2 * gathered / LARGE * exchange.unit_s(LARGE) + scattered / LARGE * exchange.unit_s(0.0, scattered=LARGE)
+        hides = exchange.rest.gathered == "use" or recipe.overlaps_reduction
+        work_s += exchange.beside(sent_s, work_s) if hides else sent_s
+        once = exchange.least_once(params)
+        open_s, hidden_s = once.last_s, 0.0
+        for seconds, overlaps in ((once.reduced_s, recipe.overlaps_reduction), (once.gathers_s, recipe.overlaps_gathers)):
+            open_s, hidden_s = (open_s, hidden_s + seconds) if overlaps else (open_s + seconds, hidden_s)
+        open_s += taken * hidden_s + (1 - taken) * max(0.0, hidden_s - work_s)
+        return self._pipeline_s(choice, work_s) + open_s / choice.mesh.over("layers") + self._update_s(choice)
+
+    def _pipeline_s(self, choice: Choice, work_s: float) -> float:
+        return SCHEDULES[choice.schedule].least_s(work_s, choice.mesh.over("layers"), choice.chunks, choice.micro_batches)
+
+    def _update_s(self, choice: Choice) -> float:
+        return self.update_s / (choice.mesh.over("layers") * choice.mesh.over("operators") * choice.shard)
+
+    def _work_s(self, choice: Choice, batch: int | None) -> float:
+        """Of one micro-batch through all stages."""
         mesh, m = choice.mesh, choice.micro_batches
         split = mesh.over("batch") * m * self.batch / (batch or 1)
         flops, moved, whole, flops_b, moved_b, whole_b, _ = self.parts
         forward = numpy.maximum(flops / split, moved / split + whole)
         backward = numpy.maximum(flops_b / split, moved_b / split + whole_b)
         work_s = float((forward + backward).sum())
-        ranks, parts = mesh.over("layers"), mesh.over("operators")
-        work_s = work_s / parts + self.launches_s if self.host else max(work_s / parts, self.launches_s)
-        pipeline_s = SCHEDULES[choice.schedule].least_s(work_s, ranks, choice.chunks, m)
-        return pipeline_s + self.update_s / (ranks * parts * choice.shard)
+        parts = mesh.over("operators")
+        return work_s / parts + self.launches_s if self.host else max(work_s / parts, self.launches_s)
+
+    def _exchanged(self, choice: Choice, alike: frozenset[str]) -> list[ParamBytes]:
+        """The trained parameters of one rank of each stage, as small as they can be and those of a kind as one, without those of
+        which it is not known whether they rest in parts."""
+        sizes, shard = tuple(n for _, n in choice.mesh.inner), choice.shard
+        if (sizes, shard, alike) in self._sent:
+            return self._sent[sizes, shard, alike]
+        numels: dict[tuple[int, int, bool], int] = {}
+        for value, t, trained, times in self._read:
+            in_parts = {any(size and size % shard == 0 for size in shape) for shape in _local_shapes(t.shape, sizes)}
+            if not trained or value in alike or (shard > 1 and len(in_parts) > 1):
+                continue
+            numel = t.numel
+            for n in sizes:
+                numel //= _parts(t, n)
+            key = self._types[value].dtype.itemsize, t.dtype.itemsize, shard > 1 and in_parts == {True}
+            numels[key] = numels.get(key, 0) + times * (numel // shard * shard if key[-1] else numel)
+        found = []
+        for (used, rests, parted), numel in numels.items():
+            resting = numel // shard if parted else numel
+            found.append(ParamBytes(
+                local_bytes=numel * used, resting_bytes=resting * rests, numel=numel, resting_numel=resting, trainable=True
+            ))  # fmt: skip
+        self._sent[sizes, shard, alike] = found
+        return found
 
     def bytes(self, choice: Choice, alike: frozenset[str] = frozenset()) -> float:
         """Of the fullest rank of a choice. alike: parameters that all data-parallel ranks use for the same work: these rest whole."""
@@ -190,6 +251,15 @@ class _AtLeast(NamedTuple):
 
 def _at_rest(p: Param, program: Program) -> TensorType:
     return dataclasses.replace(program.types[p.value], dtype=p.rests or program.types[p.value].dtype)
+
+
+def _local_shapes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """What a rank may have of a parameter, where each of these axes leaves it whole or divides one dim."""
+    found = {shape}
+    for n in sizes:
+        cut = {(*x[:d], size // n, *x[d + 1 :]) for x in found for d, size in enumerate(x) if size % n == 0}
+        found |= cut
+    return found
 
 
 def _parts(t: TensorType, n: int) -> int:

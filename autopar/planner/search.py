@@ -33,11 +33,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.collector import held_back
-from autopar.ir import I, Program
+from autopar.ir import Program
 from autopar.planner.answer import BY_USER, LISTED, of_all, plan_of, refusal
 from autopar.planner.bounds import Least
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
+from autopar.planner.exchange import Exchange
 from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
 from autopar.planner.plan import Pins, Plan
@@ -74,6 +75,7 @@ class _Entry:
     exact: Candidate | None = field(compare=False, default=None)
     estimator: Estimator | None = field(compare=False, default=None)
     relaxed: bool = field(compare=False, default=False)
+    exchanged: bool = field(compare=False, default=False)
 
 
 @dataclass(kw_only=True)
@@ -166,6 +168,8 @@ class Search(Question):
                 self._memory(entry, queue, hopeless)
             elif entry.estimator is not None:
                 self._stages(entry, queue, bounds)
+            elif not entry.exchanged:
+                self._exchange(entry, queue)
             else:
                 self._pieces(entry, queue, hopeless)
         if nothing:
@@ -176,6 +180,20 @@ class Search(Question):
         best_s = _fastest_s(queue)
         best = f", best so far {best_s * 1e3:,.4g} ms a step" if best_s < math.inf else ""
         return f"{self.said.explored} of {self.said.choices} choices priced{best}"
+
+    def _exchange(self, entry: _Entry, queue: list[_Entry]) -> None:
+        """What the choice costs at least with what its ranks exchange once a step, and where parameters are used. Its data axis says of
+        which."""
+        choice, entry.exchanged, several = entry.choice, True, entry.choice.mesh.over("batch") > 1
+        alike = self.known.used_alike(choice.mesh, choice.micro_batches, self.batch_size) if several else None
+        if alike is not None:
+            exchange = Exchange(
+                rest=choice.rest, shard=choice.shard, micro_batches=choice.micro_batches,
+                pricer=self.known.pricer(choice.mesh, self.recipe), recipe=self.recipe,
+            )  # fmt: skip
+            least_s = self.known.timed("bound", lambda: self._least.with_exchange_s(choice, self.batch_size, exchange, alike))
+            entry.least_s = max(entry.least_s, least_s)
+        heapq.heappush(queue, entry)
 
     def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """Price the rank's program, unless it cannot fit as its data axis is."""
@@ -266,9 +284,7 @@ class Search(Question):
 
     def _alike(self, rank: Rank | str | None) -> frozenset[str]:
         """The parameters that all data-parallel ranks are known to use for the same work."""
-        if not isinstance(rank, Rank) or rank.data is None:
-            return frozenset()
-        return frozenset(p.value for p in self.known.folded.params if rank.data.leaves.get(p.value) == I)
+        return self.known.alike(rank.data) if isinstance(rank, Rank) else frozenset()
 
     def _say_what_lacks(self, hopeless: list[Choice]) -> None:
         """Of choices that cannot fit, the leanest first, as many as are listed where nothing fits."""

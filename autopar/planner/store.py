@@ -15,7 +15,7 @@ from typing import TypeVar
 from autopar.axes import BATCH
 from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
-from autopar.ir import Layout, Program, Strategy
+from autopar.ir import I, Layout, Program, Strategy
 from autopar.measure import Live, Pricer
 from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis, stated
 from autopar.planner.choices import Choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
@@ -193,6 +193,16 @@ class Store:
             several = f"{'several ' if count > 1 else ''}micro-batches of {size}"
             return f"micro-batches: the program's batch of {own} does not divide into {several} on {min(ranks, 2)} ranks"
         return dp, parts // dp
+
+    def used_alike(self, mesh: Mesh, count: int, batch: int | None) -> frozenset[str] | None:
+        """The parameters that all data-parallel ranks of such a split use for the same work; None if the batch cannot be split so."""
+        split = self._split_of(mesh, count, batch)
+        if isinstance(split, str) or isinstance(self.moments(*split), str):
+            return None
+        return self.alike(self.on_data_axis(split[0], samples=split in self._by_samples)[1])
+
+    def alike(self, data: Assignment | None) -> frozenset[str]:
+        return frozenset(p.value for p in self.folded.params if data is not None and data.leaves.get(p.value) == I)
 
     def _build(self, mesh: Mesh, split: Split, recipe: Recipe, form: Form) -> Rank | str:
         moments = self.moments(*split)
