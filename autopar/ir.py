@@ -282,8 +282,8 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A repeated subgraph: instances have equal operators, wiring, shapes and constants, and operator k of one
-    corresponds to operator k of every other. prefixes: the module path of each instance. times: in a folded
+    """A repeated subgraph: instances have equal operators, wiring, shapes and constants (but for rates between 0 and 1), and operator k of
+    one corresponds to operator k of every other. prefixes: the module path of each instance. times: in a folded
     program, how many instances of the whole one each stands for (see planner.fold); else empty."""
 
     spans: tuple[Span, ...]
