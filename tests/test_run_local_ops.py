@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,6 +98,12 @@ def _batch_norm() -> None:
         assert torch.allclose(part.grad, whole.grad.chunk(N)[axis.rank], rtol=1e-10, atol=1e-12)
         assert torch.allclose(C.all_reduce(w.grad, axis), weight.grad, rtol=1e-11)
         assert torch.allclose(C.all_reduce(b.grad, axis), bias.grad, rtol=1e-11)
+    for near in (None, torch.zeros(3), torch.full((3,), 99.0), torch.full((3,), math.nan)):  # far from 0, beside how it is spread
+        far = (_random(8, 3, 5) * 0.01 + 100).float()
+        running = (near, None if near is None else torch.ones(3))
+        given = L.sync_batch_norm(far.chunk(N)[axis.rank], None, None, *running, axis, 0.1, 1e-9)
+        exact = F.batch_norm(far.double(), None, None, training=True, eps=1e-9).chunk(N)[axis.rank]
+        assert (given - exact).abs().max() < 2e-3, near
     bare = L.sync_batch_norm(part.detach(), None, None, None, None, axis, 0.1, 1e-5)
     assert torch.allclose(bare, F.batch_norm(whole.detach(), None, None, training=True).chunk(N)[axis.rank])
     low = L.sync_batch_norm(part.detach().bfloat16(), w.float(), b.float(), None, None, axis, 0.1, 1e-5)

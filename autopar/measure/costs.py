@@ -48,7 +48,7 @@ class _Exchanges(NamedTuple):
 
 
 _EXCHANGES = {
-    "autopar.L.sync_batch_norm": _Exchanges((1, 1), (2,), operand=0, dim=1),  # means, variances; two sums at once
+    "autopar.L.sync_batch_norm": _Exchanges((4,), (2,), operand=0, dim=1),  # two moments at once, in float64; two sums at once
     "autopar.L.cross_entropy_sum_vocab": _Exchanges((1, 1, 1), (), operand=1),
     "autopar.L.quotient_of_sums": _Exchanges((4,), (), operand=0),  # of two numbers, in float64
 }

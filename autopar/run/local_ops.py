@@ -109,29 +109,32 @@ def quotient_of_sums(a: Tensor, b: Tensor, axis: Axis) -> Tensor:
 
 
 class _NormaliseOverAxis(torch.autograd.Function):
-    """(x - mean) * rsqrt(var + eps) with the statistics of all ranks' x; also returns mean and biased variance."""
+    """(x - mean) * rsqrt(var + eps) with the statistics of all ranks' x; also returns mean and biased variance. near: [C], the same on all
+    ranks: the nearer to the mean, the more digits the variance has."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, near: Tensor | None, eps: float, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
         dims = [0, *range(2, x.dim())]
-        count = x.numel() // x.shape[1] * axis.size
-        mean = comm.all_reduce(x.sum(dims, keepdim=True), axis) / count
-        centred = x - mean
-        variance = comm.all_reduce(centred.square().sum(dims, keepdim=True), axis) / count
+        own_var, own_mean = (t.double() for t in torch.var_mean(x, dims, correction=0, keepdim=True))
+        origin = torch.zeros_like(own_mean) if near is None else near.double().nan_to_num(0.0, 0.0, 0.0).view(own_mean.shape)
+        off = own_mean - origin  # of as many numbers on every rank: first and second moment about the origin, in one sum
+        first, second = (comm.all_reduce(torch.cat([off, own_var + off.square()]), axis) / axis.size).split(1)
+        mean = (origin + first).to(x.dtype)
+        variance = (second - first.square()).clamp_min_(0).to(x.dtype)
         inverse = torch.rsqrt(variance + eps)
-        normal = centred.mul_(inverse)
+        normal = (x - mean).mul_(inverse)
         ctx.save_for_backward(normal, inverse)
-        ctx.axis, ctx.dims, ctx.count = axis, dims, count
+        ctx.axis, ctx.dims, ctx.count = axis, dims, x.numel() // x.shape[1] * axis.size
         ctx.mark_non_differentiable(mean, variance)
         return normal, mean, variance
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         normal, inverse = ctx.saved_tensors
         sums = torch.cat([grad.sum(ctx.dims, keepdim=True), (grad * normal).sum(ctx.dims, keepdim=True)])
         along, onto = (comm.all_reduce(sums, ctx.axis) / ctx.count).split(1)
-        return (grad - along - normal * onto) * inverse, None, None
+        return (grad - along - normal * onto) * inverse, None, None, None
 
 
 def sync_batch_norm(
@@ -148,7 +151,7 @@ def sync_batch_norm(
     (their gradients are partial), running statistics I [C], updated in place with the unbiased variance -> S(0)."""
     shape = (1, -1, *([1] * (x.dim() - 2)))
     exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # as F.batch_norm does
-    normal, mean, variance = _NormaliseOverAxis.apply(exact, eps, axis)
+    normal, mean, variance = _NormaliseOverAxis.apply(exact, running_mean, eps, axis)
     with torch.no_grad():
         count = x.numel() // x.shape[1] * axis.size
         if count < 2:
