@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.run.leaves import Leaves
 from autopar.run.weights import Step
 
 pytestmark = pytest.mark.pure
@@ -27,6 +29,12 @@ class Reduced:
         return self.grads
 
 
+class Whole(SimpleNamespace):
+    @property
+    def local(self) -> Tensor:
+        return self.param.detach()
+
+
 class Log:
     """A model of three factors, whose gradients arrive from the last to the first, and what happens in its steps."""
 
@@ -34,10 +42,11 @@ class Log:
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.leaves = Leaves()
         self.held: dict[str, Any] = {
-            name: SimpleNamespace(
+            name: Whole(
                 spec=SimpleNamespace(name=name), stages=(0,), trains=True, gathered_when_used=False, tied=None,
-                local=torch.full((2,), k + 2.0),
+                param=torch.full((2,), k + 2.0),
             )
             for k, name in enumerate(self.NAMES)
         }  # fmt: skip
@@ -53,7 +62,7 @@ class Log:
         used: Any = SimpleNamespace(close=dict)
         return Step(
             held=self.held, names={n: n for n in self.NAMES}, buffer=lambda _: torch.zeros(()), computes={}, buckets=buckets,
-            of_a_pass=of_a_pass, where_used=used, passes=passes,
+            of_a_pass=of_a_pass, where_used=used, leaves=self.leaves, passes=passes,
         )  # fmt: skip
 
     def run(self, step: Step, used: str = "abc") -> None:
@@ -109,3 +118,49 @@ def test_what_never_arrives_is_reduced_at_the_end(late: bool) -> None:
     found = step.finish()
     assert [line for line in log.said if "reduce" in line] == [f"reduce ac: a{', c' if late else ''}", "reduce b: b"]
     assert sorted(found) == (["a", "b", "c"] if late else ["a", "b"])
+
+
+def test_a_step_leaves_its_leaves_to_the_next() -> None:
+    """Each step is told of its own gradients alone, and has leaves of its own while another has not finished."""
+    log = Log()
+    first, second = log.step(log.bucket("cba")), log.step(log.bucket("cba"))
+    tensors = {name: first.read(name) for name in log.NAMES}
+    assert all(second.read(name) is not tensors[name] for name in log.NAMES)
+    log.run(first)
+    found = first.finish()
+    assert {name: tensor.grad for name, tensor in tensors.items()} == dict.fromkeys(log.NAMES)
+    third = log.step(log.bucket("cba"))
+    assert all(third.read(name) is tensors[name] for name in log.NAMES)
+    log.said.clear()
+    log.run(third)
+    assert log.said[-1] == "reduce cba: a, b, c"
+    again = third.finish()
+    assert all(torch.equal(again[name], found[name]) for name in log.NAMES)
+    log.run(second)
+    assert all(torch.equal(grad, found[name]) for name, grad in second.finish().items())
+
+
+def test_a_leaf_of_other_memory_is_made_anew() -> None:
+    log = Log()
+    first = log.step(log.bucket("cba"))
+    before = first.read("a")
+    log.run(first)
+    first.finish()
+    log.held["a"].param.data = torch.full((2,), 7.0)
+    second = log.step(log.bucket("cba"))
+    assert second.read("a") is not before and torch.equal(second.read("a"), torch.full((2,), 7.0))
+    assert second.read("b")._version == log.held["b"].param._version
+    log.held["b"].param.mul_(2)
+    assert second.read("b")._version == log.held["b"].param._version, "what is written to it between forward and backward is noticed"
+
+
+def test_a_step_that_did_not_finish_keeps_its_leaves() -> None:
+    log = Log()
+    step = log.step(log.bucket("cba"))
+    kept, told = step.read("a"), weakref.ref(step)
+    del step
+    assert told() is None, "no cycle"
+    other = log.step(log.bucket("cba"))
+    assert other.read("a") is not kept
+    kept.sum().backward()  # of a step that is gone: nobody is told
+    assert not log.said

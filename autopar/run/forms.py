@@ -61,6 +61,7 @@ class Forms:
         self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected): [first]}
         self._by_the_original: set[Key] = set()
         self._numbers: dict[Key, int] = {}
+        self._signature: tuple[object, inspect.Signature] | None = None  # of a function
 
     def of(self, call: Call) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
@@ -162,8 +163,12 @@ class Forms:
         """Whether the original's forward can be called so."""
         if self.another is None or self._original is None:
             return True
+        forward = self._original.forward
+        function = getattr(forward, "__func__", forward)  # a bound method is another object each time
+        if self._signature is None or self._signature[0] is not function:
+            self._signature = function, inspect.signature(forward)
         try:
-            inspect.signature(self._original.forward).bind(*call.args, **call.kwargs)
+            self._signature[1].bind(*call.args, **call.kwargs)
         except TypeError:
             return False
         return True

@@ -186,6 +186,7 @@ class ParallelModule(StandIn):
             buckets=self._buckets,
             of_a_pass=self._of_a_pass,
             where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
+            leaves=tree.leaves,
             passes=manifest.micro_batches,
         )
         rest = Backward(

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
+from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
@@ -57,6 +58,7 @@ class Tree:
             for path, module in root.named_modules(remove_duplicate=False)
             for key, child in module._modules.items()
         ]
+        self.leaves = Leaves()
         self.whole = False  # the parameters are whole for the moment
         self._writing = False
         self.gone = False  # they have been given back
@@ -245,6 +247,9 @@ def whole_again(model: nn.Module) -> None:
     """Collective: if the model was compiled before, its parameters and buffers become whole, for it to be compiled again."""
     close_steps()
     parts = {id(p): p for p in model.parameters() if isinstance(p, Part)}
+    trees = [tree for tree in _trees if any(id(param) in parts for param in tree.params.values())]
+    for tree in trees:
+        tree.leaves.clear()  # they would keep the memory of the parts
     for param in parts.values():
         lies = lies_of(param)
         grad = param.grad
@@ -256,6 +261,5 @@ def whole_again(model: nn.Module) -> None:
             if buffer is not None and is_part(buffer):
                 lies = lies_of(buffer)  # type: ignore[arg-type]
                 module._buffers[name] = lies.gather(local(buffer)).to(lies.home)
-    for tree in list(_trees):
-        if any(id(param) in parts for param in tree.params.values()):
-            tree.gone = True
+    for tree in trees:
+        tree.gone = True

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from autopar.run import comm
 from autopar.run.buckets import Bucket, Computes, Gathering, Held, Reduction, add_parts
 from autopar.run.gathered import GatheredWhereUsed
+from autopar.run.leaves import Leaf, Leaves, leaf_of
 
 __all__ = ["Step", "Weights", "buffers_kept"]
 
@@ -84,8 +85,9 @@ class Step:
 
     held: canonical name -> parameter; names: every name (aliases too) -> canonical name; buffer: the current tensor of a
     buffer or constant by name. computes: which are cast before they are used. of_a_pass: the buckets that are reduced in every backward
-    pass. where_used: the parameters that are gathered where they are used. passes: how many micro-batches each gradient is the sum of,
-    over the stages of this rank that use the parameter. With gradients off (torch.no_grad) nothing is prepared for backward.
+    pass. where_used: the parameters that are gathered where they are used. leaves: those that no step has. passes: how many micro-batches
+    each gradient is the sum of, over the stages of this rank that use the parameter. With gradients off (torch.no_grad) nothing is prepared
+    for backward.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Step:
         buckets: Sequence[Bucket],
         of_a_pass: Sequence[Bucket] = (),
         where_used: GatheredWhereUsed,
+        leaves: Leaves,
         passes: int = 1,
     ) -> None:
         self._held, self._names, self._buffer, self._computes, self._where_used = held, names, buffer, computes, where_used
@@ -106,6 +109,8 @@ class Step:
         self._bucket_of, self._left = _places(self._buckets), [sum(self._passes[h.spec.name] for h in b.held) for b in buckets]
         self._grad = torch.is_grad_enabled()
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
+        self._free = leaves
+        self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
         self._lower: dict[str, Tensor] = {}
         self._started = 0  # of the step's buckets
@@ -133,12 +138,17 @@ class Step:
         return leaf if lower is None else _Lower.apply(leaf, lower)
 
     def _leaf(self, name: str) -> Tensor:
-        if name not in self._leaves:
-            gathering = self._gathering.get(name)
-            found = gathering.finish() if gathering is not None else {name: self._held[name].local.detach()}
-            for key, value in found.items():
-                self._gathering.pop(key, None)
-                self._leaves[key] = self._prepared(key, self._as_at_rest(key, value))
+        if name in self._leaves:
+            return self._leaves[name]
+        gathering, held = self._gathering.get(name), self._held[name]
+        if gathering is None and self._trains_now(name) and (held.gathered_when_used or name not in self._computes):
+            self._borrowed[name] = borrowed = self._free.take(held, weakref.WeakMethod(self._arrived))
+            self._leaves[name] = borrowed.tensor
+            return borrowed.tensor
+        found = gathering.finish() if gathering is not None else {name: held.local}
+        for key, value in found.items():
+            self._gathering.pop(key, None)
+            self._leaves[key] = self._prepared(key, self._as_at_rest(key, value))
         return self._leaves[name]
 
     def _as_at_rest(self, name: str, value: Tensor) -> Tensor:
@@ -150,18 +160,11 @@ class Step:
         rests = held.local.dtype
         return value if value.dtype == rests else value.new_empty((), dtype=rests).expand(value.shape)  # gathered: of no memory of its own
 
+    def _trains_now(self, name: str) -> bool:
+        return self._grad and name in self._trains
+
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        if not (self._grad and name in self._trains):
-            return value
-        leaf = value.requires_grad_()
-        step = weakref.ref(self)  # a strong one would be a cycle through the leaf, which only the collector could free
-
-        def arrived(_: Tensor) -> None:
-            if (alive := step()) is not None:
-                alive._arrived(name)
-
-        leaf.register_post_accumulate_grad_hook(arrived)
-        return leaf
+        return leaf_of(value, name, weakref.WeakMethod(self._arrived)).tensor if self._trains_now(name) else value
 
     def saving(self) -> AbstractContextManager[object]:
         """The context to run forward in."""
@@ -261,4 +264,6 @@ class Step:
             found.update(self._reductions.pop(0).finish())
         self._leaves.clear()
         self._lower.clear()
+        self._free.give_back(self._borrowed)
+        self._borrowed.clear()
         return found
