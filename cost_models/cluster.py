@@ -20,6 +20,7 @@ from cost_models.uncertainty import SPREADS, spread_of_kind
 
 __all__ = [
     "KINDS",
+    "LINK_TABLES",
     "MOST_GPUS",
     "Cluster",
     "Gpu",
@@ -50,6 +51,7 @@ _DTYPES = {
 }  # fmt: skip
 MOST = 1e18  # of any figure in its unit; what is larger is a slip of the hand
 MOST_GPUS = 10**6  # that anything is planned for
+LINK_TABLES = ("slower", "slower_bytes")  # of a link, by kind of collective
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
@@ -132,7 +134,8 @@ class Link:
     rate at which it does; 0 where it cannot. switched: any pair gets the
     full rate; otherwise the wires are point to point. host_share: the share of a collective's seconds in which it keeps the host's cores
     busy, which counts where these compute too (`Gpu.host`). slower: kind of collective -> how many times longer than by the best of the
-    known algorithms a library takes that has another one for it.
+    known algorithms a library takes that has another one for it; slower_bytes: the same of the time that its bytes take, where that is
+    known apart from its latencies.
     """
 
     name: str
@@ -148,6 +151,7 @@ class Link:
     switched: bool
     host_share: float = 0.0
     slower: tuple[tuple[str, float], ...] = ()
+    slower_bytes: tuple[tuple[str, float], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
     spreads: tuple[tuple[str, float], ...] = ()
 
@@ -310,13 +314,14 @@ def _link(table: _Table, name: str) -> Link:
         "in_switch_fraction": table.number("in_switch_fraction", most=1),
         "host_share": table.number("host_share", most=1) if "host_share" in table.data else 0.0,
     }
-    kinds = _Table(table.plain("slower", dict, {}, required=False), table.where, "slower.")
-    slower = tuple((kind, kinds.number(kind, least=1e-3)) for kind in _COLLECTIVES if kind in kinds.data)
-    for part in (table, kinds):
+    factors = {f: _Table(table.plain(f, dict, {}, required=False), table.where, f"{f}.") for f in LINK_TABLES}
+    slower = {f: tuple((kind, of.number(kind, least=1e-3)) for kind in _COLLECTIVES if kind in of.data) for f, of in factors.items()}
+    parts = (table, *factors.values())
+    for part in parts:
         part.done()
     return Link(
-        name=name, switched=switched, slower=slower, sources=(("title", title), *table.sources, *kinds.sources),
-        spreads=(*table.spreads, *kinds.spreads), **numbers,
+        name=name, switched=switched, sources=(("title", title), *(x for part in parts for x in part.sources)),
+        spreads=tuple(x for part in parts for x in part.spreads), slower=slower["slower"], slower_bytes=slower["slower_bytes"], **numbers,
     )  # fmt: skip
 
 

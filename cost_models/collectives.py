@@ -230,7 +230,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def _time_s(traffic: Traffic, protocol: Protocol, group: Group) -> float:
+def _times_s(traffic: Traffic, protocol: Protocol, group: Group) -> tuple[float, float]:
+    """Of its latencies, and of its bytes."""
     intra, inter = group.cluster.intra, group.cluster.inter
     simple = protocol == "simple"
     outer = inter if group.nodes > 1 else intra
@@ -242,7 +243,7 @@ def _time_s(traffic: Traffic, protocol: Protocol, group: Group) -> float:
     intra_s = traffic.intra_bytes / (group.intra_bytes_per_s * intra_fraction * (1 if simple else intra.low_latency_fraction))
     inter_fraction = inter.achievable_fraction * (1 if simple else inter.low_latency_fraction)
     inter_s = traffic.inter_bytes / (group.inter_bytes_per_s * inter_fraction)
-    return start_s + latency_s + (max(intra_s, inter_s) if traffic.pipelined else intra_s + inter_s)
+    return start_s + latency_s, max(intra_s, inter_s) if traffic.pipelined else intra_s + inter_s
 
 
 def price_collective(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *, ranks_per_node: int) -> Priced:
@@ -267,17 +268,22 @@ def price_collective(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *,
     if cluster.nodes is not None and group.nodes > cluster.nodes:
         raise ValueError(f"{kind}: {ranks} ranks, {per_node} a node, need {group.nodes} nodes; {cluster.name} has {cluster.nodes}")
     best: Priced | None = None
+    bytes_s = 0.0
     protocol: Protocol
     for name, algorithm in ALGORITHMS.items():
         if (traffic := algorithm(kind, float(nbytes), group)) is None:
             continue
         for protocol in PROTOCOLS if not traffic.in_switch else ("simple",):  # the switch adds whole packets, without flags
-            time_s = _time_s(traffic, protocol, group)
-            if best is None or time_s < best.time_s:
-                best = Priced(algorithm=name, protocol=protocol, time_s=time_s)
+            latency_s, moving_s = _times_s(traffic, protocol, group)
+            if best is None or latency_s + moving_s < best.time_s:
+                best, bytes_s = Priced(algorithm=name, protocol=protocol, time_s=latency_s + moving_s), moving_s
     assert best is not None, f"no algorithm for {kind}"
     link = cluster.inter if group.nodes > 1 else cluster.intra
-    return dataclasses.replace(best, time_s=best.time_s * dict(link.slower).get(kind, 1.0)) if link.slower else best
+    if not link.slower:
+        return best
+    slower = dict(link.slower).get(kind, 1.0)
+    of_bytes = dict(link.slower_bytes).get(kind, slower)
+    return dataclasses.replace(best, time_s=slower * (best.time_s - bytes_s) + of_bytes * bytes_s)
 
 
 def collective_time_s(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *, ranks_per_node: int) -> float:

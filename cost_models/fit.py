@@ -8,6 +8,7 @@ that the times say nothing about keeps its value.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ LINK_CONSTANTS = (
     "in_switch_fraction",
 )
 LINK_FRACTIONS = (0.02, 0.95)  # bounds
+FACTORS = (0.01, 1000.0)  # bounds of how many times longer a kind of collective takes
 GPU_FRACTIONS = (1e-3, 1.0)  # what a file may state
 STEPS = (1.6, 1.25, 1.1, 1.04, 1.015)  # factors by which a constant is moved, coarse to fine
 LEAST_GAIN = 1e-5  # in the loss, for a move to be kept
@@ -119,13 +121,39 @@ def _moved_link(link: Link, name: str, factor: float) -> Link | None:
     return other if ordered else None
 
 
-def slower_kinds(link: Link, cluster: Cluster, times: Sequence[CollectiveTime]) -> tuple[tuple[str, float], ...]:
-    """kind -> how many times longer it takes than by this link, which is in the cluster's nodes: the median of its sizes."""
-    found: dict[str, list[float]] = {}
-    own = dataclasses.replace(cluster, intra=dataclasses.replace(link, slower=()))
-    for t in times:
-        found.setdefault(t.kind, []).append(t.measured_s / collective_time_s(t.kind, t.nbytes, t.ranks, own, ranks_per_node=t.ranks))
-    return tuple((kind, statistics.median(factors)) for kind, factors in found.items())
+def slower_kinds(link: Link, cluster: Cluster, times: Sequence[CollectiveTime]) -> Link:
+    """The link, which is in the cluster's nodes, with how many times longer each kind takes: its latencies, by the sizes of which they are
+    the greater part, and its bytes, which make up the rest."""
+    slower, of_bytes = dict[str, float](), dict[str, float]()
+    for kind in dict.fromkeys(t.kind for t in times):
+        of_kind = [t for t in times if t.kind == kind]
+
+        def split(t: CollectiveTime, kind: str = kind) -> tuple[float, float]:
+            """Seconds of latencies and of bytes, as if neither were slower."""
+            links = (dataclasses.replace(link, slower=((kind, 1.0),), slower_bytes=((kind, share),)) for share in (1.0, 0.0))
+            clusters = (dataclasses.replace(cluster, intra=x) for x in links)
+            whole_s, latency_s = (collective_time_s(t.kind, t.nbytes, t.ranks, c, ranks_per_node=t.ranks) for c in clusters)
+            return latency_s, whole_s - latency_s
+
+        parts = [(t.measured_s, *split(t)) for t in of_kind]
+        every = statistics.median(measured_s / (latency_s + moved_s) for measured_s, latency_s, moved_s in parts)
+        (slower[kind], of_bytes[kind]), _ = search((every, every), ("latency", "bytes"), _moved_pair, functools.partial(_pair_loss, parts))
+    return dataclasses.replace(link, slower=tuple(slower.items()), slower_bytes=tuple(of_bytes.items()))
+
+
+Pair = tuple[float, float]
+
+
+def _moved_pair(pair: Pair, name: str, factor: float) -> Pair | None:
+    slower, of_bytes = (x * factor if name == part else x for x, part in zip(pair, ("latency", "bytes"), strict=True))
+    return (slower, of_bytes) if FACTORS[0] <= min(slower, of_bytes) and max(slower, of_bytes) <= FACTORS[1] else None
+
+
+def _pair_loss(parts: Sequence[tuple[float, float, float]], pair: Pair) -> float:
+    """parts: seconds that were measured, of latencies and of bytes."""
+    slower, of_bytes = pair
+    ratios = ((slower * latency_s + of_bytes * moved_s) / measured_s for measured_s, latency_s, moved_s in parts)
+    return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
 
 
 def rescaled(link: Link, factor: float) -> Link:

@@ -30,7 +30,7 @@ def _value(item: Cluster | Gpu | Link, key: str) -> float:
     if isinstance(item, Gpu):
         return dict(item.rates if key.startswith(_RATE) else item.fractions)[name]
     if isinstance(item, Link):
-        return dict(item.slower)[name]
+        return dict(getattr(item, table))[name]
     assert isinstance(item, Cluster) and key.startswith(_RINGS), key
     return dict(item.rings_by_ranks)[int(name)]
 

@@ -230,6 +230,13 @@ def test_a_kind_that_a_library_does_otherwise_takes_so_many_times_as_long(tmp_pa
     for kind in KINDS:
         plain, slowed = (collective_time_s(kind, 2**20, 2, c, ranks_per_node=2) for c in (known, read))
         assert slowed == pytest.approx((2.5 if kind == "all_gather" else 1.0) * plain)
+    sources = (*sources, ("slower_bytes.all_gather", "measured: a test"))
+    apart = dataclasses.replace(other.intra, slower_bytes=(("all_gather", 0.5),), sources=sources)
+    (tmp_path / "apart.toml").write_text(cluster_toml(dataclasses.replace(other, intra=apart)), encoding="utf-8")
+    read = load_cluster(tmp_path / "apart.toml")
+    assert read.intra.slower_bytes == apart.slower_bytes
+    times = [[collective_time_s("all_gather", n, 2, c, ranks_per_node=2) for n in (1, 2**40)] for c in (known, read)]
+    assert [slowed / plain for plain, slowed in zip(*times, strict=True)] == pytest.approx([2.5, 0.5], rel=1e-3)
     text = cluster_toml(other).replace("all_gather = {", "all_gathers = {")
     (tmp_path / "cpu.toml").write_text(text, encoding="utf-8")
     with pytest.raises(HardwareFileError, match="slower"):
@@ -242,5 +249,19 @@ def test_how_much_slower_kinds_are_is_found_again_from_their_times() -> None:
         CollectiveTime(kind=kind, nbytes=n, ranks=2, measured_s=factor * collective_time_s(kind, n, 2, known, ranks_per_node=2))
         for kind, factor in (("all_reduce", 1.0), ("reduce_scatter", 3.0), ("broadcast", 0.4)) for n in (2**10, 2**16, 2**22)
     ]  # fmt: skip
-    assert dict(slower_kinds(known.intra, known, times)) == pytest.approx({"all_reduce": 1.0, "reduce_scatter": 3.0, "broadcast": 0.4})
+    found = slower_kinds(known.intra, known, times)
+    expected = {"all_reduce": 1.0, "reduce_scatter": 3.0, "broadcast": 0.4}
+    assert dict(found.slower) == dict(found.slower_bytes) == pytest.approx(expected)
     assert get_args(Kind) == _COLLECTIVES
+
+
+def test_latencies_and_bytes_are_told_apart() -> None:
+    known = load_cluster("cpu")
+    other = dataclasses.replace(known.intra, slower=(("p2p", 4.0),), slower_bytes=(("p2p", 0.25),))
+    library = dataclasses.replace(known, intra=other)
+    times = [
+        CollectiveTime(kind="p2p", nbytes=n, ranks=2, measured_s=collective_time_s("p2p", n, 2, library, ranks_per_node=2))
+        for n in (2**10, 2**14, 2**18, 2**22)
+    ]  # fmt: skip
+    found = slower_kinds(known.intra, known, times)
+    assert dict(found.slower)["p2p"] == pytest.approx(4.0, rel=0.03) and dict(found.slower_bytes)["p2p"] == pytest.approx(0.25, rel=0.03)

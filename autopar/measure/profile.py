@@ -29,7 +29,7 @@ from autopar.measure.layer_timings import made as layer_made
 from autopar.measure.live import LEAST_CPU_SHARE, cores
 from autopar.measure.timings import DTYPES, Machine, Timed, machine, operator_times
 from autopar.run.launch import WorkerPool
-from cost_models.cluster import Cluster, Gpu, Link
+from cost_models.cluster import LINK_TABLES, Cluster, Gpu, Link
 from cost_models.collectives import KINDS
 from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled, slower_kinds
 from cost_models.write import cluster_toml
@@ -244,14 +244,14 @@ def _link(
     link, error = fit_link(start, loss, LINK_FITTED)
     if cluster.gpu.host:  # whose library has other algorithms than those of GPUs
         for _ in range(KINDS_AND_LINK):
-            link, error = fit_link(dataclasses.replace(link, slower=slower_kinds(link, cluster, times)), loss, LINK_FITTED)
+            link, error = fit_link(slower_kinds(link, cluster, times), loss, LINK_FITTED)
     ranks = " and ".join(map(str, sorted({t.ranks for t in times})))
     source = f"fitted: to {len(times)} times of collectives among {ranks} workers, {backend}, {here}"
     for name in LINK_FITTED:
         if (value := getattr(link, name)) != getattr(base, name):
             only_scaled = value == getattr(start, name)
             values[name] = (value, source + (" (scaled with the other latencies; the times say no more of it)" if only_scaled else ""))
-    values |= {f"slower.{kind}": (factor, source) for kind, factor in link.slower}
+    values |= {f"{table}.{kind}": (factor, source) for table in LINK_TABLES for kind, factor in getattr(link, table)}
     return _titled(_stated(base, values), f"{backend} among {ranks} workers of this machine"), error
 
 
@@ -262,7 +262,9 @@ def _stated(item: D, values: Values) -> D:
     sources["title"] = dict(item.sources)["title"]
     changes: dict[str, Any] = {key: value for key, (value, _) in values.items() if "." not in key}
     if isinstance(item, Link):
-        changes["slower"] = tuple((key.removeprefix("slower."), value) for key, (value, _) in values.items() if key.startswith("slower."))
+        for table in LINK_TABLES:
+            own = ((key.removeprefix(f"{table}."), value) for key, (value, _) in values.items() if key.startswith(f"{table}."))
+            changes[table] = tuple(own)
     if isinstance(item, Gpu):
         for field, table in (("rates", "peak_flops_per_s."), ("fractions", "achievable_fraction.")):
             stated = {key.removeprefix(table): value for key, (value, _) in values.items() if key.startswith(table)}
