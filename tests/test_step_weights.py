@@ -131,6 +131,7 @@ def test_a_step_leaves_its_leaves_to_the_next() -> None:
     assert {name: tensor.grad for name, tensor in tensors.items()} == dict.fromkeys(log.NAMES)
     third = log.step(log.bucket("cba"))
     assert all(third.read(name) is tensors[name] for name in log.NAMES)
+    assert all(log.step(log.bucket("cba")).read(name) is not tensors[name] for name in log.NAMES), "the third one has them"
     log.said.clear()
     log.run(third)
     assert log.said[-1] == "reduce cba: a, b, c"
