@@ -140,8 +140,8 @@ class Judge:
 
 
 def differences(found: Results, expected: Results) -> list[str]:
-    """What is not the same to TOLERANCE, by its path: in tensors relative to the largest entry, in whole numbers exactly; of two numbers that
-    float32 holds exactly, which of those computed in float64 one in 2^29 does, to SINGLE."""
+    """What is not the same to TOLERANCE, by its path: in tensors relative to the largest entry, in whole numbers exactly; to SINGLE where
+    float32 holds both numbers exactly, as it does one of 2^29 that were computed in float64."""
     ours, theirs = dict(_leaves(found)), dict(_leaves(expected))
     texts = [f"{path} is missing" for path in theirs if path not in ours] + [f"{path} is too much" for path in ours if path not in theirs]
     for path, b in theirs.items():

@@ -61,6 +61,7 @@ class Store:
     _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]] | NotSplittable] = field(default_factory=dict)
     _by_samples: set[Split] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[Split, Moments | str] = field(default_factory=dict)
+    _whole_moments: dict[Split, tuple[Assignment | None, Moments | str]] = field(default_factory=dict)  # of the program as it is
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
     _inner: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
@@ -265,17 +266,25 @@ class Store:
         inner, outcomes = solved[0], (*data[2], *solved[1])
         if self.folded is self.program:
             return dataclasses.replace(self._priced(mesh, split, moments, data[1], inner, outcomes, recipe), micro_batches=count)
-        data_on_all = None if data[1] is None else unfold(data[1], self.folded, self.program)
-        local = self.program if data_on_all is None else self._one_rank(self.program, data_on_all)
-        try:
-            every = self.timed("micro-batches", lambda: split_into_moments(local, split[1]))
-        except NotSplittable as e:
-            return f"micro-batches: not split, because {e}"
+        if split not in self._whole_moments:
+            self._whole_moments[split] = self._split_whole(data[1], split[1])
+        data_on_all, every = self._whole_moments[split]
+        if isinstance(every, str):
+            return every
         on_all, all_of = list[Assignment](), every.body
         for folded, assignment in zip(on_inner_axes(moments.body, inner[:-1]), inner, strict=False):
             on_all.append(unfold(assignment, folded, all_of))
             all_of = shard(all_of, on_all[-1]) if len(on_all) < len(inner) else all_of
         return dataclasses.replace(self._priced(mesh, split, every, data_on_all, tuple(on_all), outcomes, recipe), micro_batches=count)
+
+    def _split_whole(self, data: Assignment | None, count: int) -> tuple[Assignment | None, Moments | str]:
+        """The data axis on every layer, and one micro-batch of what each of its ranks has then."""
+        on_all = None if data is None else unfold(data, self.folded, self.program)
+        local = self.program if on_all is None else self._one_rank(self.program, on_all)
+        try:
+            return on_all, self.timed("micro-batches", lambda: split_into_moments(local, count))
+        except NotSplittable as e:
+            return on_all, f"micro-batches: not split, because {e}"
 
     # ------------------------------------------------------------------------------------- an axis that divides operators
     def on_axis(
