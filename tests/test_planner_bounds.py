@@ -19,6 +19,7 @@ import torch
 from soundness_harness import op_db, op_db_cases
 from torch import nn
 
+from autopar.capture import capture
 from autopar.catalog import OpView, localized, strategies_of
 from autopar.errors import Infeasible
 from autopar.ir import I, Op, Program, Strategy, call_text, refs
@@ -105,6 +106,37 @@ def test_no_step_is_faster_than_what_its_ranks_must_exchange(name: str, machine:
                 compared, tighter = compared + 1, tighter + (sent > 1.5 * alone)
                 rests.add(choice.rest.name)
     assert compared > 30 and tighter > compared // 4 and len(rests) > 3, (compared, tighter, rests)
+
+
+class Unused(nn.Module):
+    """A layer that the loss does not depend on, and one that is used without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave, self.beside = nn.Linear(32, 32), nn.Linear(32, 8), nn.Linear(32, 32)
+        self.large = nn.Linear(32, 1 << 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        _ = self.large(x)
+        with torch.no_grad():
+            beside = self.beside(x)
+        return self.leave(x + beside).square().mean()
+
+
+def test_what_nothing_uses_is_in_no_bound() -> None:
+    """It has no gradient, so that it is neither sent nor updated."""
+    program, compared = capture(Unused(), (torch.randn(16, 32),)).program, 0
+    search = searched(program, 4, cluster("cpu", "cpu"))
+    for choice in search.space.choices():
+        rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe)
+        estimator = search.estimator(rank, choice)
+        draft = None if isinstance(estimator, str) else search.draft(choice, estimator)
+        if isinstance(draft, Draft) and not isinstance(estimator, str):
+            alone, sent = search._least.step_s(choice, search.batch_size), with_exchange_s(search, choice, estimator)
+            assert alone <= sent <= draft.times.step_s * (1 + 1e-9), choice
+            compared += 1
+    assert compared > 10
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "stack", "normed", "balanced", "tied", "skips"])
@@ -296,8 +328,6 @@ def test_what_is_relaxed_is_never_slower() -> None:
 # ------------------------------------------------------------------------------------------------------------- equal layers
 @functools.cache
 def layers(count: int) -> Program:
-    from autopar.capture import capture
-
     return capture(Tied(vocabulary=64, width=64, layers=count), _tokens(4, 16, 64)).program
 
 
@@ -351,8 +381,6 @@ class Normed(nn.Module):
 
 @functools.cache
 def normed(count: int) -> Program:
-    from autopar.capture import capture
-
     return capture(Normed(count), (torch.randn(4, 4, 8, 8), torch.arange(4) % 3)).program
 
 

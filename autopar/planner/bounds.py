@@ -117,7 +117,7 @@ class Least:
         self._resting: dict[tuple[object, ...], float] = {}
         self._types = program.types
         self._sent: dict[tuple[tuple[int, ...], int, frozenset[str]], list[ParamBytes]] = {}
-        trained = [(_at_rest(p, program), reader.get(p.value, 1)) for p in program.params if p.trainable]
+        trained = [(t, n) for _, t, trains, n in self._read if trains]  # what nothing reads has no gradient and is not updated
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
             trainable_params=sum(t.numel * n for t, n in trained), gpu=dataclasses.replace(gpu, launch_s=0.0), optimizer=optimizer,
