@@ -35,7 +35,6 @@ __all__ = ["OUTCOMES", "PLANS", "USUAL", "Judge", "Outcome", "PlanOf", "differen
 
 OUTCOMES = ("right", "refused", "wrong", "failed")
 TOLERANCE = 1e-9
-SINGLE = 5e-7  # of numbers that were computed in float32: four times its rounding. transformers casts logits to it before a loss
 FLOOR = 1e-3  # what is smaller is compared as if it were this large: a zero but for rounding
 _OWN = str(Path(autopar.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
@@ -140,8 +139,7 @@ class Judge:
 
 
 def differences(found: Results, expected: Results) -> list[str]:
-    """What is not the same to TOLERANCE, by its path: in tensors relative to the largest entry, in whole numbers exactly; to SINGLE where
-    float32 holds both numbers exactly, as it does one of 2^29 that were computed in float64."""
+    """What is not the same to TOLERANCE, by its path: in tensors relative to the largest entry, in whole numbers exactly."""
     ours, theirs = dict(_leaves(found)), dict(_leaves(expected))
     texts = [f"{path} is missing" for path in theirs if path not in ours] + [f"{path} is too much" for path in ours if path not in theirs]
     for path, b in theirs.items():
@@ -183,8 +181,7 @@ def _difference(a: Any, b: Any) -> str:
         return f"is {a!r}, not {b!r}"
     if isinstance(b, float) and not (math.isnan(a) and math.isnan(b)):
         error = abs(a - b) / max(abs(b), FLOOR) if a != b else 0.0
-        single = all(torch.tensor(x, dtype=torch.float32).item() == x for x in (a, b))
-        return "" if error < (SINGLE if single else TOLERANCE) else f"is {a!r}, not {b!r}"
+        return "" if error < TOLERANCE else f"is {a!r}, not {b!r}"
     return "" if a == b or b != b else f"is {a!r}, not {b!r}"
 
 

@@ -61,11 +61,6 @@ def test_the_judge_notices_another_number() -> None:
     assert len(changed(losses=[first * (1 + 1e-8), *others])) == 1
     assert changed(losses=[first * (1 + 1e-12), *others]) == []
     assert len(changed(losses=[float("nan"), *others])) == 1
-    single = torch.tensor(first, dtype=torch.float32)  # what float32 holds, its neighbour, and what is a hundred steps away
-    near, far = (torch.nextafter(single, single + 1), single * (1 + 1e-5))
-    assert differences({"loss": near.item()}, {"loss": single.item()}) == []
-    assert len(differences({"loss": far.item()}, {"loss": single.item()})) == 1
-    assert len(differences({"loss": single.item() * (1 + 1e-8)}, {"loss": single.item()})) == 1, "one of the two is of float64"
     assert len(changed(losses=[first, others[0]])) == 2  # one is missing, and how many there are is another
     state = expected["state"]
     for name, tensor in state.items():
