@@ -50,7 +50,6 @@ class _Exchanges(NamedTuple):
 _EXCHANGES = {
     "autopar.L.sync_batch_norm": _Exchanges((4,), (2,), operand=0, dim=1),  # two moments at once, in float64; two sums at once
     "autopar.L.cross_entropy_sum_vocab": _Exchanges((1, 1, 1), (), operand=1),
-    "autopar.L.quotient_of_sums": _Exchanges((4,), (), operand=0),  # of two numbers, in float64
 }
 _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 

@@ -19,10 +19,7 @@ from autopar.run.mesh import Axis
 from autopar.run.random_numbers import seeded
 from autopar.run.region import region
 
-__all__ = [
-    "attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "quotient_of_sums", "region",
-    "sync_batch_norm",
-]  # fmt: skip
+__all__ = ["attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "region", "sync_batch_norm"]
 
 
 def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
@@ -84,28 +81,6 @@ def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_i
     if logits.dim() != 2 or labels.dim() != 1:
         raise ValueError(f"logits must be [N, classes] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)
-
-
-class _SumsTogether(torch.autograd.Function):
-    """Two numbers P -> I, both at once: an all-reduce of float64, which holds a count of 2^53."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-        both = comm.all_reduce(torch.stack([a.double(), b.double()]), axis)
-        found = both[0].to(a.dtype), both[1].to(b.dtype)
-        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, None]:
-        return a, b, None
-
-
-def quotient_of_sums(a: Tensor, b: Tensor, axis: Axis) -> Tensor:
-    """The sum of a over the axis by that of b: two numbers P [] -> I []."""
-    over, by = (a, b) if axis.size == 1 else _SumsTogether.apply(a, b, axis)
-    return over / by
 
 
 class _NormaliseOverAxis(torch.autograd.Function):
