@@ -91,6 +91,7 @@ def note_line(number: int) -> None:
 def step(number: int) -> None:
     """The call of the model that begins."""
     _now[_STEP], _now[_BEFORE], _now[_GIVEN] = number, _now[_GIVEN], 0
+    _now[_CALLS] += 1
 
 
 def given(number: int) -> None:
@@ -101,7 +102,6 @@ def given(number: int) -> None:
 def decided(number: int, *, again: bool) -> int:
     """What the call runs: a form that is there, or one that is captured again; number: as of `given`. A number for both, larger for every
     later call: ranks that decide alike note the same."""
-    _now[_CALLS] += 1
     _now[_DECIDED] = _now[_CALLS] << 33 | again << 32 | number
     return _now[_DECIDED]
 

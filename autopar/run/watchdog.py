@@ -255,15 +255,6 @@ class Watchdog:
         seen = {rank: other.seen() for rank, other in self._others.items()}
         return [rank for rank, s in seen.items() if s.state == record.RUNNING and s.phase != record.SAVING and not s.beside]
 
-    def apart(self, mine: int) -> int | None:
-        """A neighbour of this rank on its machine that has decided otherwise for the same call (`record.decided`), if one has: of two that
-        differ the later one finds out, before any collective of the call."""
-        for rank in dict.fromkeys(((self.rank + 1) % self.world, (self.rank - 1) % self.world)):
-            theirs = self._others[rank].seen().decided if rank in self._others else mine
-            if theirs >> 33 == mine >> 33 and theirs != mine and not theirs >> 32 & 1:
-                return rank
-        return None
-
     def differing(self, mine: int) -> int | None:
         """Wait until all other ranks have decided what their call runs (`record.decided`). A rank that has decided otherwise, or has ended;
         None if there is none. Ranks on other machines are asked over the store, if there is one."""
