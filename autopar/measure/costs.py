@@ -17,7 +17,7 @@ from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
-from cost_models.collectives import Kind, collective_time_s, summed_by_gathering
+from cost_models.collectives import Kind, collective_time_s
 from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, causal_share, kernel_time_s, on_matrix_units, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
@@ -103,8 +103,6 @@ class Pricer:
         ranks = self.mesh.get(axis, 1) if ranks is None else ranks
         if kind is None or ranks == 1 or nbytes == 0:
             return 0.0
-        if kind == "all_reduce" and self.cluster.gpu.host and summed_by_gathering(nbytes, ranks):
-            kind, nbytes = "all_gather", nbytes * ranks
         key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
             per_node = self.per_node(axis, ranks, every)

@@ -16,7 +16,6 @@ from torch import Tensor
 from autopar.run import record
 from autopar.run.groups import started
 from autopar.run.mesh import Axis
-from cost_models.collectives import summed_by_gathering
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "finish", "gather_flat", "reduce_scatter", "scatter_flat",
@@ -74,15 +73,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, as a new tensor (x itself if the axis has size 1)."""
     if axis.size == 1:
         return x
-    few = axis.held is not None and axis.held.gloo and summed_by_gathering(x.nbytes, axis.size)
-    summed = _summed_as(x, fresh=not few)
+    summed = _summed_as(x, fresh=True)
     record.entered(record.ALL_REDUCE, axis.name)
-    if few:
-        terms = summed.new_empty((axis.size, *summed.shape))
-        _INTO(terms.view(-1), summed.view(-1), group=axis.group)
-        summed = terms.sum(0, dtype=summed.dtype)
-    else:
-        dist.all_reduce(summed, group=axis.group)
+    dist.all_reduce(summed, group=axis.group)
     record.left()
     return _summed_from(summed, x.dtype)
 
