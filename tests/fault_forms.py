@@ -97,13 +97,16 @@ class Plain(torch.nn.Module):
 
 
 def other_shapes(rank: int) -> None:
-    """Both sizes are known on both ranks, when the ranks are given one each."""
+    """Both sizes are known on both ranks, when the ranks are given one each. Every collective of a step is of as many elements for both
+    sizes; without steps in between, two of the ranks' collectives of other kinds would meet."""
     model = autopar.compile(Plain(), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
-    for size in (8, 4, 8, 4, 8, 4, 8 if rank == 0 else 4):
-        with torch.no_grad():
-            model(torch.ones(size, 4))
+    for step, size in enumerate((8, 4, 8, 4, 8, 4, 8 if rank == 0 else 4)):
+        if FORM == "other shapes":
+            with torch.no_grad():
+                model(torch.ones(size, 4))
         loss = model(torch.ones(size, 4))
         loss.backward()
+        os.write(3, f"step {step} of rank {rank}\n".encode())
 
 
 def captured_again(rank: int) -> None:
@@ -145,7 +148,7 @@ def train(rank: int) -> None:
     else:
         store = dist.FileStore(os.path.join(FOLDER, "store"), RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    if FORM == "other shapes":
+    if FORM.startswith("other shapes"):
         return other_shapes(rank)
     if FORM.startswith(("changed on one rank", "another size on one rank")):
         return captured_again(rank)

@@ -115,9 +115,13 @@ def test_a_rank_that_captures_again_alone_ends_with_what_it_is(form: str, why: s
     assert re.search(rf"rank 1 has to capture Plain again \(.*{re.escape(why)}.*\), and rank 0 does not, or for another reason", errors[0])
 
 
-def test_ranks_that_are_called_with_other_shapes_are_told_so(tmp_path: Path, run: Run) -> None:
-    found = run("other shapes", tmp_path, AUTOPAR_TIMEOUT="15")
-    assert "ranks 0 and 1 are called with inputs of different shapes, or in different modes" in found["text"], found
+@pytest.mark.parametrize("form", ["other shapes", "other shapes, of which no collective tells"])
+def test_ranks_that_are_called_with_other_shapes_are_told_so(form: str, tmp_path: Path, run: Run) -> None:
+    """Before the call's first collective: no timeout comes to it, and no loss of mixed batches is returned."""
+    found = run(form, tmp_path, AUTOPAR_TIMEOUT="inf")
+    assert found["codes"] == [1, 1], found["text"]
+    assert "LaunchError: ranks 0 and 1 are called with inputs of different shapes, or in different modes" in found["text"], found
+    assert found["steps"].count("step 5 of rank") == 2 and "step 6" not in found["steps"]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar.errors import LaunchError
-from autopar.run import Mesh, WorkerPool, launch
+from autopar.run import Mesh, WorkerPool, launch, record
 from autopar.run.groups import release
 
 pytestmark = pytest.mark.gloo
@@ -126,3 +127,23 @@ def test_under_torchrun_the_module_joins_the_group(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 2 and len(set(losses)) == 1
+
+
+def _called_before(times: int) -> None:
+    """A task in which the ranks are called `times` times, but for rank 0."""
+    for _ in range(times if dist.get_rank() else 0):
+        record.decided(1, again=False)
+
+
+def _other_sizes() -> list[float]:
+    model = autopar.compile(torch.nn.Linear(4, 4), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
+    with torch.no_grad():
+        return [float(model(torch.full((size, 4), 2.0)).shape[0]) for size in (8, 4, 2, 4)]
+
+
+def test_what_ranks_did_in_an_earlier_task_is_not_compared() -> None:
+    """Each new size is captured again, for which ranks wait until all of them say that they do, by the number of the call."""
+    with WorkerPool(2, backend="gloo") as pool:
+        pool.run(_other_sizes, timeout_s=60)
+        pool.run(_called_before, 3, timeout_s=60)
+        assert pool.run(_other_sizes, timeout_s=60) == [[8, 4, 2, 4]] * 2

@@ -132,13 +132,20 @@ class Forms:
         return first
 
     def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
-        """Note whether the call captures the model again, for other ranks to read. LaunchError where others go on with what they have: all
-        of its collectives would wait for what this rank does not send."""
+        """Note what the call runs, and whether it captures the model again, for other ranks to read. LaunchError where others are called
+        otherwise: collectives of other sizes would mix what they bring together, or wait for ever."""
         watch, mesh = watchdog.current(), self.first.mesh
         if watch is None or not mesh.talks:
             return
         mine = record.decided(self._number(key), again=again)
         if not again:
+            if (other := watch.apart(mine)) is not None:
+                first, second = sorted((mesh.rank, other))
+                raise LaunchError(
+                    f"ranks {first} and {second} are called with inputs of different shapes, or in different modes. All ranks must "
+                    f"be called alike: a last batch that does not divide is filled by autopar.Padding(..., batch_size=...), or left "
+                    f"out (drop_last=True)"
+                )
             return
         record.entered(record.AGREEMENT, mesh.everyone.name)
         other = watch.differing(mine)

@@ -141,6 +141,7 @@ class ParallelModule(StandIn):
         keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own)
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
+        record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
         hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training

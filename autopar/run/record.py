@@ -23,13 +23,14 @@ from autopar.errors import AutoparError
 
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
-    "FOLLOWED", "FORWARD", "LOADING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING", "WAITS",
-    "WORKS", "Own", "Seen", "collective", "decided", "doing", "entered", "given", "inside", "left", "line", "note_line", "now", "phase",
-    "saving_beside", "step", "telling", "write_to",
+    "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
+    "WAITS", "WORKS", "Own", "Seen", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered", "given", "inside",
+    "left", "line", "note_line", "now", "phase", "saving_beside", "step", "telling", "write_to",
 ]  # fmt: skip
 
-_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS = range(15)
+_PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
 _NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
+NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
 WORKS, WAITS = 1, 2  # of a save beside training: on this rank's part, or for other ranks
@@ -91,7 +92,6 @@ def note_line(number: int) -> None:
 def step(number: int) -> None:
     """The call of the model that begins."""
     _now[_STEP], _now[_BEFORE], _now[_GIVEN] = number, _now[_GIVEN], 0
-    _now[_CALLS] += 1
 
 
 def given(number: int) -> None:
@@ -102,8 +102,24 @@ def given(number: int) -> None:
 def decided(number: int, *, again: bool) -> int:
     """What the call runs: a form that is there, or one that is captured again; number: as of `given`. A number for both, larger for every
     later call: ranks that decide alike note the same."""
+    _now[_CALLS] += 1
     _now[_DECIDED] = _now[_CALLS] << 33 | again << 32 | number
     return _now[_DECIDED]
+
+
+def agreed() -> None:
+    """All other ranks have been seen to decide what this one has, for the call of which `decided` was called last."""
+    _now[_AGREED] = _now[_CALLS]
+
+
+def calls() -> int:
+    """How often `decided` was called."""
+    return _now[_CALLS]
+
+
+def count_from(number: int) -> None:
+    """The number of calls from which the next ones are counted: as many on every rank, and no fewer than on any before."""
+    _now[_CALLS] = number
 
 
 def phase(number: int) -> None:
@@ -166,8 +182,8 @@ def write_to(view: memoryview) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
     """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: what a save beside training did; 0:
-    there was none. decided: see `decided`. given: numbers for the shapes of the call before this step's, and of this; 0 where there is
-    none. text: how it ended, or where it is."""
+    there was none. decided: see `decided`. agreed: the number of the last call on which the rank has seen all agree. given: numbers for
+    the shapes of the call before this step's, and of this; 0 where there is none. text: how it ended, or where it is."""
 
     pid: int
     state: int
@@ -180,6 +196,7 @@ class Seen:
     waits: bool
     beside: int
     decided: int
+    agreed: int
     given: tuple[int, int]
     text: str
 
@@ -191,7 +208,8 @@ class Seen:
         pid, state, at_step, at_phase, at, at_line, count, beat, waits = numbers[:9]
         return Seen(
             pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
-            beside=numbers[_BESIDE], decided=numbers[_DECIDED], given=(numbers[_BEFORE], numbers[_GIVEN]), text=text,
+            beside=numbers[_BESIDE], decided=numbers[_DECIDED], agreed=numbers[_AGREED], given=(numbers[_BEFORE], numbers[_GIVEN]),
+            text=text,
         )  # fmt: skip
 
     @property

@@ -255,6 +255,15 @@ class Watchdog:
         seen = {rank: other.seen() for rank, other in self._others.items()}
         return [rank for rank, s in seen.items() if s.state == record.RUNNING and s.phase != record.SAVING and not s.beside]
 
+    def apart(self, mine: int) -> int | None:
+        """A neighbour of this rank on its machine that has decided otherwise for the same call (`record.decided`), if one has: of two that
+        differ the later one finds out, before any collective of the call."""
+        for rank in dict.fromkeys(((self.rank + 1) % self.world, (self.rank - 1) % self.world)):
+            theirs = self._others[rank].seen().decided if rank in self._others else mine
+            if theirs >> 33 == mine >> 33 and theirs != mine and not theirs >> 32 & 1:
+                return rank
+        return None
+
     def differing(self, mine: int) -> int | None:
         """Wait until all other ranks have decided what their call runs (`record.decided`). A rank that has decided otherwise, or has ended;
         None if there is none. Ranks on other machines are asked over the store, if there is one."""
@@ -262,25 +271,25 @@ class Watchdog:
         while left:
             for rank in tuple(left):
                 alive = rank not in self._others or self._others[rank].alive()
-                theirs = self._decided(rank)
-                if theirs is None or theirs == mine:
+                theirs = self._seen(rank)
+                if theirs is None or theirs.decided == mine or theirs.agreed >= mine >> 33:
                     left.remove(rank)
-                elif theirs >> 33 >= mine >> 33 or not alive:
+                elif theirs.decided >> 33 >= mine >> 33 or not alive:
                     return rank
             time.sleep(0.01)
+        record.agreed()
         return None
 
-    def _decided(self, rank: int) -> int | None:
-        """What a rank has decided last; None if it cannot be asked."""
+    def _seen(self, rank: int) -> Seen | None:
+        """Another rank's record; None if it cannot be asked."""
         if rank in self._others:
-            return self._others[rank].seen().decided
+            return self._others[rank].seen()
 
-        def read(store: dist.Store) -> int:
+        def read(store: dist.Store) -> Seen:
             key = f"{self._token}/{rank}"
-            return Seen.of(bytes.fromhex(store.get(key).decode())).decided if store.check([key]) else 0
+            return Seen.of(bytes.fromhex(store.get(key).decode()) if store.check([key]) else record.NOTHING)
 
-        found = self._over_the_store(read) if self._store is not None else None
-        return found if isinstance(found, int) else None
+        return self._over_the_store(read) if self._store is not None else None
 
     def _leave(self, text: str) -> None:
         self.own.mark(record.FOLLOWED, text)
