@@ -135,6 +135,8 @@ _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  
 
 def follow(assigned: Sequence[Assigned]) -> None:
     """Copies what was assigned to buffers into the tensors that they were."""
+    if not assigned:
+        return  # a change of the gradient mode, even of nothing, would have torch.export split the graph
     with torch.no_grad():
         values = [a.new.clone() if a.shared else a.new for a in assigned]  # buffers may be swapped
         for a, value in zip(assigned, values, strict=True):
