@@ -128,7 +128,7 @@ class StandIns:
                 raise NotRepeated(path)
             module = self.model.get_submodule(path)
             _RESULT[path] = made.result
-            state = [p for p in module.parameters() if p.requires_grad]  # through which it has a gradient
+            state = next(([p] for p in module.parameters() if p.requires_grad), [])  # through which it has a gradient
             result = torch.ops.autopar_repeat.call(path, [x for x in given if isinstance(x, Tensor)], state)
             if type_of(result) != made.result:
                 raise NotRepeated(path)
