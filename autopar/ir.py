@@ -72,6 +72,11 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Layout) and (self.kind, self.dim, self.groups) == (other.kind, other.dim, other.groups)
+
     @property
     def is_shard(self) -> bool:
         """Whether a rank has a part of the value: S and L."""
@@ -222,7 +227,8 @@ class Op:
     def name(self) -> str:
         """The operator's own name: that of its first used result; unique in the program (every op has a used result
         or an effect, and an op that has only an effect has its name as its single output)."""
-        return next(o for o in self.outputs if o is not None)
+        first = self.outputs[0]
+        return first if first is not None else next(o for o in self.outputs if o is not None)
 
     def kwarg(self, name: str, default: Arg = None) -> Arg:
         return next((v for k, v in self.kwargs if k == name), default)

@@ -199,8 +199,8 @@ class Liveness(Storages):
                 held.put(self.entering(inside))
             using = sum(n for r, n in live.items() if r not in held and not (primed and f"{r}'" in held))
             yield Moment(saved=held.total, temporary=using + w.forward, communication=units.forward.get(k, 0))
-            for r in [r for r in live if last.get(r, -1) <= k]:
-                del live[r]
+            if self._let_go[k] == k:
+                live = {r: n for r, n in live.items() if last[r] > k}
 
     def units(self, *stages: Activity, follows: Collection[tuple[Key, Key]] = (((0, "F"), (0, "B")),)) -> Units:
         """Of the stages of a rank. follows: the passes that come one after the other."""
@@ -251,15 +251,15 @@ class Liveness(Storages):
             here = [o for o in op.outputs if o is not None and o in tokens]
             whole = within.get(k)
             whole = whole if whole is not None and whole.stop - 1 == k else None
-            alive = {t: sizes[t] for t in tokens.values()}
+            alive = sum(sizes[t] for t in set(tokens.values())) if here or whole is not None else 0
             if whole is not None:  # before its last operator's backward all of it runs again
                 again = Store(held)
                 for moment in self._forward(a, units, whole, again):
-                    yield _plus(moment, Moment(gradients=own.total, temporary=sum(alive.values())))
+                    yield _plus(moment, Moment(gradients=own.total, temporary=alive))
                 held = again
             if here:
                 yield Moment(
-                    saved=held.total, gradients=own.total, temporary=sum(alive.values()) + w.backward,
+                    saved=held.total, gradients=own.total, temporary=alive + w.backward,
                     communication=reducing + waiting.bytes + units.backward.get(k, 0),
                 )  # fmt: skip
                 origin = tokens[here[0]]
@@ -297,11 +297,9 @@ class Liveness(Storages):
                         saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())) + casting,
                         communication=reducing + waiting.bytes + units.backward.get(k, 0),
                     )  # fmt: skip
-                full = [
-                    filling if final and 0 < a.bucket_bytes <= filling.total else Store(),
-                    scattering if scattering.total >= max(1, a.bucket_bytes) else Store(),
-                ]
-                for bucket in filter(None, full):  # its copy, beside the gradients that it is made of, and the parts
+                full = [filling] if final and 0 < a.bucket_bytes <= filling.total else []
+                full += [scattering] if scattering.total >= max(1, a.bucket_bytes) else []
+                for bucket in full:  # its copy, beside the gradients that it is made of, and the parts
                     arrived = next(reversed(bucket.values())) if accumulated else 0  # and not added yet
                     yield Moment(
                         saved=held.total, gradients=own.total + a.parts_bytes(bucket), communication=sum(a.sent_bytes(r) for r in bucket),

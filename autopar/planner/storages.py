@@ -17,9 +17,8 @@ class Store(dict[str, int]):
     """Storages by name, and their bytes in all."""
 
     def __init__(self, items: Mapping[str, int] | None = None) -> None:
-        super().__init__()
-        self.total = 0
-        self.put(items or {})
+        super().__init__(items or ())
+        self.total = sum(self.values())
 
     def put(self, items: Mapping[str, int]) -> None:
         for name, nbytes in items.items():
