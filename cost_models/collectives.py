@@ -21,12 +21,16 @@ from typing import Literal, get_args
 
 from cost_models.cluster import Cluster
 
-__all__ = ["ALGORITHMS", "KINDS", "PROTOCOLS", "Group", "Kind", "Priced", "Protocol", "Traffic", "collective_time_s", "price_collective"]
+__all__ = [
+    "ALGORITHMS", "KINDS", "PROTOCOLS", "Group", "Kind", "Priced", "Protocol", "Traffic", "collective_time_s", "price_collective",
+    "summed_by_gathering",
+]  # fmt: skip
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
 Protocol = Literal["low_latency", "simple"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+GATHERED_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,3 +289,9 @@ def price_collective(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *,
 def collective_time_s(kind: Kind, nbytes: float, ranks: int, cluster: Cluster, *, ranks_per_node: int) -> float:
     """Seconds of a collective by the cheapest algorithm; arguments and errors as price_collective's (nbytes: the full buffer)."""
     return price_collective(kind, nbytes, ranks, cluster, ranks_per_node=ranks_per_node).time_s
+
+
+def summed_by_gathering(nbytes: float, ranks: int) -> bool:
+    """Whether processes without GPUs bring so few bytes together by gathering all terms, which each of them then adds up: gloo's
+    all-reduce goes round the ranks twice, its all-gather once, and so few bytes take no time beside that."""
+    return ranks * nbytes <= GATHERED_BYTES

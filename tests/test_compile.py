@@ -113,15 +113,15 @@ def _verification_of_dropout() -> str:
 
 
 def _verification_of_a_defect() -> str:
-    from autopar.run import collectives
+    from autopar.run import local_ops
 
-    original = collectives.all_reduce
-    collectives.all_reduce = lambda x, axis: 2 * original(x, axis)  # type: ignore[assignment]
+    original = local_ops.quotient_of_sums
+    local_ops.quotient_of_sums = lambda a, b, axis: 2 * original(a, b, axis)  # type: ignore[assignment]
     try:
         model, inputs = models.net()
         return _caught(lambda: autopar.compile(model, 2, example_inputs=inputs, cluster="cpu", pins={"dp": 2}, verify=True))
     finally:
-        collectives.all_reduce = original  # type: ignore[assignment]
+        local_ops.quotient_of_sums = original  # type: ignore[assignment]
 
 
 def test_verify_compares_the_first_loss(pair: WorkerPool) -> None:

@@ -80,7 +80,7 @@ def sent(pins: dict[str, int], reduce_dtype: str | None) -> tuple[dict[str, list
 
     def noting(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if args[0].numel() > 1:
+            if args[kind == "gathered"].numel() > 1:  # what a rank gives
                 dtypes[kind].append(str(args[0].dtype))
                 numbers[kind] += args[0].numel()
             return call(*args, **kwargs)

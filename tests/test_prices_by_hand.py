@@ -327,6 +327,17 @@ def test_gradients_are_summed_over_all_ranks_that_use_a_parameter_for_other_work
     assert found.gradient_sync_s == pytest.approx(sent / 1e6)
 
 
+def test_few_bytes_are_summed_by_gathering_them_where_a_host_computes() -> None:
+    """All terms of 4 ranks, three quarters of which come from others; of more than 64 KiB in all, and on GPUs, an all-reduce."""
+    gpus = machine(link=1e6, start_s=1.0)
+    hosts = dataclasses.replace(gpus, gpu=dataclasses.replace(gpus.gpu, host=True))
+    for nbytes in (16, 2**14, 2**14 + 1):
+        ours = Pricer(hosts, {"pp": 1, "dp": 4, "tp": 1}).collective_s("all_reduce", nbytes, "dp")
+        theirs = Pricer(gpus, {"pp": 1, "dp": 4, "tp": 1}).collective_s("all_reduce", nbytes, "dp")
+        assert theirs == pytest.approx(1.0 + 1.5 * nbytes / 1e6)
+        assert ours == pytest.approx(1.0 + 3 / 4 * 4 * nbytes / 1e6 if nbytes <= 2**14 else theirs)
+
+
 def test_what_batch_norm_exchanges() -> None:
     """Over 4 ranks, of 8 channels: two moments in float64 at once forward, two sums at once backward; 2 * 3 / 4 of the bytes are sent,
     each exchange begins once."""

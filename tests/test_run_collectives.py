@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ir import Layout
-from autopar.run import Mesh, WorkerPool
+from autopar.run import Mesh, WorkerPool, comm
 from autopar.run import collectives as C
 from autopar.run.mesh import Axis
 from autopar.run.slices import join, local_slice
+from cost_models.collectives import summed_by_gathering
 
 pytestmark = pytest.mark.gloo
 N = 4
@@ -110,7 +111,10 @@ def _check_dtypes() -> None:
         across = C.all_to_all(part, axis, 0, 1, 1, 3)
         assert torch.equal(across.to(torch.complex64), local_slice(x, s(1, 3), axis.rank, N).to(torch.complex64)), dtype
         if dtype not in (torch.float8_e4m3fn,):
-            assert torch.equal(C.all_reduce(C.keep_one(x, axis), axis), x), dtype
+            for few in (x, x.repeat(100, 1)):  # whose terms are gathered, and more of them
+                assert summed_by_gathering(few.nbytes, N) == (few is x)
+                assert torch.equal(C.all_reduce(C.keep_one(few, axis), axis), few), dtype
+                assert C.all_reduce(C.keep_one(few, axis), axis).dtype == dtype
     z = torch.randn(8, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).requires_grad_()
     C.all_reduce(C.narrow(z, axis, 0).abs().sum(), axis).backward()
     expected = torch.randn(8, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -119,6 +123,24 @@ def _check_dtypes() -> None:
     assert torch.allclose(C.all_reduce(z.grad, axis), expected.grad)
     scalar = C.all_reduce(torch.tensor(1.5), axis)
     assert scalar.shape == () and scalar.item() == 6
+
+
+def _sums() -> None:
+    """The same bits on all ranks, whatever the order in which terms arrive; what was given stays."""
+    axis = Mesh({"tp": N}).tp
+    for size in (3, 10_000):
+        terms = torch.randn(N, size, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(N)[:, None]
+        mine = terms[axis.rank].clone()
+        found = comm.all_reduce(mine, axis)
+        assert torch.equal(mine, terms[axis.rank]) and found.data_ptr() != mine.data_ptr()
+        assert torch.allclose(found, terms.sum(0), rtol=1e-5, atol=1e-3)
+        assert all(torch.equal(found, other) for other in comm.all_gather(found, axis))
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(comm.all_reduce(transposed, axis), N * transposed)
+
+
+def test_sums_of_few_bytes_and_of_many(workers: WorkerPool) -> None:
+    workers.run(_sums, timeout_s=60)
 
 
 def test_dtypes_that_are_not_real_floats(workers: WorkerPool) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.run import Mesh, WorkerPool, recompute
+from autopar.run import Mesh, WorkerPool, comm, recompute
 from autopar.run import collectives as C
 from autopar.run import local_ops as L
 from autopar.run.mesh import Axis
@@ -59,6 +59,29 @@ def _cross_entropy() -> None:
         (theirs * 3).backward()
         assert part.grad is not None and whole.grad is not None
         assert torch.allclose(part.grad, whole.grad.chunk(N, 1)[axis.rank], rtol=1e-11, atol=1e-14)
+
+
+def _quotient() -> None:
+    axis = Mesh({"dp": N}).dp
+    for other in (torch.tensor([3, 0, 5, 1])[:N], _random(N, seed=1).abs().add(1).requires_grad_()):
+        whole = _random(N).requires_grad_()
+        a, b = whole.detach()[axis.rank].clone().requires_grad_(), other.detach()[axis.rank].clone()
+        b.requires_grad_(other.requires_grad)
+        ours, theirs = L.quotient_of_sums(a, b, axis), whole.sum() / other.sum()
+        assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-14)
+        (ours * 3).backward()
+        (theirs * 3).backward()
+        for mine, all_ in ((a, whole), (b, other)):
+            assert (mine.grad is None) == (all_.grad is None)
+            assert mine.grad is None or torch.allclose(mine.grad, all_.grad[axis.rank], rtol=1e-13)
+    for seed in range(20):  # as who sums the count first, bit for bit
+        part, number = _random(N, seed=seed)[axis.rank].float(), torch.tensor(seed + 3 * axis.rank)
+        assert torch.equal(L.quotient_of_sums(part, number, axis), comm.all_reduce(part / comm.all_reduce(number, axis), axis))
+    assert L.quotient_of_sums(torch.tensor(2), torch.tensor(3 + axis.rank), axis) == 2 * N / sum(3 + k for k in range(N))
+    count = torch.tensor(2**50 + axis.rank)  # more than float32 holds
+    assert L.quotient_of_sums(torch.tensor(1.0), count, axis) == N / sum(2**50 + k for k in range(N))
+    low = L.quotient_of_sums(torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(3), axis)
+    assert low.dtype == torch.bfloat16 and low == torch.tensor(float(N), dtype=torch.bfloat16) / torch.tensor(3 * N)
 
 
 def _batch_norm() -> None:
@@ -115,7 +138,7 @@ def _dropout() -> None:
     assert not L.dropout(ones, None, 1.0).any() and torch.equal(L.dropout(ones, None, 0.0), ones)
 
 
-@pytest.mark.parametrize("check", [_embedding, _cross_entropy, _batch_norm, _dropout], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("check", [_embedding, _cross_entropy, _quotient, _batch_norm, _dropout], ids=lambda f: f.__name__)
 def test_local_code_equals_the_operator(workers: WorkerPool, check: object) -> None:
     workers.run(check, timeout_s=60)  # type: ignore[arg-type]
 

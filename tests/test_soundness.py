@@ -10,6 +10,7 @@ import pytest
 import torch
 from soundness_harness import Case, Tally, case_of, op_db, op_db_cases, unsound
 
+from autopar.catalog import strategies_of
 from autopar.ir import P, R, S, Strategy
 
 pytestmark = pytest.mark.pure
@@ -195,6 +196,18 @@ def test_family(family: Any) -> None:
     assert not tally.failures, "\n".join(tally.failures)
     idle = [name for name, counts in tally.counts.items() if counts[1] == 0]
     assert not idle, f"no strategy with a shard was executed for: {idle}"
+
+
+def test_a_quotient_of_sums() -> None:
+    """Of a loss and a count, and of two sums that both have a gradient; over one axis and over two."""
+    calls = [("aten.div.Tensor", x(), positive()), ("aten.div.Tensor", x(), torch.tensor(12)),
+             ("autopar.L.quotient_of_sums", x(), positive(), {"axis": "b"})]  # fmt: skip
+    tally = Tally()
+    for case in cases(calls):
+        tally.run(case)
+        assert any(s.inputs == ((P, P) if case.op.target.startswith("aten.") else (P, R)) for s in strategies_of(case.view(2)))
+    assert not tally.failures, "\n".join(tally.failures)
+    assert all(executed[2] for executed in tally.counts.values()), tally.table()
 
 
 @pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too

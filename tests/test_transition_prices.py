@@ -153,6 +153,20 @@ def test_batch_norm_sends_statistics(fake_group: Callable[..., None], monkeypatc
     assert ahead == [Sent("all_reduce", 8 * 2 * 8, axis.ranks)] and sent == [Sent("all_reduce", 4 * 2 * 8, axis.ranks)]
 
 
+def test_a_quotient_of_sums_sends_both_at_once(fake_group: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers in float64, and nothing in backward: as it is priced."""
+    fake_group(4, rank=1)
+    axis = Mesh({"dp": 4}).dp
+    loss = torch.tensor(2.0, requires_grad=True)
+    with recorded(monkeypatch) as sent:
+        L.quotient_of_sums(loss, torch.tensor(3), axis).backward()
+    assert sent == [Sent("all_reduce", 16, axis.ranks)]
+    number = TensorType((), torch.float32, True)
+    pricer = Pricer(load_cluster("dgx-a100"), {"pp": 1, "dp": 4, "tp": 1})
+    priced = pricer.exchanges_s("autopar.L.quotient_of_sums", (number, number), "dp")
+    assert priced == (pricer.collective_s("all_reduce", 16, "dp"), 0.0)
+
+
 # ------------------------------------------------------------------------------------------------------------- its price
 def problem(cluster: Cluster, n: int) -> AxisProblem:
     """An axis of n ranks with nothing to decide on it."""

@@ -202,10 +202,10 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
         return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
     if type(holder) is dict and keys is None:
         return holder.copy()
-    if isinstance(holder, dict) and keys is None:
-        return dict(dict.items(holder)) if dict.__len__(holder) else {}  # an OrderedDict's items are slow, and most hooks are none
     if isinstance(holder, dict):
-        return {k: dict.get(holder, k, ABSENT) for k in keys}
+        if keys is not None:
+            return {k: dict.get(holder, k, ABSENT) for k in keys}
+        return dict(dict.items(holder)) if dict.__len__(holder) else {}  # an OrderedDict's items are slow, and most tables are empty
     return frozenset(set.__iter__(holder)) if isinstance(holder, set) else tuple(_base(holder).__iter__(holder))
 
 

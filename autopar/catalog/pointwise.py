@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from autopar.catalog.rule import OpView, local_code, over_axes, register, set_args
-from autopar.ir import Arg, Op, P, R, S, Strategy
+from autopar.ir import Arg, I, Op, P, R, S, Strategy
 
 __all__ = ["align", "pointwise"]
 
@@ -76,10 +76,26 @@ def multiply(view: OpView) -> Iterable[Strategy]:
 
 
 def divide(view: OpView) -> Iterable[Strategy]:
-    """Linear in the numerator, unless it rounds."""
+    """Linear in the numerator, unless it rounds. A mean over what counts is one sum by another: of numbers both are brought together at
+    once."""
     yield from pointwise(view)
     if view.args().get("rounding_mode") is None and view.outs[0].dtype == view.ins[0].dtype:
         yield view.strategy([P, *[R] * (len(view.ins) - 1)], [P])
+    single = view.outs[0].dtype.is_floating_point and all(not t.shape for t in (*view.ins, *view.outs))
+    if len(view.ins) == 2 and view.args().get("rounding_mode") is None and single:
+        yield view.strategy([P, P], [I], local="quotient_of_sums", collective=True)
+
+
+@local_code("quotient_of_sums")
+def _quotient_of_sums(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
+    args = view.args()
+    operands = (args["self"], args["other"])
+    return (dataclasses.replace(op, target="autopar.L.quotient_of_sums", args=operands, kwargs=(("axis", axis),)),)
+
+
+def quotient_of_sums(view: OpView) -> Iterable[Strategy]:
+    """Under a further axis: linear in the numerator."""
+    yield view.strategy([P, R], [P])
 
 
 def complex_view(view: OpView) -> Iterable[Strategy]:
@@ -145,6 +161,7 @@ register("aten.view_as_real aten.view_as_complex", complex_view)
 register("aten.add aten.sub aten.subtract", add)
 register("aten.mul aten.multiply", multiply)
 register("aten.div aten.divide aten.true_divide", divide)
+register("autopar.L.quotient_of_sums", quotient_of_sums)
 register("aten.copy", copy)
 register("aten.where.default", matches)
 register("aten.dropout autopar.L.dropout", dropout)

@@ -17,7 +17,7 @@ from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
 from cost_models.cluster import Cluster
-from cost_models.collectives import Kind, collective_time_s
+from cost_models.collectives import Kind, collective_time_s, summed_by_gathering
 from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, causal_share, kernel_time_s, on_matrix_units, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
@@ -50,6 +50,7 @@ class _Exchanges(NamedTuple):
 _EXCHANGES = {
     "autopar.L.sync_batch_norm": _Exchanges((4,), (2,), operand=0, dim=1),  # two moments at once, in float64; two sums at once
     "autopar.L.cross_entropy_sum_vocab": _Exchanges((1, 1, 1), (), operand=1),
+    "autopar.L.quotient_of_sums": _Exchanges((4,), (), operand=0),  # of two numbers, in float64
 }
 _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
@@ -103,12 +104,19 @@ class Pricer:
         ranks = self.mesh.get(axis, 1) if ranks is None else ranks
         if kind is None or ranks == 1 or nbytes == 0:
             return 0.0
+        kind, nbytes = self._as_run(kind, nbytes, ranks)
         key = (kind, int(nbytes), axis, ranks, every)
         if key not in self._collective:
             per_node = self.per_node(axis, ranks, every)
             seconds = collective_time_s(cast(Kind, kind), int(nbytes), ranks, self._network, ranks_per_node=per_node)
             self._collective[key] = seconds * self._copying(ranks, per_node)
         return self._collective[key]
+
+    def _as_run(self, kind: str, nbytes: float, ranks: int) -> tuple[str, float]:
+        """The collective that runs for this one of a program, and its bytes (see `summed_by_gathering`)."""
+        if kind == "all_reduce" and self.cluster.gpu.host and summed_by_gathering(nbytes, ranks):
+            return "all_gather", nbytes * ranks
+        return kind, nbytes
 
     def joint_s(self, kind: str, nbytes: float, axes: tuple[str, ...], *, shard: int = 1) -> float:
         """Seconds of one collective over the ranks of several axes at once. shard: of the data axis those ranks that hold the same parts,
@@ -223,16 +231,20 @@ class Pricer:
         if op.target in _EXCHANGES:
             of = _EXCHANGES[op.target]
             numbers = ins[of.operand].numel if of.dim is None else ins[of.operand].shape[of.dim]
-            each = [[("all_reduce", self.collective_s("all_reduce", 4.0 * n * numbers, axis)) for n in values] for values in of[:2]]
+            sizes = [[4.0 * n * numbers for n in values] for values in of[:2]]
+            ranks = self.mesh.get(axis, 1)
+            each = [[(self._as_run("all_reduce", n, ranks)[0], self.collective_s("all_reduce", n, axis)) for n in x] for x in sizes]
             return each[0], each[1] if any(t.grad for t in outs) and not op.no_grad else []
         if not op.target.startswith("autopar.C.") or self.mesh.get(axis, 1) == 1:
             return [], []
         t, cost = _TRANSITION[op.target.rpartition(".")[2]], self._transition(op, count(op, ins, outs), ins[0], outs[0])
-        forward = [(t.forward, cost.forward_s)] if t.forward else []
+        whole, n = max(ins[0].nbytes, outs[0].nbytes), self.mesh[axis]
+        forward = [(self._as_run(t.forward, whole, n)[0], cost.forward_s)] if t.forward else []
         if not ins[0].grad:
             return forward, []
         again = forward if self.recipe.regathers and op.target == GATHER else []
-        return forward, [*again, *([(t.backward, cost.backward_s - sum(s for _, s in again))] if t.backward else [])]
+        made = [(self._as_run(t.backward, whole, n)[0], cost.backward_s - sum(s for _, s in again))] if t.backward else []
+        return forward, [*again, *made]
 
     @property
     def shared(self) -> float:

@@ -16,9 +16,11 @@ from torch import Tensor
 from autopar.run import record
 from autopar.run.groups import started
 from autopar.run.mesh import Axis
+from cost_models.collectives import summed_by_gathering
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "finish", "gather_flat", "reduce_scatter", "scatter_flat",
+    "sums_by_gathering",
 ]  # fmt: skip
 
 _INTO: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,13 +71,24 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return _restored(out, x.dtype)
 
 
+def sums_by_gathering(x: Tensor, axis: Axis) -> bool:
+    """Whether `all_reduce` gathers the terms, and each rank adds them up, in the order of the ranks."""
+    return axis.held is not None and axis.held.gloo and summed_by_gathering(x.nbytes, axis.size)
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, as a new tensor (x itself if the axis has size 1)."""
     if axis.size == 1:
         return x
-    summed = _summed_as(x, fresh=True)
+    few = sums_by_gathering(x, axis)
+    summed = _summed_as(x, fresh=not few)
     record.entered(record.ALL_REDUCE, axis.name)
-    dist.all_reduce(summed, group=axis.group)
+    if few:
+        terms = summed.new_empty((axis.size, *summed.shape))
+        _INTO(terms.view(-1), summed.view(-1), group=axis.group)
+        summed = terms.sum(0, dtype=summed.dtype)
+    else:
+        dist.all_reduce(summed, group=axis.group)
     record.left()
     return _summed_from(summed, x.dtype)
 

@@ -22,13 +22,14 @@ __all__ = ["Group", "finish_first", "group_of", "release", "released_at_exit", "
 
 
 class Group:
-    """A process group of some global ranks, held here until `release`."""
+    """A process group of some global ranks, held here until `release`. gloo: whether that is its backend."""
 
-    __slots__ = ("process_group", "ranks")
+    __slots__ = ("gloo", "process_group", "ranks")
 
     def __init__(self, ranks: tuple[int, ...], backend: str | None) -> None:
         self.ranks = ranks
         self.process_group: dist.ProcessGroup | None = dist.new_group(list(ranks), backend=backend)
+        self.gloo = (backend or dist.get_backend()) == "gloo"
 
 
 _groups: dict[tuple[tuple[int, ...], str], Group] = {}

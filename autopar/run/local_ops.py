@@ -19,7 +19,10 @@ from autopar.run.mesh import Axis
 from autopar.run.random_numbers import seeded
 from autopar.run.region import region
 
-__all__ = ["attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "region", "sync_batch_norm"]
+__all__ = [
+    "attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "quotient_of_sums", "region",
+    "sync_batch_norm",
+]  # fmt: skip
 
 
 def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
@@ -81,6 +84,37 @@ def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_i
     if logits.dim() != 2 or labels.dim() != 1:
         raise ValueError(f"logits must be [N, classes] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)
+
+
+class _QuotientOfSums(torch.autograd.Function):
+    """Both sums are made of float64, which holds a count of 2^53. Where their terms are gathered, each term of a is divided by the whole
+    of b and then added: so rounds who sums b first, and then quotients."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, axis: Axis) -> Tensor:
+        both = torch.stack([a.double(), b.double()])
+        if a.is_floating_point() and comm.sums_by_gathering(both, axis):
+            terms = comm.all_gather(both, axis)
+            by = terms[:, 1].sum().to(b.dtype)
+            found = (terms[:, 0].to(a.dtype) / by).sum()
+        else:
+            sums = comm.all_reduce(both, axis)
+            by = sums[1].to(b.dtype)
+            found = sums[0].to(a.dtype) / by
+        ctx.save_for_backward(found, by)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        found, by = ctx.saved_tensors
+        share = grad / by
+        return share if ctx.needs_input_grad[0] else None, -share * found if ctx.needs_input_grad[1] else None, None
+
+
+def quotient_of_sums(a: Tensor, b: Tensor, axis: Axis) -> Tensor:
+    """The sum of a over the axis by that of b: two numbers P [] -> I []."""
+    return a / b if axis.size == 1 else _QuotientOfSums.apply(a, b, axis)
 
 
 class _NormaliseOverAxis(torch.autograd.Function):
