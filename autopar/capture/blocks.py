@@ -131,6 +131,7 @@ def _search(
             signature, external = span_signature(ops[span.start : span.stop], types, state, exact_rates=False)
             classes.setdefault(signature, []).append(_Instance(span, path.partition("@")[0], external))
     repeated: set[int] = set()
+    looked_into: dict[int, list[Block]] = {}
     by_start = {child.start: child for _, child in children if child.span is not None and len(child.span) >= _MIN_OPS}
     for instances in classes.values():
         for group in _same_wiring(instances, producer):
@@ -138,12 +139,15 @@ def _search(
                 continue
             inner = list[Block]()
             _search(by_start[group[0].span.start], ops, types, state, producer, inner)
-            if len(group) * _apart(group[0].span, inner) < len(group[0].span):
-                continue  # there is more that repeats inside of each
+            if len(group) * _apart(group[0].span, inner) < len(group[0].span):  # there is more that repeats inside of each
+                looked_into[group[0].span.start] = inner
+                continue
             found.append(Block(spans=tuple(i.span for i in group), prefixes=tuple(i.prefix for i in group)))
             repeated.update(i.span.start for i in group)
     for _, child in children:
-        if child.start not in repeated or child.span is None:
+        if child.start in looked_into:
+            found += looked_into[child.start]
+        elif child.start not in repeated or child.span is None:
             _search(child, ops, types, state, producer, found)
 
 
