@@ -5,12 +5,33 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parent.parent
+
+
+def modules() -> dict[str, Path]:
+    """The two packages' modules by name."""
+    paths = (path for package in ("autopar", "cost_models") for path in (ROOT / package).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def needs(node: ast.AST, known: Collection[str]) -> Iterator[str]:
+    """The modules among these that code imports, wherever it does, but for what only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names if alias.name in known)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            inner = (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from (name if name in known else child.module for name in inner if name in known or child.module in known)
+        yield from needs(child, known)
 
 
 def imported(path: Path) -> set[str]:
@@ -27,6 +48,15 @@ def imported(path: Path) -> set[str]:
 def test_cost_models_know_neither_torch_nor_autopar() -> None:
     for path in (ROOT / "cost_models").rglob("*.py"):
         assert not imported(path) & {"torch", "autopar"}, path
+
+
+def test_no_modules_need_one_another_in_a_circle() -> None:
+    known = modules()
+    graph = networkx.DiGraph()
+    for name, path in known.items():
+        graph.add_edges_from((name, other) for other in needs(ast.parse(path.read_text(encoding="utf-8")), known) if other != name)
+    assert graph.number_of_edges() > 1000, "imports are found"
+    assert [sorted(circle) for circle in networkx.strongly_connected_components(graph) if len(circle) > 1] == []
 
 
 def test_what_emitted_modules_import_does_not_import_the_planner() -> None:
