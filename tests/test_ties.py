@@ -12,6 +12,7 @@ import pytest
 
 from autopar.planner import Pins, make_plan
 from autopar.planner.candidate import Candidate, candidate_of
+from autopar.planner.interval import spread_of_kind
 from autopar.planner.liveness import Arriving, Moment
 from autopar.planner.plan import MemoryPlan, Plan
 from autopar.planner.search import Search
@@ -20,7 +21,7 @@ from autopar.planner.words import choice_words
 from autopar.report.explanation import verdict_of
 from autopar.report.text import plan_text
 from cost_models import Cluster, load_cluster
-from cost_models.uncertainty import CENTRAL, least_upper_bytes, more_for, room_bytes
+from cost_models.uncertainty import ACCOUNT, CENTRAL, least_upper_bytes, more_for, room_bytes
 from tests.planner_programs import program_of
 
 pytestmark = pytest.mark.pure
@@ -93,6 +94,24 @@ def test_what_is_slower_in_everything_is_no_tie(pair: tuple[Search, Candidate, C
     )  # fmt: skip
     entry = dataclasses.replace(waiting(search, [one])[0], exact=slower)
     assert simplest(two, [entry], search.cluster) is None
+
+
+def test_collectives_that_were_measured_apart_have_no_error_in_common() -> None:
+    """All-reduces of gradients beside reduce-scatters and gathers: on a link with one error for all of them their difference counts, else
+    each counts by itself."""
+    def found(zero: int, machine: Cluster) -> Candidate:
+        return next(iter(searched("pair", 2, machine, pp=1, dp=2, tp=1, zero=zero, micro_batches=1, recompute="none").candidates()))
+
+    together = bare()
+    apart = dataclasses.replace(together, intra=dataclasses.replace(together.intra, slower=(("all_reduce", 1.0), ("all_gather", 1.0))))
+    for machine in (together, apart):
+        whole, parts = (found(zero, machine) for zero in (0, 1))
+        update = (whole.optimizer_s - parts.optimizer_s) * math.hypot(ACCOUNT, spread_of_kind("optimizer", machine))
+        error = math.hypot(ACCOUNT, spread_of_kind("collectives in nodes", machine))
+        sync = (whole.gradient_sync_s, parts.gradient_sync_s)
+        assert min(sync) > 0
+        expected = math.hypot(update, error * (math.hypot(*sync) if machine is apart else sync[0] - sync[1]))
+        assert difference_spread_s(whole, parts, machine) == pytest.approx(expected, rel=1e-6)
 
 
 def test_nothing_beyond_the_reach_ties_and_nothing_less_simple(pair: tuple[Search, Candidate, Candidate]) -> None:

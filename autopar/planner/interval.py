@@ -15,7 +15,7 @@ from autopar.planner.estimate import Estimator
 from cost_models.cluster import Cluster
 from cost_models.uncertainty import SPREADS, step_spread
 
-__all__ = ["seconds_by_kind", "spread_of", "spread_of_kind"]
+__all__ = ["links_of", "seconds_by_kind", "spread_of", "spread_of_kind"]
 
 LAUNCHES, MEASURED, INSIDE, BETWEEN = "issuing operators", "measured operators", "collectives in nodes", "collectives between nodes"
 UPDATE = "optimizer"
@@ -40,7 +40,7 @@ def seconds_by_kind(c: Candidate | Draft) -> dict[str, float]:
     micro_batch_s = sum(busiest.values())
     scale = (times.compute_s + times.bubble_s) / micro_batch_s if micro_batch_s else 0.0
     found = _sum(
-        [{kind: s * scale for kind, s in busiest.items()}, {_links(estimator, BATCH): times.sync_s}, {UPDATE: times.optimizer_s}]
+        [{kind: s * scale for kind, s in busiest.items()}, {links_of(estimator, BATCH): times.sync_s}, {UPDATE: times.optimizer_s}]
     )
     return dict(sorted(((kind, s) for kind, s in found.items() if s > 0), key=lambda item: -item[1]))
 
@@ -66,15 +66,16 @@ def _of_piece(e: Estimator, k: int, mode: int, seconds: float) -> dict[str, floa
             # of both ways together only the sum is known of what is communication
             share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0
             own = MEASURED if cost.measured else cost.counts.op_class
-            kinds = _sum([kinds, {own: device_s * (1 - share)}, {_links(e, str(op.kwarg("axis"))): device_s * share} if share else {}])
+            kinds = _sum([kinds, {own: device_s * (1 - share)}, {links_of(e, str(op.kwarg("axis"))): device_s * share} if share else {}])
         host_s = sum(cost.host_s[way] for cost in costs)
         passes.append({LAUNCHES: host_s} if host_s > sum(kinds.values()) else kinds)
     again_s, forward_s = e.pieces[k].modes[mode].again_s, sum(passes[0].values())
     again = {kind: s * again_s / forward_s for kind, s in passes[0].items()} if again_s and forward_s else {}
-    return _sum([*passes, again, {_links(e, BATCH): exposed_s} if exposed_s > 0 else {}])
+    return _sum([*passes, again, {links_of(e, BATCH): exposed_s} if exposed_s > 0 else {}])
 
 
-def _links(e: Estimator, axis: str) -> str:
+def links_of(e: Estimator, axis: str) -> str:
+    """The kind of the seconds that collectives over an axis take."""
     return INSIDE if e.pricer.per_node(axis) == e.rank.mesh.sizes()[axis] else BETWEEN
 
 

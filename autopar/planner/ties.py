@@ -5,9 +5,10 @@
     tie          the difference is within its uncertainty (80%), and within REACH of the step
     simplest     fewest axes, then the lowest ZeRO stage, no recompute, fewest micro-batches
 
-A plan that is slower in everything is no tie, however little slower: its difference is as certain as its sign. What the search had priced
-when it found the fastest plan is looked through, the simplest first, as far as the budgets here reach. The bound of a search, its gap and
-its objective are of the fastest plan; the plan says what simplicity costs beside it.
+A plan that is slower in everything is no tie, however little slower: its difference is as certain as its sign. (Where a profile has
+measured each kind of collective for itself, their errors are not common.) What the search had priced when it found the fastest plan is
+looked through, the simplest first, as far as the budgets here reach. The bound of a search, its gap and its objective are of the fastest
+plan; the plan says what simplicity costs beside it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from autopar.axes import BATCH
 from autopar.planner.candidate import Candidate, Draft
-from autopar.planner.interval import seconds_by_kind, spread_of_kind
+from autopar.planner.interval import INSIDE, links_of, seconds_by_kind, spread_of_kind
 from autopar.planner.space import Choice, Form
 from cost_models.cluster import Cluster
 from cost_models.uncertainty import ACCOUNT, CENTRAL
@@ -61,11 +63,22 @@ class Waiting:
 
 def difference_spread_s(a: Candidate | Draft, b: Candidate | Draft, cluster: Cluster) -> float:
     """The standard deviation of how much longer a step of one takes than one of the other."""
-    one, other = seconds_by_kind(a), seconds_by_kind(b)
+    one, other = _terms(a, cluster), _terms(b, cluster)
     return math.hypot(*(
-        (one.get(kind, 0.0) - other.get(kind, 0.0)) * math.hypot(ACCOUNT, spread_of_kind(kind, cluster))
-        for kind in {**one, **other}
+        (one.get(term, 0.0) - other.get(term, 0.0)) * math.hypot(ACCOUNT, spread_of_kind(term[0], cluster))
+        for term in {**one, **other}
     ))  # fmt: skip
+
+
+def _terms(c: Candidate | Draft, cluster: Cluster) -> dict[tuple[str, str], float]:
+    """Seconds of a step by what they depend on, and by which collectives, where the kinds of these were measured each for itself:
+    all-reduces and what parameters in parts take have no error in common then."""
+    e, links = c.estimator, links_of(c.estimator, BATCH)
+    found = {(kind, ""): s for kind, s in seconds_by_kind(c).items()}
+    if (cluster.intra if links == INSIDE else cluster.inter).slower and (sync_s := e.times(c.part).sync_s) > 0:
+        found[links, ""] -= sync_s
+        found[links, "whole" if e.rest.gathered == "never" else "in parts"] = sync_s
+    return found
 
 
 def simplest(fastest: Candidate, waiting: Iterable[Waiting], cluster: Cluster) -> Tie | None:
