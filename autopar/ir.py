@@ -90,6 +90,7 @@ class Layout:
     __repr__ = __str__
 
     @staticmethod
+    @functools.lru_cache
     def parse(text: str) -> Layout:
         """The inverse of str(): 'R', 'I', 'P', 'L', 'S(1)', 'S(1/3)'. ValueError if it is none of these."""
         if text == "L":
