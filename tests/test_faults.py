@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 import autopar
+from autopar.run import record
+from autopar.run.record import Seen
+from autopar.run.watchdog import Watchdog
 from tests.run_model import Model
 
 pytestmark = pytest.mark.gloo
@@ -122,6 +126,30 @@ def test_ranks_that_are_called_with_other_shapes_are_told_so(form: str, tmp_path
     assert found["codes"] == [1, 1], found["text"]
     assert "LaunchError: ranks 0 and 1 are called with inputs of different shapes, or in different modes" in found["text"], found
     assert found["steps"].count("step 5 of rank") == 2 and "step 6" not in found["steps"]
+
+
+class Elsewhere:
+    """The record of a rank that has decided so, and has seen the others agree on so many calls."""
+
+    def __init__(self, decided: int, agreed: int) -> None:
+        self._seen = dataclasses.replace(Seen.of(record.NOTHING), decided=decided, agreed=agreed)
+
+    def alive(self) -> bool:
+        return True
+
+    def seen(self) -> Seen:
+        return self._seen
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "agreed", "differs"),
+    [(5, 7, 4, False), (5, 8, 4, True), (6, 9, 5, False), (6, 9, 4, True)],
+    ids=["waits for the same", "waits for another", "has gone on from the same", "has gone on without"],
+)
+def test_a_rank_that_has_agreed_and_gone_on_does_not_differ(call: int, number: int, agreed: int, differs: bool) -> None:
+    watch = object.__new__(Watchdog)
+    vars(watch).update(rank=0, world=2, _store=None, _others={1: Elsewhere(call << 33 | 1 << 32 | number, agreed)})
+    assert watch.differing(5 << 33 | 1 << 32 | 7) == (1 if differs else None)
 
 
 @pytest.mark.parametrize(
