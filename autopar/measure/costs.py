@@ -238,12 +238,12 @@ class Pricer:
         if not op.target.startswith("autopar.C.") or self.mesh.get(axis, 1) == 1:
             return [], []
         t, cost = _TRANSITION[op.target.rpartition(".")[2]], self._transition(op, count(op, ins, outs), ins[0], outs[0])
-        whole, n = max(ins[0].nbytes, outs[0].nbytes), self.mesh[axis]
-        forward = [(self._as_run(t.forward, whole, n)[0], cost.forward_s)] if t.forward else []
+        (ahead, back), n = self._moved_bytes(op, ins[0], outs[0]), self.mesh[axis]
+        forward = [(self._as_run(t.forward, ahead, n)[0], cost.forward_s)] if t.forward else []
         if not ins[0].grad:
             return forward, []
         again = forward if self.recipe.regathers and op.target == GATHER else []
-        made = [(self._as_run(t.backward, whole, n)[0], cost.backward_s - sum(s for _, s in again))] if t.backward else []
+        made = [(self._as_run(t.backward, back, n)[0], cost.backward_s - sum(s for _, s in again))] if t.backward else []
         return forward, [*again, *made]
 
     @property
@@ -274,11 +274,9 @@ class Pricer:
     def _transition(self, op: Op, counts: Counts, have: TensorType, made: TensorType) -> OpCost:
         axis = str(op.kwarg("axis"))
         t = _TRANSITION[op.target.rpartition(".")[2]]
-        whole = have.nbytes * self.mesh[axis] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
-        forward = self.collective_s(t.forward, whole, axis)
-        sums = op.kwarg("sums")
-        wider = sums.itemsize / have.dtype.itemsize if isinstance(sums, torch.dtype) else 1.0
-        backward = self.collective_s(t.backward, whole * wider, axis) if have.grad else 0.0
+        ahead, back = self._moved_bytes(op, have, made)
+        forward = self.collective_s(t.forward, ahead, axis)
+        backward = self.collective_s(t.backward, back, axis) if have.grad else 0.0
         host = (self.host_s(t.forward, axis), self.host_s(t.backward, axis) if have.grad else 0.0)
         if self.recipe.regathers and op.target == GATHER and have.grad:
             backward, host = backward + forward, (host[0], host[1] + host[0])
@@ -286,6 +284,12 @@ class Pricer:
             counts=counts, forward_s=forward, backward_s=backward, communication_s=forward + backward,
             provenance=f"links of {self.cluster.name}", host_s=host,
         )  # fmt: skip
+
+    def _moved_bytes(self, op: Op, have: TensorType, made: TensorType) -> tuple[float, float]:
+        """The whole tensor of a change of layout, as collectives count it, in forward and in backward, which may sum in a wider dtype."""
+        t, sums = _TRANSITION[op.target.rpartition(".")[2]], op.kwarg("sums")
+        whole = have.nbytes * self.mesh[str(op.kwarg("axis"))] if t in (ALL_TO_ALL, REGROUP) else max(have.nbytes, made.nbytes)
+        return whole, whole * (sums.itemsize / have.dtype.itemsize if isinstance(sums, torch.dtype) else 1.0)
 
     def program(self, program: Program) -> OpCosts:
         """The costs of all operators of one rank's program; with `live`, measured where that matters."""
