@@ -60,6 +60,22 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Masked(nn.Module):
+    """Attention under a mask that is made of the tokens."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.embed, self.head = heads, nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, (n, length) = self.embed(input_ids), input_ids.shape
+        there = (input_ids != 0)[:, None, None, :] & torch.ones(length, length, dtype=torch.bool).tril()
+        q, k, v = (part(x).view(n, length, self.heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=there).transpose(1, 2).reshape(n, length, -1)
+        return F.cross_entropy(self.head(x + self.o(mixed)).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,6 +137,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "tied": lambda: (Tied(), _tokens(4)),
     "stack": lambda: (Tied(layers=4), _tokens(8)),
     "pair": lambda: (Tied(vocabulary=64, width=64, layers=2), _tokens(2, 16, 64)),
+    "masked": lambda: (Masked(), _tokens(8, 64, 64)),
     "deep": lambda: (Tied(vocabulary=256, width=128, layers=6), _tokens(12, 64, 256)),
     "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
     "balanced": lambda: (Balanced(), {"x": torch.ones(8, 8)}),

@@ -17,13 +17,15 @@ from autopar.errors import Infeasible
 from autopar.ir import I, Layout, Program, R, S, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner import axis
-from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis
+from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis, stated
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
+from autopar.planner.partition import UNSOLVED
 from autopar.planner.problems import axis_problem
 from autopar.planner.shard import Assignment, view_of
+from autopar.planner.solved import Solved, restricted
 from autopar.planner.space import Form, Mesh
-from autopar.planner.store import Store, _fits
+from autopar.planner.store import Store
 from cost_models.cluster import load_cluster
 from tests.planner_programs import Mlp, program_of
 
@@ -192,7 +194,36 @@ def test_strategies_of_one_size_fit_another_only_where_it_divides() -> None:
         stated = strategies_of(view_of(of(8), op, 4))
         ops[op.name] = next(s for s in stated if s.inputs[0] == S(0) and s.splits_work)
     assignment = Assignment(axis="tp", n=4, ops=ops, leaves={x.value: I for x in of(8).leaves})
-    assert [_fits(assignment, of(samples)) for samples in (8, 16, 6)] == [True, True, False]
+    known = Solved(of(8), assignment, UNSOLVED)
+    assert [restricted(known, of(samples)) for samples in (8, 16, 6)] == [assignment, assignment, None]
+
+
+def test_a_micro_batch_takes_the_assignment_of_a_whole_batch() -> None:
+    """What the whole batch makes of its inputs alone is given to a micro-batch: as a leaf, which lies as it may. The rest stays, every
+    change of layout can be made, and what is found so is as good as what is solved."""
+    mesh, form = Mesh(pp=1, dp=1, tp=2), Form()
+
+    def store() -> Store:
+        return Store(program=program_of("masked"), cluster=load_cluster("dgx-a100"), optimizer="adamw")
+
+    def body(of: Store, count: int) -> Program:
+        moments = of.moments(1, count)
+        assert not isinstance(moments, str)
+        return moments.body
+
+    shared, alone = store(), store()
+    whole, part = body(shared, 1), body(shared, 2)
+    made = {x.value for x in part.leaves} - {x.value for x in whole.leaves}
+    assert made and {op.name for op in part.ops} < {op.name for op in whole.ops}
+    of_whole = shared.on_axis("tp", mesh, whole, form)[0]
+    solved = shared.programs
+    of_part = shared.on_axis("tp", mesh, part, form)[0]
+    assert shared.programs == solved, "nothing was solved again"
+    assert of_part.ops == {op.name: of_whole.ops[op.name] for op in part.ops}
+    assert set(of_part.leaves) == {x.value for x in part.leaves} and all(of_part.leaves[v] == I for v in made)
+    problem = alone.problem("tp", mesh, body(alone, 2), form)
+    own = alone.on_axis("tp", mesh, body(alone, 2), form)[0]
+    assert objective_of(problem, stated(problem, of_part)) == pytest.approx(objective_of(problem, stated(problem, own)), rel=0.01)
 
 
 def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:

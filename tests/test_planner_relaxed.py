@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import Infeasible
 from autopar.measure import Pricer
+from autopar.planner import Pins
+from autopar.planner.estimate import Estimator
 from autopar.planner.exchange import Exchange, LeastOnce
 from autopar.planner.interleave import rank_bytes
 from autopar.planner.modes import Mode
 from autopar.planner.price import ParamBytes
 from autopar.planner.relaxed import Ends, least_of_stages
+from autopar.planner.search import Search
+from autopar.planner.space import Choice
 from autopar.planner.stage_account import Piece, stage_bytes
 from cost_models.cluster import load_cluster
 from cost_models.pipeline import Flow, flow
 from cost_models.recipe import AUTOPAR
 from cost_models.rests import RESTS
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
+from tests.planner_programs import program_of
 
 pytestmark = pytest.mark.pure
 NOTHING = LeastOnce(reduced_s=0.0, gathers_s=0.0, last_s=0.0)
@@ -153,3 +160,55 @@ def test_what_is_brought_together_takes_no_less_than_its_parts(data: st.DataObje
     assert sum(x.reduced_s for x in parts) <= near * sum(n * s for n, s in once.reduced)
     assert sum(x.gathers_s for x in parts) <= near * sum(n * s for n, s in once.gathers)
     assert sum(x.last_s for x in parts) <= near * once.last_s
+
+
+def estimators(program: str, recompute: str | None = None) -> Iterator[tuple[Choice, Estimator]]:
+    """Of four GPUs, each choice that can be priced."""
+    search = Search(
+        program=program_of(program), gpus=4, cluster=load_cluster("dgx-a100"), memory_limit_bytes=2**40, optimizer="adamw",
+        precision="fp32", pins=Pins(recompute=recompute),
+    )  # fmt: skip
+    for choice in search.space.choices():
+        rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe)
+        found = search.estimator(rank, choice)
+        if isinstance(found, Estimator):
+            yield choice, found
+
+
+@pytest.mark.parametrize("program", ["deep", "pair", "masked", "normed"])
+def test_what_is_kept_alone_is_what_pieces_keep_and_no_more_than_they_need(program: str) -> None:
+    """The quick account of pieces and liveness' own: the same modes, seconds and bytes between forward and backward."""
+    several = 0
+    for _, estimator in estimators(program):
+        assert len(estimator.kept) == len(estimator.plain)
+        for quick, whole in zip(estimator.kept, estimator.plain, strict=True):
+            bare = [dataclasses.replace(m, forward_bytes=0.0, backward_bytes=0.0, later_bytes=0.0) for m in whole.modes]
+            assert quick == dataclasses.replace(whole, modes=tuple(bare))
+            several += len(bare) > 1
+            for m in whole.modes:
+                assert m.kept_bytes <= min(m.forward_bytes, m.backward_bytes, m.later_bytes)
+    assert several or program in ("masked", "normed"), "no block of these is repeated"
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_one_stage_is_no_faster_than_what_it_keeps_allows(recompute: str | None) -> None:
+    """Whatever the memory; without a limit the bound is that of the pieces, and where something must run again it is above that."""
+    above = infeasible = compared = 0
+    for choice, estimator in estimators("deep", recompute):
+        if estimator.flow.stages > 1 or choice.mesh.dp not in (1, 4):
+            continue
+        assert recompute or estimator.least_of_stages_s(math.inf) == pytest.approx(estimator.least_s(), rel=1e-9)
+        whole = stage_bytes(estimator.pieces, [0] * len(estimator.pieces), 1, choice.micro_batches)
+        for share in (1.0, 0.9, 0.7, 0.5, 0.3):
+            room = share * whole
+            bound_s = estimator.least_of_stages_s(room)
+            try:
+                part = estimator.partition(limit_bytes=room)
+            except Infeasible:
+                infeasible += 1
+                continue
+            assert part is not None
+            assert bound_s <= estimator.times(part).step_s * (1 + 1e-9)
+            above += bound_s > estimator.least_s() * 1.001
+            compared += 1
+    assert compared > 20 and above > 5 and infeasible > 5, (compared, above, infeasible)

@@ -16,10 +16,11 @@ operator and every change of layout, outlasts the device: where kernels are shor
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from autopar.catalog import needs_transition, transition
 from autopar.ir import Kind, L, Layout, Strategy, TensorType
@@ -30,7 +31,8 @@ from autopar.planner.shard import Assignment
 from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, Repeated
 
 __all__ = [
-    "AxisProblem", "AxisSolution", "AxisSolver", "changes_of", "exchange_s", "local_bytes", "objective_of", "solve_axis", "stated",
+    "AxisProblem", "AxisSolution", "AxisSolver", "can_change", "changes_of", "exchange_s", "local_bytes", "objective_of", "solve_axis",
+    "stated",
 ]  # fmt: skip
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
@@ -192,13 +194,18 @@ def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     return cost
 
 
+def can_change(have: Layout, want: Layout, t: TensorType, n: int) -> bool:
+    """Whether a value of one layout can be read in another one."""
+    if not needs_transition(have, want, t):
+        return True
+    return L not in (have, want) and want.divides(t.shape, n) and have.divides(t.shape, n)
+
+
 def change_cost(problem: AxisProblem, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
     """Seconds of a change of layout, forward and backward; None if it cannot be made."""
     if not needs_transition(have, want, t):
         return 0.0
-    if L in (have, want):
-        return None
-    if not (want.divides(t.shape, problem.n) and have.divides(t.shape, problem.n)):
+    if not can_change(have, want, t, problem.n):
         return None
     change = transition(have, want)
     whole = t.nbytes
@@ -226,14 +233,20 @@ def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
     return times * (seconds + (problem.pricer.host_s(change.backward, problem.axis) if t.grad else 0.0))
 
 
+class _Change(NamedTuple):
+    """A change of layout: microseconds of it, and by how much the device's time is more than the host's."""
+
+    cost: float
+    ahead: float
+
+
 class _Model:
     def __init__(self, problem: AxisProblem) -> None:
         self.given = problem
         self.linear = Linear(name=f"axis {problem.axis}")
         self.x: dict[str, list[Var]] = {}
         self.ahead: list[tuple[Var, float]] = []  # the device's time less the host's
-        self.changes: dict[tuple[object, ...], float | None] = {}
-        self.hosts: dict[tuple[object, ...], float] = {}
+        self.changes: dict[tuple[object, ...], dict[tuple[Layout, Layout], _Change | None]] = {}  # by all but the layouts
         self.add_groups()
         self.add_values()
         self.add_host()
@@ -275,23 +288,24 @@ class _Model:
             readers.append({Layout(Kind.INVARIANT): [1.0]})
         times = max((e.count for e in edges), default=1)
         wanted = dict.fromkeys(w for r in readers for w in r)
-        costs = {(have, want): self._change(source, have, want, t, times) for have in makers for want in wanted}
+        known = self.changes.setdefault((t, times, source.group in self.given.fixed, source.group in self.given.params), {})
+        for pair in itertools.product(makers, wanted):
+            if pair not in known:
+                known[pair] = self._change(source, *pair, t, times)
         shared: dict[tuple[Layout, Layout], int] = {}
         if len(readers) > 1:
-            for k, (pair, cost) in enumerate(costs.items()):
-                if cost:
-                    shared[pair] = self._flow(f"z_{index}_{k}", cost, pair, t, times)
+            for k, pair in enumerate(itertools.product(makers, wanted)):
+                change = known[pair]
+                if change is not None and change.cost:
+                    shared[pair] = self._flow(f"z_{index}_{k}", change)
         for j, wants in enumerate(readers):
-            self._add_edge(f"{index}_{j}", makers, wants, costs, shared, t, times)
+            self._add_edge(f"{index}_{j}", makers, wants, known, shared)
 
-    def _flow(self, name: str, cost: float, pair: tuple[Layout, Layout], t: TensorType, times: int) -> int:
+    def _flow(self, name: str, change: _Change) -> int:
         """A variable that pays for a change of layout."""
-        flow = self.linear.column(name, cost * 1e6)
+        flow = self.linear.column(name, change.cost)
         if self.given.launched:
-            key = (*pair, t, times)
-            if key not in self.hosts:
-                self.hosts[key] = change_host(self.given, *pair, t, times)
-            self.ahead.append((flow, (cost - self.hosts[key]) * 1e6))
+            self.ahead.append((flow, change.ahead))
         return flow
 
     def add_host(self) -> None:
@@ -300,44 +314,40 @@ class _Model:
         late = self.linear.column("late", LATE, upper=INFINITY)
         self._row("launched", [(late, 1.0), *self.ahead])
 
-    def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
-        key = (have, want, t, times, source.group in self.given.fixed, source.group in self.given.params)
-        if key not in self.changes:
-            self.changes[key] = self._changed(source, have, want, t, times)
-        return self.changes[key]
-
-    def _changed(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> float | None:
+    def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> _Change | None:
         if source.group in self.given.fixed and needs_transition(have, want, t):
             return None
         if _forbidden(self.given, source, have, want, t):
             return None
         cost = change_cost(self.given, have, want, t, times)
-        return cost * IN_PLACE_PREFERRED if cost and source.group in self.given.params else cost
+        if cost is None:
+            return None
+        cost *= IN_PLACE_PREFERRED if source.group in self.given.params else 1.0
+        return _Change(cost * 1e6, (cost - change_host(self.given, have, want, t, times)) * 1e6)
 
     def _add_edge(
         self,
         name: str,
         makers: Mapping[Layout, list[Var]],
         wants: Mapping[Layout, list[Var]],
-        costs: Mapping[tuple[Layout, Layout], float | None],
+        changes: Mapping[tuple[Layout, Layout], _Change | None],
         shared: Mapping[tuple[Layout, Layout], int],
-        t: TensorType,
-        times: int,
     ) -> None:
         """One reader: what flows from the layouts that are made to those that it wants is one unit."""
         made: list[list[tuple[Var, float]]] = [[(x, -1.0) for x in xs] for xs in makers.values()]
         read: list[list[tuple[Var, float]]] = [[(x, -1.0) for x in xs] for xs in wants.values()]
         for i, have in enumerate(makers):
             for j, want in enumerate(wants):
-                cost = costs[have, want]
-                if cost is None:
+                change = changes[have, want]
+                if change is None:
                     continue
                 label = f"{name}_{i}_{j}"
-                if (have, want) in shared:
+                pays = shared.get((have, want))
+                if pays is not None:
                     flow = self.linear.column(f"w_{label}")
-                    self.linear.row(f"once_{label}", [(shared[have, want], 1.0), (flow, -1.0)], 0.0, INFINITY)
+                    self.linear.row(f"once_{label}", [(pays, 1.0), (flow, -1.0)], 0.0, INFINITY)
                 else:
-                    flow = self._flow(f"w_{label}", cost, (have, want), t, times) if cost else self.linear.column(f"w_{label}")
+                    flow = self._flow(f"w_{label}", change) if change.cost else self.linear.column(f"w_{label}")
                 made[i].append((flow, 1.0))
                 read[j].append((flow, 1.0))
         for i, terms in enumerate(made):

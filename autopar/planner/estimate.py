@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.axes import LAYERS
+from autopar.errors import Infeasible
 from autopar.ir import Span
 from autopar.planner.exchange import LeastOnce, Once
 from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
@@ -21,6 +22,7 @@ from autopar.planner.plan import StagePlan
 from autopar.planner.prologue import prologue_s
 from autopar.planner.rank_pieces import RankPieces
 from autopar.planner.relaxed import Ends, least_of_stages
+from autopar.planner.solver import OutOfBudget
 from autopar.planner.stage_account import stage_bytes
 from cost_models.cluster import Gpu
 from cost_models.memory import OPTIMIZERS
@@ -68,10 +70,10 @@ class Estimator(RankPieces):
     def prices(self) -> tuple[float, ...]:
         """Of a byte that a micro-batch keeps, in seconds: what running the pieces again costs for each byte less (running all again, where
         nothing can), and much more. Rounded to powers of two, so that choices that differ little have the same."""
-        pairs = [(p.modes[-1].again_s, p.modes[0].kept_bytes - p.modes[-1].kept_bytes) for p in self.plain]
+        pairs = [(p.modes[-1].again_s, p.modes[0].kept_bytes - p.modes[-1].kept_bytes) for p in self.kept]
         seconds, nbytes = (sum(x) for x in zip(*pairs, strict=True))
         if not seconds or not nbytes:
-            seconds, nbytes = sum(p.forward_s for p in self.plain), sum(p.modes[0].kept_bytes for p in self.plain)
+            seconds, nbytes = sum(p.forward_s for p in self.kept), sum(p.modes[0].kept_bytes for p in self.kept)
         if not seconds or not nbytes:
             return ()
         price = 2.0 ** round(math.log2(seconds / nbytes))
@@ -96,16 +98,33 @@ class Estimator(RankPieces):
 
     @property
     def relaxes(self) -> bool:
-        """Whether `least_of_stages_s` can say more than `least_s`, in less time than it takes to cut the stages. With few pieces on a stage
-        what counts is that they are whole."""
+        """Whether `least_of_stages_s` can say more than `least_s`, in less time than it takes to cut the stages. With few pieces on each of
+        several stages what counts is that they are whole."""
         flow = self.flow
-        return flow.ranks > 1 and (not flow.closed_form or len(self.segments) >= MANY * flow.stages)
+        return flow.stages == 1 or not flow.closed_form or len(self.segments) >= MANY * flow.stages
 
     def least_of_stages_s(self, limit_bytes: float, worth_s: float = math.inf) -> float:
         """No stages and modes that fit make a faster step, by a bound that knows of memory; infinite where none fit. worth_s: that it is
         above this is enough to know."""
-        pieces, ends_s = self.pieces, self.least_ends_s
-        return ends_s + least_of_stages(pieces, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
+        ends_s = self.least_ends_s
+        if self.flow.stages == 1:
+            return ends_s + self._least_of_one_s(limit_bytes)
+        return ends_s + least_of_stages(self.lean, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
+
+    def _least_of_one_s(self, limit_bytes: float) -> float:
+        """Of one stage without what ends a step: of its modes the best ones for what they keep alone."""
+        flow = self.flow
+        try:
+            part = partition(
+                self.lean, stages=1, micro_batches=flow.micro_batches, in_flight=flow.in_flight, limit_bytes=limit_bytes,
+                recompute=self.recompute,
+            )  # fmt: skip
+        except OutOfBudget:
+            return 0.0
+        except Infeasible:
+            return math.inf
+        assert part is not None, "only what must be worth something may be of no use"
+        return part.outcome.bound
 
     @functools.cached_property
     def _least_once(self) -> Ends:

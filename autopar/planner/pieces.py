@@ -37,7 +37,8 @@ class AtRest:
 class PieceMaker:
     """seconds: (forward, backward) of every segment. activity: of the whole program, whose gradients and units pieces share. at_rest: of
     the parameters that first appear in each segment; reads: all that each reads; trains: whether one of them is trained.
-    reduced: values whose gradients are copied for a reduction at the end."""
+    reduced: values whose gradients are copied for a reduction at the end. passes: whether it is worked out what a pass needs beside what is
+    kept; without it a piece needs no more than it keeps, which takes little time to know and is a bound from below."""
 
     ledger: Ledger
     cuts: Cuts
@@ -49,6 +50,7 @@ class PieceMaker:
     trains: Sequence[bool]
     reduced: Collection[str]
     recompute: str
+    passes: bool = True
     _spans: dict[tuple[str, int], list[tuple[Span, ...]]] = field(default_factory=dict)
     _again: dict[tuple[int, tuple[Span, ...]], float] = field(default_factory=dict)
     _bytes: dict[tuple[object, ...], PieceBytes] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class PieceMaker:
         a = self.activity
         made = tuple(tuple((v, x[0], x[1] * (v in a.at_once)) for v, x in own.items()) for own in owned)
         used = (frozenset(a.where_used.items()), frozenset(a.units.items())) if a.where_used else ()
-        key = (self.segments.segments, self.recompute, made, used, a.bucket_bytes, a.accumulates, frozenset(a.sent.items()))
+        in_passes = (made, used, a.bucket_bytes, a.accumulates, frozenset(a.sent.items())) if self.passes else ()
+        key = (self.segments.segments, self.recompute, in_passes)
         if key not in self.ledger.in_modes:
             self.ledger.in_modes[key] = self._found(owned)
         held: Held = self.ledger.in_modes[key]  # type: ignore[assignment]
@@ -94,7 +97,7 @@ class PieceMaker:
         for k, storages in enumerate(kept):
             for x in storages:
                 first.setdefault(x, k)
-        units = self.liveness.units(self.activity)
+        units = self.liveness.units(self.activity) if self.passes else None
         modes: list[tuple[Mode, ...]] = []
         arriving = Arriving.of((self.ledger.program.loss,), self.ledger.program)
         for k in reversed(range(len(every))):
@@ -131,10 +134,10 @@ class PieceMaker:
         return float(sum(n for x, n in storages.items() if first.get(x, k + 1) > k))
 
     def _modes(
-        self, segment: Segment, own: Mapping[str, tuple[int, int]], before: set[str], units: Units, arriving: Arriving
+        self, segment: Segment, own: Mapping[str, tuple[int, int]], before: set[str], units: Units | None, arriving: Arriving
     ) -> tuple[Mode, ...]:
         """Of a segment; own: the gradients that are counted at it; before: what earlier ones keep of what it keeps; arriving: the
-        gradients that those behind it leave, and then those that it leaves."""
+        gradients that those behind it leave, and then those that it leaves. units: none where passes are left out."""
         span = segment.span
         first = arriving.copy()
         choices: list[tuple[str, tuple[Span, ...]]] = [("none", ())]
@@ -144,11 +147,16 @@ class PieceMaker:
         modes: list[Mode] = []
         for name, offsets in choices:
             spans = tuple(Span(span.start + s.start, span.start + s.stop) for s in offsets)
-            b = self._of(segment, spans, own, before, units, arriving if not spans else first.copy())
-            mode = Mode(
-                name=name, again_s=sum(self._again_s(segment, s) for s in spans), kept_bytes=float(sum(b.kept.values())),
-                forward_bytes=float(b.forward), backward_bytes=float(b.backward), later_bytes=float(b.later), spans=offsets,
-            )  # fmt: skip
+            again_s = sum(self._again_s(segment, s) for s in spans)
+            if units is None:
+                kept = sum(n for x, n in self.liveness.kept(span, spans).items() if x not in before)
+                mode = Mode(name=name, again_s=again_s, kept_bytes=float(kept), spans=offsets)
+            else:
+                b = self._of(segment, spans, own, before, units, arriving if not spans else first.copy())
+                mode = Mode(
+                    name=name, again_s=again_s, kept_bytes=float(sum(b.kept.values())), forward_bytes=float(b.forward),
+                    backward_bytes=float(b.backward), later_bytes=float(b.later), spans=offsets,
+                )  # fmt: skip
             if not modes or mode.kept_bytes < modes[0].kept_bytes:
                 modes.append(mode)
         return tuple(modes)

@@ -57,21 +57,36 @@ class RankPieces:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces as the program over stages sees them: of what must fit, the upper end of an interval, their bytes are the bound from
         below that is nearest (`more`)."""
-        counted = {p: p.with_more(self.more.saved) for p in dict.fromkeys(self.plain)}
-        return tuple(counted[p] for p in self.plain)
+        return self._counted(self.plain)
+
+    @functools.cached_property
+    def lean(self) -> tuple[Piece, ...]:
+        """The same, but that a pass needs nothing beside what is kept: below what they are, and found in a fraction of the time."""
+        return self._counted(self.kept)
+
+    def _counted(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        counted = {p: p.with_more(self.more.saved) for p in dict.fromkeys(pieces)}
+        return tuple(counted[p] for p in pieces)
 
     @functools.cached_property
     def more(self) -> More:
         """For how much what is saved counts: that of a rank that is full of it, if there is so much."""
         flow, gpu = self.flow, self.cluster.gpu
-        rests = sum(p.rest_bytes for p in self.plain) / flow.ranks
-        kept = sum(p.modes[0].kept_bytes for p in self.plain) / flow.ranks * max(flow.in_flight)
+        rests = sum(p.rest_bytes for p in self.kept) / flow.ranks
+        kept = sum(p.modes[0].kept_bytes for p in self.kept) / flow.ranks * max(flow.in_flight)
         saved = min(kept, max(0.0, gpu.memory_bytes - gpu.context_bytes - rests))
         return more_for(saved, rests + saved, gpu.context_bytes, self.recipe.allocator_slack)
 
     @functools.cached_property
     def plain(self) -> tuple[Piece, ...]:
         """The segments in the modes that the pin on recompute leaves, with their bytes as liveness counts them."""
+        return self._made(passes=True)
+
+    @functools.cached_property
+    def kept(self) -> tuple[Piece, ...]:
+        return self._made(passes=False)
+
+    def _made(self, *, passes: bool) -> tuple[Piece, ...]:
         segments, seen = self.segments.segments, set[str]()
         at_rest, reads = [], [self.read(x.span) for x in segments]
         for own in reads:
@@ -80,7 +95,7 @@ class RankPieces:
         return PieceMaker(
             ledger=self.rank.ledger, cuts=self.rank.cuts, segments=self.segments, seconds=self._seconds, at_rest=at_rest, reads=reads,
             activity=self.activity(Span(0, len(self.rank.program.ops)), (), seen), recompute=self.recompute,
-            trains=self.trains, reduced=self._copied(seen),
+            trains=self.trains, reduced=self._copied(seen), passes=passes,
         ).pieces()  # fmt: skip
 
     @functools.cached_property

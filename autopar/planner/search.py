@@ -129,6 +129,7 @@ class Search(Question):
         self._numbers = numbers = itertools.count()
         self.unsure = set[Choice]()
         self._forms: dict[Choice, list[Estimator]] = {}  # by the choice without its form: those of different assignments
+        self._cut: dict[Choice, list[Estimator]] = {}  # the same, of those whose stages were cut
         self._with_leaner = set[Choice]()
         queue: list[_Entry] = []
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
@@ -208,8 +209,8 @@ class Search(Question):
         if not self._could_fit(choice, rank):
             hopeless.append(entry)
             return
-        forms = self._forms.setdefault(dataclasses.replace(choice, form=self.space.form), [])
-        if any(_no_better(estimator, other) for other in forms):
+        forms = self._forms.setdefault(self._without_form(choice), [])
+        if any(estimator.rank.ledger is other.rank.ledger for other in forms):
             return
         forms.append(estimator)
         entry.estimator = estimator
@@ -222,9 +223,11 @@ class Search(Question):
         assert estimator is not None
         room, worth_s = estimator.room_bytes(self.memory_limit_bytes), _fastest_s(queue)
         least_s = self.known.timed("stages", lambda: estimator.least_of_stages_s(room, worth_s))
+        runs_again = estimator.flow.stages == 1 and least_s > entry.least_s * (1 + NEAR)
         entry.least_s, entry.relaxed = max(entry.least_s, least_s), True
-        if math.isinf(least_s):
+        if runs_again or math.isinf(least_s):
             self._leaner(entry, queue)
+        if math.isinf(least_s):
             hopeless.append(entry)
         else:
             heapq.heappush(queue, entry)
@@ -233,8 +236,13 @@ class Search(Question):
         """Cut the stages. A choice that is no faster than a draft that there is waits behind it, in case that does not fit after all."""
         estimator = entry.estimator
         assert estimator is not None
+        forms = self._cut.setdefault(self._without_form(entry.choice), [])
+        if any(_no_better(estimator, other) for other in forms):
+            return
+        forms.append(estimator)
         self.said.cut += 1
-        worth_s = WORTH * _fastest_s(queue)
+        exact_s = min((e.least_s for e in queue if e.exact is not None), default=math.inf)
+        worth_s = min(WORTH * _fastest_s(queue), exact_s)
         draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
         if draft == NO_BETTER or draft is None or draft.part.recomputed:
             self._leaner(entry, queue)
@@ -276,6 +284,9 @@ class Search(Question):
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
+
+    def _without_form(self, choice: Choice) -> Choice:
+        return dataclasses.replace(choice, form=self.space.form)
 
     def _could_fit(self, choice: Choice, rank: Rank | str | None = None) -> bool:
         """Whether what rests on the fullest rank leaves room. rank: of this choice, if it is known."""

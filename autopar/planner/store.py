@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopar.axes import BATCH
-from autopar.catalog import strategies_of
 from autopar.errors import Infeasible
 from autopar.ir import I, Layout, Program, Strategy
 from autopar.measure import Live, Pricer
@@ -25,7 +24,8 @@ from autopar.planner.moments import Moments, NotSplittable, by_samples, split_in
 from autopar.planner.price import Ledger
 from autopar.planner.problems import axis_choices, axis_leaves, axis_problem
 from autopar.planner.rank import Rank
-from autopar.planner.shard import Assignment, shard, view_of
+from autopar.planner.shard import Assignment, shard
+from autopar.planner.solved import Solved, restricted
 from autopar.planner.solver import Outcome
 from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import legal_cuts
@@ -64,7 +64,8 @@ class Store:
     _whole_moments: dict[Split, tuple[Assignment | None, Moments | str]] = field(default_factory=dict)  # of the program as it is
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
-    _inner: dict[tuple[object, ...], tuple[Assignment, Outcome]] = field(default_factory=dict)
+    _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int], Solved]] = field(default_factory=dict)  # by an axis and its form, by
+    # the program's operators and the samples of its batch
     _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
     _inner_choices: dict[tuple[int, str, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the program's identity
 
@@ -293,17 +294,18 @@ class Store:
         """Such an axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         names = frozenset(op.name for op in body.ops)
-        key = (body.batch_size or 0, axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form, names)
-        if key in self._inner:
-            return self._inner[key]
+        asked = (axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form)
+        solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0)
+        if key in solved:
+            return solved[key].assignment, solved[key].outcome
         if not exactly:
-            for known_key, known in self._inner.items():
-                if known_key[1:] == key[1:] and _fits(known[0], body):
-                    return known
+            for (more, _), known in solved.items():
+                if names <= more and (here := restricted(known, body)) is not None:
+                    return here, known.outcome
         problem = self.problem(axis, mesh, body, form)
         solution = self._solve_inner(problem, form)
-        self._inner[key] = (solution.assignment, solution.outcome)
-        return self._inner[key]
+        solved[key] = Solved(body, solution.assignment, solution.outcome)
+        return solution.assignment, solution.outcome
 
     def problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
         """What is to decide on an axis, as it is asked of it."""
@@ -343,14 +345,3 @@ class Store:
         self.split_notes[f"{problem.axis}={problem.n}: splitting this model's work costs more in communication than it saves"] = None
         busy = with_work_split(problem.choices, splitting)
         return self._solved(f"{problem.axis} axis", dataclasses.replace(problem, choices=busy), 5e-3)
-
-
-def _fits(assignment: Assignment, body: Program) -> bool:
-    """Whether every strategy of an assignment is one of this program's own, so that it is sound here too."""
-    for op in body.ops:
-        s = assignment.ops[op.name]
-        groups = frozenset({1, *(x.groups for x in (*s.inputs, *s.outputs) if x.is_shard)})
-        if s not in strategies_of(view_of(body, op, assignment.n, groups)):
-            return False
-    leaves = {x.value for x in body.leaves}
-    return leaves == set(assignment.leaves)

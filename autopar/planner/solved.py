@@ -1,0 +1,53 @@
+"""An axis of a program as it was solved, and what of that holds for another program of the same operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from autopar.catalog import strategies_of
+from autopar.ir import Layout, Program, refs
+from autopar.planner.axis import can_change
+from autopar.planner.problems import axis_leaves
+from autopar.planner.shard import Assignment, view_of
+from autopar.planner.solver import Outcome
+
+__all__ = ["Solved", "restricted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """An axis of a program, and what was chosen for it."""
+
+    program: Program
+    assignment: Assignment
+    outcome: Outcome
+
+
+def restricted(known: Solved, body: Program) -> Assignment | None:
+    """What was chosen for another program that has all of this one's operators, for these; None where a strategy is none of this program's
+    own, so that it would not be sound here. A program of a micro-batch has leaves that the one of a whole batch makes: they lie as they are
+    made there, if they can, or are brought from where they lie to where they are read."""
+    chosen, n = known.assignment, known.assignment.n
+    ops = {op.name: chosen.ops[op.name] for op in body.ops}
+    for op in body.ops:
+        s = ops[op.name]
+        groups = frozenset({1, *(x.groups for x in (*s.inputs, *s.outputs) if x.is_shard)})
+        if s not in strategies_of(view_of(body, op, n, groups)):
+            return None
+    names = {x.value for x in body.leaves}
+    if names == set(chosen.leaves):
+        return chosen
+    made = {
+        o: x for op in known.program.ops
+        for o, x in zip((o for o in op.outputs if o is not None), chosen.ops[op.name].outputs, strict=True)
+    }  # fmt: skip
+    may, leaves = axis_leaves(body, chosen.axis), dict[str, Layout]()
+    for v in names:
+        x = chosen.leaves.get(v, made.get(v))
+        leaves[v] = x if x is not None and x in may.get(v, (x,)) else may[v][0]
+    for op in body.ops:
+        for r, want in zip(refs(op), ops[op.name].inputs, strict=True):
+            if r in leaves and r not in chosen.leaves and not can_change(leaves[r], want, body.types[r], n):
+                return None
+    return dataclasses.replace(chosen, ops=ops, leaves=leaves)
