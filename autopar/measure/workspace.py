@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,25 +22,38 @@ from autopar.run.mesh import Axis
 __all__ = ["Workspace", "workspace"]
 
 Strides = tuple[int, ...]
+Backward = tuple[int, tuple[int, ...]]  # bytes beside what is alive, and of each operand's gradient
 _ALONE = Axis(name="one", size=1, rank=0, ranks=(0,))  # local code runs over one rank as over many, without a process group
 _BACKWARD = {t.function: t.backward for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Workspace:
     """Bytes. results: of new storage, by result (0: it shares an operand's). forward: the most that is alive in forward beside
     operands, results and what is kept. saved: the indices of operands and of results that autograd keeps, and the bytes of what
-    is neither. backward: the most that is alive in backward beside all these and the results' gradients. gradients: of new
-    storage, by operand (0: it has none, or shares the storage of a result's gradient). strides: of the results."""
+    is neither. strides: of the results. passed_back: finds the two of backward, which takes longer than all else."""
 
     results: tuple[int, ...]
     forward: int
     saved_inputs: tuple[int, ...]
     saved_outputs: tuple[int, ...]
     saved_other: int
-    backward: int
-    gradients: tuple[int, ...]
     strides: tuple[Strides, ...]
+    passed_back: Callable[[], Backward] = field(compare=False, repr=False)
+
+    @functools.cached_property
+    def backward(self) -> int:
+        """The most that is alive in backward beside all these and the results' gradients."""
+        return self._passed_back[0]
+
+    @functools.cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """Of new storage, by operand (0: it has none, or shares the storage of a result's gradient)."""
+        return self._passed_back[1]
+
+    @functools.cached_property
+    def _passed_back(self) -> Backward:
+        return self.passed_back()
 
 
 def workspace(
@@ -67,11 +80,39 @@ def _workspace(
     if target.startswith("autopar.C."):
         return _of_transition(target.rpartition(".")[2], dict(kwargs), ins[0], strides[0], outs[0])
     op = Op(target=target, args=args, kwargs=kwargs, outputs=tuple(f"y{k}" for k in range(returns)), no_grad=no_grad, multi=multi)
-    on_meta = target in SAME_ON_META  # where the operator allocates the same on every device: see `count`
+    with _ran(op, ins, strides) as ran:
+        tensors, results, saved = ran.tensors, ran.results, ran.saved
+        own = {_storage(t): k for k, t in reversed(list(enumerate(tensors)))}
+        made = {_storage(t): k for k, t in reversed([(k, t) for k, t in enumerate(results) if t is not None]) if _storage(t) not in own}
+        other = {_storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in own and _storage(t) not in made}
+        saved_in = {own[_storage(t)] for t in saved if _storage(t) in own}
+        saved_out = {made[_storage(t)] for t in saved if _storage(t) in made}
+        fresh = tuple(t.untyped_storage().nbytes() if t is not None and made.get(_storage(t)) == k else 0 for k, t in enumerate(results))
+        return Workspace(
+            results=fresh, forward=ran.peak_bytes, saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)),
+            saved_other=sum(other.values()), strides=tuple(t.stride() if t is not None else () for t in results),
+            passed_back=functools.partial(_ran_back, op, ins, strides),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ran:
+    """An operator that has run on fake tensors. peak_bytes: beside what is alive behind it; saved: what autograd keeps."""
+
+    tracker: MemoryTracker
+    tensors: list[Tensor]
+    results: tuple[Tensor | None, ...]
+    saved: list[Tensor]
+    peak_bytes: int
+
+
+@contextlib.contextmanager
+def _ran(op: Op, ins: Sequence[TensorType], strides: Sequence[Strides]) -> Iterator[_Ran]:
+    on_meta = op.target in SAME_ON_META  # where the operator allocates the same on every device: see `count`
     with contextlib.nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True):
         device = "meta" if on_meta else "cpu"
         tensors = [
-            torch.empty_strided(t.shape, stride, dtype=t.dtype, requires_grad=t.grad and not no_grad, device=device)
+            torch.empty_strided(t.shape, stride, dtype=t.dtype, requires_grad=t.grad and not op.no_grad, device=device)
             for t, stride in zip(ins, strides, strict=True)
         ]
         tracker, saved = MemoryTracker(), list[Tensor]()
@@ -83,20 +124,14 @@ def _workspace(
         tracker.hold(tensors, "operands")
         with tracker, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             results = _run(op, {f"x{k}": t for k, t in enumerate(tensors)})
-        forward = tracker.peak_bytes - tracker.live_bytes
-        own = {_storage(t): k for k, t in reversed(list(enumerate(tensors)))}
-        made = {_storage(t): k for k, t in reversed([(k, t) for k, t in enumerate(results) if t is not None]) if _storage(t) not in own}
-        other = {_storage(t): t.untyped_storage().nbytes() for t in saved if _storage(t) not in own and _storage(t) not in made}
-        saved_in = {own[_storage(t)] for t in saved if _storage(t) in own}
-        saved_out = {made[_storage(t)] for t in saved if _storage(t) in made}
-        saved.clear()
-        fresh = tuple(t.untyped_storage().nbytes() if t is not None and made.get(_storage(t)) == k else 0 for k, t in enumerate(results))
-        backward, gradients = _backward(tracker, tensors, results)
-    return Workspace(
-        results=fresh, forward=forward, saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)),
-        saved_other=sum(other.values()), backward=backward, gradients=gradients,
-        strides=tuple(t.stride() if t is not None else () for t in results),
-    )  # fmt: skip
+        peak_bytes = tracker.peak_bytes - tracker.live_bytes
+        yield _Ran(tracker=tracker, tensors=tensors, results=results, saved=saved, peak_bytes=peak_bytes)
+
+
+def _ran_back(op: Op, ins: Sequence[TensorType], strides: Sequence[Strides]) -> Backward:
+    with _ran(op, ins, strides) as ran:
+        ran.saved.clear()
+        return _backward(ran.tracker, ran.tensors, ran.results)
 
 
 def _run(op: Op, env: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
@@ -113,7 +148,7 @@ def _run(op: Op, env: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
     return tuple(result) if op.multi else (result,)
 
 
-def _backward(tracker: MemoryTracker, operands: Sequence[Tensor], results: Sequence[Tensor | None]) -> tuple[int, tuple[int, ...]]:
+def _backward(tracker: MemoryTracker, operands: Sequence[Tensor], results: Sequence[Tensor | None]) -> Backward:
     """(most bytes beside what is alive, bytes of new storage by operand) of the backward pass."""
     roots = [t for t in results if t is not None and t.requires_grad and t.grad_fn is not None]
     leaves = [t for t in operands if t.requires_grad]
@@ -152,8 +187,8 @@ def _of_transition(function: str, kwargs: Mapping[str, Arg], have: TensorType, s
     packed = moved if packs and (kwargs.get("dim") != 0 or kwargs.get("groups", 1) != 1) else 0  # parts of dim 0 lie as they are sent
     return Workspace(
         results=(0 if same else made.nbytes,), forward=packed, saved_inputs=(), saved_outputs=(), saved_other=0,
-        backward=gradient + (packed if have.grad and function != "gather" else 0), gradients=(gradient,),
         strides=(part.stride() if same else torch.empty(made.shape, device="meta").stride(),),
+        passed_back=lambda: (gradient + (packed if have.grad and function != "gather" else 0), (gradient,)),
     )  # fmt: skip
 
 

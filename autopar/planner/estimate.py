@@ -21,7 +21,7 @@ from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_
 from autopar.planner.plan import StagePlan
 from autopar.planner.prologue import prologue_s
 from autopar.planner.rank_pieces import RankPieces
-from autopar.planner.relaxed import Ends, least_of_stages
+from autopar.planner.relaxed import Ends, Relaxed, least_of_stages
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.stage_account import stage_bytes
 from cost_models.cluster import Gpu
@@ -98,20 +98,22 @@ class Estimator(RankPieces):
 
     @property
     def relaxes(self) -> bool:
-        """Whether `least_of_stages_s` can say more than `least_s`, in less time than it takes to cut the stages. With few pieces on each of
+        """Whether `least_of_stages` can say more than `least_s`, in less time than it takes to cut the stages. With few pieces on each of
         several stages what counts is that they are whole."""
         flow = self.flow
         return flow.stages == 1 or not flow.closed_form or len(self.segments) >= MANY * flow.stages
 
-    def least_of_stages_s(self, limit_bytes: float, worth_s: float = math.inf) -> float:
-        """No stages and modes that fit make a faster step, by a bound that knows of memory; infinite where none fit. worth_s: that it is
-        above this is enough to know."""
+    def least_of_stages(self, limit_bytes: float, worth_s: float = math.inf) -> Relaxed:
+        """No stages and modes that fit make a faster step, by a bound that knows of memory. worth_s: that it is above this is enough to
+        know."""
         ends_s = self.least_ends_s
         if self.flow.stages == 1:
-            return ends_s + self._least_of_one_s(limit_bytes)
-        return ends_s + least_of_stages(self.lean, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
+            found = self._least_of_one(limit_bytes)
+        else:
+            found = least_of_stages(self.lean, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
+        return found._replace(seconds=ends_s + found.seconds)
 
-    def _least_of_one_s(self, limit_bytes: float) -> float:
+    def _least_of_one(self, limit_bytes: float) -> Relaxed:
         """Of one stage without what ends a step: of its modes the best ones for what they keep alone."""
         flow = self.flow
         try:
@@ -120,11 +122,11 @@ class Estimator(RankPieces):
                 recompute=self.recompute,
             )  # fmt: skip
         except OutOfBudget:
-            return 0.0
+            return Relaxed(0.0, True)
         except Infeasible:
-            return math.inf
+            return Relaxed(math.inf, True)
         assert part is not None, "only what must be worth something may be of no use"
-        return part.outcome.bound
+        return Relaxed(part.outcome.bound, bool(part.recomputed))
 
     @functools.cached_property
     def _least_once(self) -> Ends:

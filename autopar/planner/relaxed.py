@@ -26,7 +26,7 @@ from autopar.planner.solver import INFINITY, Linear, OutOfBudget, solve
 from autopar.planner.stage_account import Piece, allowed
 from cost_models.pipeline import Flow
 
-__all__ = ["Ends", "least_of_stages"]
+__all__ = ["Ends", "Relaxed", "least_of_stages"]
 
 PATHS = 6  # that are added
 NEAR = 1e-3  # of the bound, by which a path must raise it
@@ -45,12 +45,20 @@ class Ends:
     overlaps_gathers: bool
 
 
+class Relaxed(NamedTuple):
+    """seconds: below which no stages and modes that fit come; infinite if none do. runs_again: whether something of the pieces must run
+    again, or nothing fits."""
+
+    seconds: float
+    runs_again: bool
+
+
 def least_of_stages(
     pieces: Sequence[Piece], flow: Flow, limit_bytes: float, recompute: str, ends: Ends, worth_s: float = math.inf
-) -> float:  # fmt: skip
-    """Seconds below which no pipeline of these pieces comes that fits into so many bytes, with what is done once a step after it; infinite
-    if none fits. worth_s: that it is above this is enough to know."""
-    return _Relaxed(pieces, flow, limit_bytes, recompute, ends).least_s(worth_s)
+) -> Relaxed:  # fmt: skip
+    """Of a pipeline of these pieces that fits into so many bytes, with what is done once a step after it. worth_s: that it is above this is
+    enough to know."""
+    return _Problem(pieces, flow, limit_bytes, recompute, ends).least(worth_s)
 
 
 class _Part(NamedTuple):
@@ -70,7 +78,7 @@ class _Part(NamedTuple):
         return self.piece.forward_s + self.backward_s
 
 
-class _Relaxed:
+class _Problem:
     """parts: by stage. t, e: columns."""
 
     def __init__(self, pieces: Sequence[Piece], flow: Flow, limit_bytes: float, recompute: str, ends: Ends) -> None:
@@ -177,20 +185,21 @@ class _Relaxed:
         """These terms come to no more than a column."""
         self.problem.row(f"most_{len(self.problem.rows)}", [*terms, (most, -1.0)], -INFINITY, 0.0)
 
-    def least_s(self, worth_s: float) -> float:
-        least = 0.0
+    def least(self, worth_s: float) -> Relaxed:
+        least, again = 0.0, False
         for _ in range(PATHS + 1):
             try:
                 found = solve(self.problem)
             except Infeasible:
-                return math.inf
+                return Relaxed(math.inf, True)
             except OutOfBudget:
                 break
             before, least = least, max(least, found.outcome.bound)
+            again = again or any(found.values[x.column] > SAFE for parts in self.parts for x in parts if x.mode.again_s > 0)
             solved = found.outcome.status == "solved" and before * (1 + NEAR) < least < worth_s / self.unit_s
             if not solved or not self._path(found.values):
                 break
-        return least * (1 - SAFE) * self.unit_s
+        return Relaxed(least * (1 - SAFE) * self.unit_s, again)
 
     def _path(self, values: Sequence[float]) -> bool:
         """Add the longest path of the actions of these stages; False where it is no longer than what is there."""

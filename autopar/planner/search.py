@@ -222,12 +222,11 @@ class Search(Question):
         estimator = entry.estimator
         assert estimator is not None
         room, worth_s = estimator.room_bytes(self.memory_limit_bytes), _fastest_s(queue)
-        least_s = self.known.timed("stages", lambda: estimator.least_of_stages_s(room, worth_s))
-        runs_again = estimator.flow.stages == 1 and least_s > entry.least_s * (1 + NEAR)
-        entry.least_s, entry.relaxed = max(entry.least_s, least_s), True
-        if runs_again or math.isinf(least_s):
+        least = self.known.timed("stages", lambda: estimator.least_of_stages(room, worth_s))
+        entry.least_s, entry.relaxed = max(entry.least_s, least.seconds), True
+        if least.runs_again:
             self._leaner(entry, queue)
-        if math.isinf(least_s):
+        if math.isinf(least.seconds):
             hopeless.append(entry)
         else:
             heapq.heappush(queue, entry)
