@@ -26,10 +26,18 @@ def prologue_s(rank: Rank, pricer: Pricer) -> float:
 
 
 def prologue_parts_s(rank: Rank, pricer: Pricer) -> tuple[float, float]:
-    """The device's time, and the host's to issue it. Nothing of it is differentiated."""
+    """The device's time, and the host's to issue it. Nothing of it is differentiated. Found once for a rank, if nothing is measured."""
     moments = rank.moments
     if not moments.prologue:
         return 0.0, 0.0
+    key = rank.mesh, rank.micro_batches, pricer.recipe
+    if pricer.live is not None or key not in rank.in_prologue:
+        rank.in_prologue[key] = _parts_s(rank, pricer)
+    return rank.in_prologue[key]
+
+
+def _parts_s(rank: Rank, pricer: Pricer) -> tuple[float, float]:
+    moments = rank.moments
     known = {**moments.body.types, **moments.prologue_types}
     read = {r for op in moments.prologue for r in refs(op)} | set(moments.prologue_types)
     program = moments.body.replace(types={v: _whole(rank, v, known) for v in read})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from autopar.ir import Program
 from autopar.planner.lower import Inner
@@ -20,7 +21,8 @@ __all__ = ["Rank"]
 class Rank:
     """The program of one rank and one micro-batch, priced. data: the assignment on the axis that divides the batch; inner: on those that
     divide operators. made_for: the (data-parallel ranks, micro-batches) that it was made for. Another split into micro-batches of the same
-    size has the same operators, so that it costs the same, but states other counts of ranks and moments: a plan is made from its own."""
+    size has the same operators, so that it costs the same, but states other counts of ranks and moments: a plan is made from its own.
+    in_prologue: what a prologue takes, once it is known (prologue.py)."""
 
     mesh: Mesh
     moments: Moments
@@ -32,3 +34,4 @@ class Rank:
     outcomes: tuple[Outcome, ...]
     micro_batches: int
     made_for: tuple[int, int]
+    in_prologue: dict[Hashable, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
