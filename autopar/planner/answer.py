@@ -29,7 +29,7 @@ from autopar.planner.shortfall import (
     tried,
     values_that_do,
 )
-from autopar.planner.space import Form, Mesh
+from autopar.planner.space import Form
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
 from autopar.planner.words import choice_words
@@ -209,11 +209,13 @@ def _split_share(body: Program, assignment: Assignment) -> float:
 
 
 def _alternatives(said: Searched, chosen: Candidate) -> list[str]:
-    """The next best of other meshes or resting places, as they were priced by their pieces."""
-    seen: dict[tuple[Mesh, str], Draft] = {(chosen.mesh, chosen.rest.name): None}  # type: ignore[dict-item]
-    for d in said.drafts:
-        seen.setdefault((d.choice.mesh, d.choice.rest.name), d)
-    return [_one_line(d) for d in list(seen.values())[1:6]]
+    """The next best of other meshes or resting places, as they were priced by their pieces; where that was enough to know that they are no
+    better, by what they cost at least."""
+    lines = {(d.choice.mesh, d.choice.rest.name): (d.times.step_s, _one_line(d)) for d in reversed(said.drafts)}
+    for least_s, choice in said.behind:
+        lines.setdefault((choice.mesh, choice.rest.name), (least_s, f"{choice.words}: at least {seconds_text(least_s)}"))
+    lines.pop((chosen.mesh, chosen.rest.name), None)
+    return [line for _, line in sorted(lines.values())[:5]]
 
 
 def _one_line(d: Draft) -> str:

@@ -59,7 +59,8 @@ class Elsewhere:
 @dataclass(kw_only=True)
 class Searched:
     """What a search can tell at its end. choices: in the space; explored: priced; cut: into stages; unexplored: given up when it was
-    stopped; left: never looked at, because they could not be better. short: of each line of `refused` about
+    stopped; left: never looked at, because they could not be better. drafts, behind: what was priced and is not the plan, the fastest
+    first: with stages, and by what its pieces cost at least. short: of each line of `refused` about
     memory, the bytes that are missing; noted: that line of a choice. bound_s: no plan of the space is faster."""
 
     refused: dict[str, None] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Searched:
     noted: dict[Choice, str] = field(default_factory=dict)
     least: Least | None = None
     drafts: list[Draft] = field(default_factory=list)
+    behind: list[tuple[float, Choice]] = field(default_factory=list)
     choices: int = 0
     explored: int = 0
     cut: int = 0

@@ -149,6 +149,7 @@ class Search(Question):
                 least = min([entry.least_s, *(e.least_s for e in queue if e.exact is None and e.draft is None)])
                 said.bound_s = min([least, *bounds.values()])
                 said.drafts = sorted((e.draft for e in queue if e.draft is not None), key=lambda d: d.times.step_s)
+                said.behind = [(e.least_s, e.choice) for e in sorted(queue) if e.estimator is not None and e.draft is None]
                 nothing = False
                 yield entry.exact
                 continue
