@@ -17,7 +17,8 @@ pytestmark = pytest.mark.pure
 EQUAL = 1 + joint.EQUAL
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 79])  # of 79 the fastest form of an axis fits by its pieces alone
+# of 79 the fastest form of an axis fits by its pieces alone; of 38 and 89 drafts that others wait behind do not fit after all
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 38, 79, 89])
 def test_the_plan_is_the_best_of_all_plans(seed: int) -> None:
     found = joint.compared(draw(seed))
     assert found.kind in ("equal", "infeasible"), found.line()

@@ -237,9 +237,10 @@ class Search(Question):
         estimator = entry.estimator
         assert estimator is not None
         forms = self._cut.setdefault(self._without_form(entry.choice), [])
-        if any(_no_better(estimator, other) for other in forms):
-            return
-        forms.append(estimator)
+        if not any(estimator is other for other in forms):  # else it was cut before, beside a draft that did not fit after all
+            if any(_no_better(estimator, other) for other in forms):
+                return
+            forms.append(estimator)
         self.said.cut += 1
         exact_s = min((e.least_s for e in queue if e.exact is not None), default=math.inf)
         worth_s = min(WORTH * _fastest_s(queue), exact_s)
