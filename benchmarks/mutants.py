@@ -130,7 +130,7 @@ class Copy:
 
     def run(self, tests: Sequence[str], *options: str, limit_s: float | None) -> tuple[int | None, str, float]:
         """pytest's exit code, None beyond the limit; what it printed; and seconds of CPU."""
-        arguments = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-n0", *options, *tests]
+        arguments = ["-q", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-n0", *options, *tests]
         assert self._tests.stdin is not None and self._tests.stdout is not None
         self._tests.stdin.write(json.dumps({"arguments": arguments, "limit_s": limit_s}) + "\n")
         self._tests.stdin.flush()

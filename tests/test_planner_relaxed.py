@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -164,12 +165,17 @@ def test_what_is_brought_together_takes_no_less_than_its_parts(data: st.DataObje
     assert sum(x.last_s for x in parts) <= near * once.last_s
 
 
-def estimators(program: str, recompute: str | None = None) -> Iterator[tuple[Choice, Estimator]]:
-    """Of four GPUs, each choice that can be priced."""
-    search = Search(
+@functools.cache
+def search_of(program: str, recompute: str | None = None) -> Search:
+    return Search(
         program=program_of(program), gpus=4, cluster=load_cluster("dgx-a100"), memory_limit_bytes=2**40, optimizer="adamw",
         precision="fp32", pins=Pins(recompute=recompute),
     )  # fmt: skip
+
+
+def estimators(program: str, recompute: str | None = None) -> Iterator[tuple[Choice, Estimator]]:
+    """Of four GPUs, each choice that can be priced."""
+    search = search_of(program, recompute)
     for choice in search.space.choices():
         rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe)
         found = search.estimator(rank, choice)
@@ -214,3 +220,24 @@ def test_one_stage_is_no_faster_than_what_it_keeps_allows(recompute: str | None)
             above += bound_s > estimator.least_s() * 1.001
             compared += 1
     assert compared > 20 and above > 5 and infeasible > 5, (compared, above, infeasible)
+
+
+@pytest.mark.parametrize("program", ["wide", "pair", "masked", "deep"])
+def test_other_forms_of_an_axis_are_no_better_than_all_in_parts(program: str) -> None:
+    """Beside each choice's first form, each of its other forms, within half, a fifth and all of the memory that it takes."""
+    compared = above = 0
+    for choice, estimator in estimators(program):
+        if not choice.mesh.has_forms:
+            continue
+        search, whole = search_of(program), estimator.upper_bytes(sum(p.rest_bytes + p.modes[0].kept_bytes for p in estimator.kept))
+        for limit in (round(share * whole) for share in (1.0, 0.5, 0.2)):
+            bound_s = estimator.least_of_forms_s(limit)
+            for other in search.space.leaner(choice, estimator.prices):
+                rank = search.known.rank(other.mesh, other.micro_batches, search.batch_size, search.recipe, other.form)
+                found = search.estimator(rank, other)
+                if isinstance(found, Estimator):
+                    least_s = found.least_of_stages(found.room_bytes(limit)).seconds
+                    assert bound_s <= least_s, (choice.words, other.form, limit / whole)
+                    compared += 1
+            above += bound_s > estimator.least_s()
+    assert compared > 50, compared

@@ -12,12 +12,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autopar.axes import LAYERS
+from autopar.axes import AXES, LAYERS
 from autopar.errors import Infeasible
 from autopar.ir import Span
 from autopar.planner.exchange import LeastOnce, Once
 from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
+from autopar.planner.pieces import lies_in_parts
 from autopar.planner.plan import StagePlan
 from autopar.planner.prologue import prologue_s
 from autopar.planner.rank_pieces import RankPieces
@@ -32,6 +33,7 @@ from cost_models.step import optimizer_time_s
 __all__ = ["Estimator", "Times"]
 
 MANY = 3  # pieces for each stage
+FINER = 0.05  # by how much another form may be faster than the fastest one with all in parts; of 850 forms of models 0.027 was the most
 MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
@@ -112,6 +114,14 @@ class Estimator(RankPieces):
         else:
             found = least_of_stages(self.lean, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
         return found._replace(seconds=ends_s + found.seconds)
+
+    def least_of_forms_s(self, limit_bytes: int) -> float:
+        """What the other forms of the tensor axis are there for is to keep less: this is the bound above, were all in parts that this one,
+        the fastest, keeps whole; with FINER, since what other forms keep may run again in other spans. limit_bytes: of a GPU."""
+        parts = math.prod(n for axis, n in self.rank.mesh.inner if AXES[axis].forms)
+        params = {v: p if lies_in_parts(self.rank.program, v) else p.part(parts) for v, p in self.params.items()}
+        other = dataclasses.replace(self, params=params, parts=parts)
+        return (1 - FINER) * other.least_of_stages(other.room_bytes(limit_bytes)).seconds
 
     def _least_of_one(self, limit_bytes: float) -> Relaxed:
         """Of one stage without what ends a step: of its modes the best ones for what they keep alone."""

@@ -10,16 +10,17 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir import Span
+from autopar.axes import AXES
+from autopar.ir import Program, Span
 from autopar.planner.activity import Activity
 from autopar.planner.liveness import Arriving, Liveness, PieceBytes
-from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s
+from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s, run_again
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
 from autopar.planner.stages import Cuts, Pieces, Segment, recomputable
 from autopar.planner.units import Units
 
-__all__ = ["AtRest", "PieceMaker"]
+__all__ = ["AtRest", "PieceMaker", "lies_in_parts"]
 
 Held = tuple[list[float], list[float], list[tuple[Mode, ...]]]  # of each segment: bytes received, bytes sent, modes
 
@@ -38,7 +39,9 @@ class PieceMaker:
     """seconds: (forward, backward) of every segment. activity: of the whole program, whose gradients and units pieces share. at_rest: of
     the parameters that first appear in each segment; reads: all that each reads; trains: whether one of them is trained.
     reduced: values whose gradients are copied for a reduction at the end. passes: whether it is worked out what a pass needs beside what is
-    kept; without it a piece needs no more than it keeps, which takes little time to know and is a bound from below."""
+    kept; without it a piece needs no more than it keeps, which takes little time to know and is a bound from below. parts: of the axes
+    that have several forms: storages that lie whole there, and operators that run whole there, count for one of so many parts (without
+    passes)."""
 
     ledger: Ledger
     cuts: Cuts
@@ -51,6 +54,7 @@ class PieceMaker:
     reduced: Collection[str]
     recompute: str
     passes: bool = True
+    parts: int = 1
     _spans: dict[tuple[str, int], list[tuple[Span, ...]]] = field(default_factory=dict)
     _again: dict[tuple[int, tuple[Span, ...]], float] = field(default_factory=dict)
     _bytes: dict[tuple[object, ...], PieceBytes] = field(default_factory=dict)
@@ -83,7 +87,7 @@ class PieceMaker:
         a = self.activity
         made = tuple(tuple((v, x[0], x[1] * (v in a.at_once)) for v, x in own.items()) for own in owned)
         used = (frozenset(a.where_used.items()), frozenset(a.units.items())) if a.where_used else ()
-        in_passes = (made, used, a.bucket_bytes, a.accumulates, frozenset(a.sent.items())) if self.passes else ()
+        in_passes = (made, used, a.bucket_bytes, a.accumulates, frozenset(a.sent.items())) if self.passes else (self.parts,)
         key = (self.segments.segments, self.recompute, in_passes)
         if key not in self.ledger.in_modes:
             self.ledger.in_modes[key] = self._found(owned)
@@ -149,7 +153,7 @@ class PieceMaker:
             spans = tuple(Span(span.start + s.start, span.start + s.stop) for s in offsets)
             again_s = sum(self._again_s(segment, s) for s in spans)
             if units is None:
-                kept = sum(n for x, n in self.liveness.kept(span, spans).items() if x not in before)
+                kept = sum(n / self._parts_of(x) for x, n in self.liveness.kept(span, spans).items() if x not in before)
                 mode = Mode(name=name, again_s=again_s, kept_bytes=float(kept), spans=offsets)
             else:
                 b = self._of(segment, spans, own, before, units, arriving if not spans else first.copy())
@@ -174,8 +178,19 @@ class PieceMaker:
         offset = Span(span.start - segment.span.start, span.stop - segment.span.start)
         key = (segment.block, (offset,))
         if key not in self._again:
-            self._again[key] = again_s(self.ledger, self.liveness, span)
+            again = again_s if self.parts == 1 else self._least_again_s
+            self._again[key] = again(self.ledger, self.liveness, span)
         return self._again[key]
+
+    def _least_again_s(self, ledger: Ledger, liveness: Liveness, span: Span) -> float:
+        """Of a span without what other forms of an axis need not do again: no collectives, and what runs whole in parts."""
+        again, ops = run_again(ledger, liveness, span), ledger.program.ops
+        own = [k for k in range(again.start, again.stop) if not ops[k].target.startswith("autopar.C.")]
+        return sum(ledger.costs[k].forward_s / max((self._parts_of(o) for o in ops[k].outputs if o), default=1) for k in own)
+
+    def _parts_of(self, storage: str) -> int:
+        """1 of what lies in parts already."""
+        return 1 if self.parts == 1 or lies_in_parts(self.ledger.program, storage) else self.parts
 
     def _of(
         self, segment: Segment, spans: tuple[Span, ...], own: Mapping[str, tuple[int, int]], before: set[str], units: Units,
@@ -195,3 +210,9 @@ class PieceMaker:
             )  # fmt: skip
             self._bytes[key] = live.piece(activity, units, before, arriving)
         return self._bytes[key]
+
+
+def lies_in_parts(program: Program, value: str) -> bool:
+    """Whether a rank has a part of a value alone, on an axis that has several forms."""
+    layouts = (program.layouts.get(axis, {}).get(value) for axis, row in AXES.items() if row.forms)
+    return any(x is not None and x.is_shard for x in layouts)

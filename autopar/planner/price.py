@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.axes import AXES, BATCH
 from autopar.ir import Op, Program, R, Span, refs
@@ -160,6 +160,11 @@ class ParamBytes:
     def in_parts(self) -> bool:
         """Whether it rests in parts over the data axis."""
         return self.resting_numel < self.numel
+
+    def part(self, parts: int) -> ParamBytes:
+        """Of one of so many parts of it, at least."""
+        fewer = {name: getattr(self, name) // parts for name in ("local_bytes", "resting_bytes", "numel", "resting_numel")}
+        return replace(self, **fewer)
 
     @property
     def is_cast(self) -> bool:

@@ -51,6 +51,7 @@ class RankPieces:
     batch_bytes: int = 0  # the global batch, as it is given to every rank
     recipe: Recipe = AUTOPAR
     recompute: str = "auto"  # the modes that the pieces may have, as in Pins.recompute
+    parts: int = 1  # in which what pieces keep is counted where it lies whole, as in PieceMaker: for bounds alone
 
     # --------------------------------------------------------------------------------------------------------- pieces
     @functools.cached_property
@@ -95,7 +96,7 @@ class RankPieces:
         return PieceMaker(
             ledger=self.rank.ledger, cuts=self.rank.cuts, segments=self.segments, seconds=self._seconds, at_rest=at_rest, reads=reads,
             activity=self.activity(Span(0, len(self.rank.program.ops)), (), seen), recompute=self.recompute,
-            trains=self.trains, reduced=self._copied(seen), passes=passes,
+            trains=self.trains, reduced=self._copied(seen), passes=passes, parts=self.parts,
         ).pieces()  # fmt: skip
 
     @functools.cached_property

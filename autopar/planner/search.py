@@ -2,7 +2,7 @@
 
     choice    the work divided by the GPUs, and the pipeline's bubble; what rests on a rank      bounds.Least
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
-    memory    what of it must run again for ranks to fit, and what they bring together at the end   relaxed.least_of_stages
+    memory    what of it must run again for ranks to fit, and what they bring together at the end   Estimator.least_of_stages
     stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
     exact     of the whole program, memory from liveness at every moment of a step               Estimator.candidate
 
@@ -11,8 +11,9 @@ comes out exactly priced is the best. `Plan.bound_s` is the least of what was kn
 budget. No plan of the space is faster than that, where the space is: every choice (space.py); on the data axis the assignment that
 splits the most work; on the tensor axis the assignments that its program finds (axis.py): the fastest one and, where that needs
 recompute or does not fit, Megatron's forms, one that splits all work, and the best ones at prices of memory that recompute sets
-(`Estimator.prices`); every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its
-Pareto set have it, or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
+(`Estimator.prices`), unless the fastest one with all that it keeps in parts would be slower than the plan (`Estimator.least_of_forms_s`);
+every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its Pareto set have it,
+or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
 that is the decomposition. Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and
 transfers, which `bound_s` counts at their least, and by which cuts that could be as good are compared as far as a budget reaches
 (`_Stages.nearby`); and memory is that of single pieces, which liveness counts one by one: what several share is found out when the plan
@@ -264,13 +265,20 @@ class Search(Question):
     def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
         """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster: they are tried,
         once for a choice."""
-        assert entry.estimator is not None
+        estimator = entry.estimator
+        assert estimator is not None
         if entry.choice in self._with_leaner:
             return
         self._with_leaner.add(entry.choice)
-        for choice in self.space.leaner(entry.choice, entry.estimator.prices):
+        forms = list(self.space.leaner(entry.choice, estimator.prices))
+        if not forms:
+            return
+        together_s = self.known.timed("stages", lambda: estimator.least_of_forms_s(self.memory_limit_bytes))
+        for choice in forms:
             self.said.choices += 1
             least_s = self._least.step_s(choice, self.batch_size)
+            if together_s < math.inf:  # else what they lack is found out form by form
+                least_s = max(least_s, together_s)
             heapq.heappush(queue, _Entry(least_s, choice.simplicity, next(self._numbers), choice))
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
