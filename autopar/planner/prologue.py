@@ -26,11 +26,11 @@ def prologue_s(rank: Rank, pricer: Pricer) -> float:
 
 
 def prologue_parts_s(rank: Rank, pricer: Pricer) -> tuple[float, float]:
-    """The device's time, and the host's to issue it. Nothing of it is differentiated. Found once for a rank, if nothing is measured."""
+    """The device's time, and the host's to issue it. Nothing of it is differentiated. Found once for a rank and its prices."""
     moments = rank.moments
     if not moments.prologue:
         return 0.0, 0.0
-    key = rank.mesh, rank.micro_batches, pricer.recipe
+    key = rank.mesh, rank.micro_batches, pricer
     if pricer.live is not None or key not in rank.in_prologue:
         rank.in_prologue[key] = _parts_s(rank, pricer)
     return rank.in_prologue[key]
