@@ -33,7 +33,7 @@ from cost_models.step import optimizer_time_s
 __all__ = ["Estimator", "Times"]
 
 MANY = 3  # pieces for each stage
-FINER = 0.05  # by how much another form may be faster than the fastest one with all in parts; of 850 forms of models 0.027 was the most
+FINER = 0.05  # by how much another form may be faster than the fastest one with all in parts; of 848 forms of models 0.032 was the most
 MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
