@@ -195,9 +195,7 @@ def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
 
 
 def can_change(have: Layout, want: Layout, t: TensorType, n: int) -> bool:
-    """Whether a value of one layout can be read in another one."""
-    if not needs_transition(have, want, t):
-        return True
+    """Whether a change of layout that takes a transition can be made."""
     return L not in (have, want) and want.divides(t.shape, n) and have.divides(t.shape, n)
 
 

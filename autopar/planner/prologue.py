@@ -30,10 +30,10 @@ def prologue_parts_s(rank: Rank, pricer: Pricer) -> tuple[float, float]:
     moments = rank.moments
     if not moments.prologue:
         return 0.0, 0.0
-    key = rank.mesh, rank.micro_batches, pricer
-    if pricer.live is not None or key not in rank.in_prologue:
-        rank.in_prologue[key] = _parts_s(rank, pricer)
-    return rank.in_prologue[key]
+    known = rank.in_prologue.setdefault(pricer, {})  # which is of one mesh
+    if rank.micro_batches not in known:
+        known[rank.micro_batches] = _parts_s(rank, pricer)
+    return known[rank.micro_batches]
 
 
 def _parts_s(rank: Rank, pricer: Pricer) -> tuple[float, float]:

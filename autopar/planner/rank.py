@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from autopar.ir import Program
+from autopar.measure import Pricer
 from autopar.planner.lower import Inner
 from autopar.planner.moments import Moments
 from autopar.planner.price import Ledger
@@ -22,7 +23,7 @@ class Rank:
     """The program of one rank and one micro-batch, priced. data: the assignment on the axis that divides the batch; inner: on those that
     divide operators. made_for: the (data-parallel ranks, micro-batches) that it was made for. Another split into micro-batches of the same
     size has the same operators, so that it costs the same, but states other counts of ranks and moments: a plan is made from its own.
-    in_prologue: what a prologue takes, once it is known (prologue.py)."""
+    in_prologue: by a pricer, as long as that is used, and the micro-batches: what a prologue takes, once it is known (prologue.py)."""
 
     mesh: Mesh
     moments: Moments
@@ -34,4 +35,6 @@ class Rank:
     outcomes: tuple[Outcome, ...]
     micro_batches: int
     made_for: tuple[int, int]
-    in_prologue: dict[Hashable, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
+    in_prologue: WeakKeyDictionary[Pricer, dict[int, tuple[float, float]]] = field(
+        default_factory=WeakKeyDictionary, compare=False, repr=False
+    )  # fmt: skip

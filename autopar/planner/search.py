@@ -77,6 +77,7 @@ class _Entry:
     estimator: Estimator | None = field(compare=False, default=None)
     relaxed: bool = field(compare=False, default=False)
     exchanged: bool = field(compare=False, default=False)
+    cut: bool = field(compare=False, default=False)
 
 
 @dataclass(kw_only=True)
@@ -129,8 +130,7 @@ class Search(Question):
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
         self.unsure = set[Choice]()
-        self._forms: dict[Choice, list[Estimator]] = {}  # by the choice without its form: those of different assignments
-        self._cut: dict[Choice, list[Estimator]] = {}  # the same, of those whose stages were cut
+        self._forms: dict[Choice, list[_Entry]] = {}  # by the choice without its form: those of different assignments
         self._with_leaner = set[Choice]()
         queue: list[_Entry] = []
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
@@ -164,8 +164,7 @@ class Search(Question):
                 bounds[entry.choice] = entry.least_s
                 continue
             if entry.draft is not None:
-                best_s = min((e.least_s for e in queue if e.exact is not None), default=math.inf)
-                if best_s > entry.least_s * (1 + NEAR):  # else what could be gained is in the bound
+                if _exact_s(queue) > entry.least_s * (1 + NEAR):  # else what could be gained is in the bound
                     self._exactly(entry, queue, bounds)
             elif entry.estimator is not None and not entry.relaxed and entry.estimator.relaxes:
                 self._memory(entry, queue, hopeless)
@@ -212,9 +211,9 @@ class Search(Question):
             hopeless.append(entry)
             return
         forms = self._forms.setdefault(self._without_form(choice), [])
-        if any(estimator.rank.ledger is other.rank.ledger for other in forms):
+        if any(other.estimator is not None and estimator.rank.ledger is other.estimator.rank.ledger for other in forms):
             return
-        forms.append(estimator)
+        forms.append(entry)
         entry.estimator = estimator
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
         heapq.heappush(queue, entry)
@@ -237,14 +236,13 @@ class Search(Question):
         """Cut the stages. A choice that is no faster than a draft that there is waits behind it, in case that does not fit after all."""
         estimator = entry.estimator
         assert estimator is not None
-        forms = self._cut.setdefault(self._without_form(entry.choice), [])
-        if not any(estimator is other for other in forms):  # else it was cut before, beside a draft that did not fit after all
+        if not entry.cut:  # else it was cut before, beside a draft that did not fit after all
+            forms = [e.estimator for e in self._forms[self._without_form(entry.choice)] if e.cut and e.estimator is not None]
             if any(_no_better(estimator, other) for other in forms):
                 return
-            forms.append(estimator)
+            entry.cut = True
         self.said.cut += 1
-        exact_s = min((e.least_s for e in queue if e.exact is not None), default=math.inf)
-        worth_s = min(WORTH * _fastest_s(queue), exact_s)
+        worth_s = min(WORTH * _fastest_s(queue), _exact_s(queue))
         draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
         if draft == NO_BETTER or draft is None or draft.part.recomputed:
             self._leaner(entry, queue)
@@ -374,6 +372,11 @@ class Search(Question):
 def _fastest_s(queue: list[_Entry]) -> float:
     """Of the drafts that there are."""
     return min((e.draft.times.step_s for e in queue if e.draft is not None), default=math.inf)
+
+
+def _exact_s(queue: list[_Entry]) -> float:
+    """Of the plans that there are."""
+    return min((e.least_s for e in queue if e.exact is not None), default=math.inf)
 
 
 def _no_better(form: Estimator, first: Estimator) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from autopar.catalog import strategies_of
+from autopar.catalog import needs_transition, strategies_of
 from autopar.ir import Layout, Program, refs
 from autopar.planner.axis import can_change
 from autopar.planner.problems import axis_leaves
@@ -48,6 +48,8 @@ def restricted(known: Solved, body: Program) -> Assignment | None:
         leaves[v] = x if x is not None and x in may.get(v, (x,)) else may[v][0]
     for op in body.ops:
         for r, want in zip(refs(op), ops[op.name].inputs, strict=True):
-            if r in leaves and r not in chosen.leaves and not can_change(leaves[r], want, body.types[r], n):
-                return None
+            if r in leaves and r not in chosen.leaves:
+                change = leaves[r], want, body.types[r]
+                if needs_transition(*change) and not can_change(*change, n):
+                    return None
     return dataclasses.replace(chosen, ops=ops, leaves=leaves)
