@@ -17,9 +17,10 @@ from autopar.capture import capture
 from autopar.compiler import emit, plan_of
 from autopar.errors import Infeasible, PlanError
 from autopar.planner import Pins, Plan, make_plan
-from autopar.planner.interleave import partition_of_ranks, rank_bytes
+from autopar.planner.interleave import KnownModes, partition_of_ranks, place_of, rank_bytes
 from autopar.planner.modes import Mode
 from autopar.planner.partition import Partition
+from autopar.planner.solver import OutOfBudget
 from autopar.planner.stage_account import Piece, stage_bytes
 from autopar.planner.stages import legal_cuts
 from autopar.planner.wishes import WishError, for_loss_outside
@@ -147,6 +148,39 @@ def test_cuts_and_modes_beside_trying_all_of_them(seed: int) -> None:
         assert step_s(tight.cuts, tight.modes) == pytest.approx(tight.outcome.objective)
         assert tight.outcome.bound <= min(fits) * (1 + 1e-9) <= tight.outcome.objective * (1 + 2e-9)
         assert tight.outcome.objective <= 1.1 * min(fits)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("seed", range(10))
+def test_modes_that_were_looked_for_before_change_no_answer(seed: int) -> None:
+    """One table serves other limits, what stages need beside their pieces, and modes that are refused."""
+    rng = random.Random(seed)
+    pieces, where = _drawn(rng)
+    table: KnownModes = {}
+
+    def found(limit: float, known: KnownModes | None, **less: Any) -> object:
+        def step_s(cuts: tuple[int, ...], modes: tuple[int, ...]) -> float:
+            return where.micro_batches * sum(p.forward_s + p.backward_s + p.modes[m].again_s for p, m in zip(pieces, modes, strict=True))
+
+        try:
+            part = partition_of_ranks(
+                pieces, flow=where, limit_bytes=limit, recompute="auto", step_s=step_s, least_ends_s=0.0, known=known, **less
+            )  # fmt: skip
+        except (Infeasible, OutOfBudget) as why:
+            return str(why)
+        return part and (part.cuts, part.modes, part.outcome.objective, part.outcome.bound, part.outcome.status)
+
+    ample = partition_of_ranks(pieces, flow=where, limit_bytes=1e9, recompute="auto", step_s=lambda c, m: 1.0, least_ends_s=0.0)
+    assert ample is not None
+    bounds = (0, *ample.cuts, len(pieces))
+    places = [place_of(bounds, where, r) for r in range(where.ranks)]
+    none = {p: (0,) * sum(j - i for i, j in zip(p[:-1:2], p[1:-1:2], strict=True)) for p in places}
+    for limit in (1e9, 60.0, 40.0, 20.0):
+        for less in (
+            {}, {"over": dict.fromkeys(places, 9.0)}, {"refused": {p: {m} for p, m in none.items()}},
+            {"over": {places[0]: 9.0}, "refused": {places[0]: {none[places[0]]}}},
+        ):  # fmt: skip
+            assert found(limit, table, **less) == found(limit, None, **less)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plans

@@ -16,7 +16,7 @@ from autopar.axes import AXES, LAYERS
 from autopar.errors import Infeasible
 from autopar.ir import Span
 from autopar.planner.exchange import LeastOnce, Once
-from autopar.planner.interleave import least_of_ranks, partition_of_ranks, place_of, rank_bytes
+from autopar.planner.interleave import KnownModes, least_of_ranks, partition_of_ranks, place_of, rank_bytes
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import lies_in_parts
 from autopar.planner.plan import StagePlan
@@ -90,13 +90,17 @@ class Estimator(RankPieces):
         if self.flow.chunks > 1:
             return partition_of_ranks(
                 self.pieces, flow=self.flow, limit_bytes=limit_bytes, recompute=self.recompute, step_s=self.step_s,
-                least_ends_s=self.least_ends_s, worth_s=objective_s, cuts=cuts, over=over, refused=refused,
+                least_ends_s=self.least_ends_s, worth_s=objective_s, cuts=cuts, over=over, refused=refused, known=self._modes_of_ranks,
             )  # fmt: skip
         return partition(
             self.pieces, stages=self.flow.stages, micro_batches=self.rank.micro_batches, in_flight=self.flow.in_flight,
             limit_bytes=limit_bytes, recompute=self.recompute, cuts=cuts, worth_s=objective_s, over=over, refused=refused,
             step_s=self.step_s, least_ends_s=self.least_ends_s,
         )  # fmt: skip
+
+    @functools.cached_property
+    def _modes_of_ranks(self) -> KnownModes:
+        return {}
 
     @property
     def relaxes(self) -> bool:

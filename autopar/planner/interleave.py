@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
@@ -25,11 +25,11 @@ from autopar.planner import stage_account
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused
 from autopar.planner.rank_account import RankAccount
 from autopar.planner.solver import Outcome, OutOfBudget
-from autopar.planner.stage_account import Piece, Run, StageModes, allowed, stage_modes
+from autopar.planner.stage_account import Counts, Piece, Run, StageModes, allowed, stage_modes
 from cost_models.holds import OnRank
 from cost_models.pipeline import Flow
 
-__all__ = ["least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
+__all__ = ["KnownModes", "least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
 
 NODES = 12_000  # pieces that are gone through for one candidate: all of them for each end of a stage that is looked at
 MOVES = 24  # of one cut, each priced
@@ -37,6 +37,7 @@ MODES = 4_000  # nodes of the searches for the modes of the ranks of one candida
 FEWER = 20  # and then so many
 GIB = float(2**30)
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
+KnownModes = dict[Hashable, StageModes | OutOfBudget | None]  # by all that they depend on; None where none fit
 
 
 def place_of(bounds: tuple[int, ...], flow: Flow, rank: int) -> tuple[int, ...]:
@@ -96,11 +97,14 @@ def _sums(pieces: tuple[Piece, ...], recompute: str) -> list[float]:
 def partition_of_ranks(
     pieces: tuple[Piece, ...], *, flow: Flow, limit_bytes: float, recompute: str, step_s: StepTime, least_ends_s: float,
     worth_s: float = math.inf, cuts: tuple[int, ...] | None = None, over: Over | None = None, refused: Refused | None = None,
+    known: KnownModes | None = None,
 ) -> Partition | None:  # fmt: skip
-    """The best stages and modes; None if no objective below worth_s is found. Arguments as of `partition`. Raises Infeasible where all cuts
-    were tried and none fits, OutOfBudget where those that were tried do not."""
+    """The best stages and modes; None if no objective below worth_s is found. known: modes that were looked for before, with this flow.
+    Other arguments as of `partition`. Raises Infeasible where all cuts were tried and none fits, OutOfBudget where those that were tried
+    do not."""
     start = time.perf_counter()
-    ranks = _Ranks(pieces, flow, limit_bytes, recompute, over or {}, refused or {}, step_s, least_ends_s, worth_s)
+    known = {} if known is None else known
+    ranks = _Ranks(pieces, flow, limit_bytes, recompute, over or {}, refused or {}, known, step_s, least_ends_s, worth_s)
     least_s = flow.least_s(ranks.busy[-1])
     if least_s >= worth_s:
         return None
@@ -142,6 +146,7 @@ class _Ranks:
     recompute: str
     over: Over
     refused: Refused
+    known: KnownModes
     step_s: StepTime
     least_ends_s: float
     worth_s: float = math.inf
@@ -149,7 +154,7 @@ class _Ranks:
     unproven: bool = False
     best: tuple[float, tuple[int, ...] | None, tuple[int, ...] | None] = (math.inf, None, None)
     bound_s: float = math.inf
-    _known: dict[tuple[object, ...], StageModes | None] = field(default_factory=dict)
+    _here: dict[tuple[object, ...], StageModes | None] = field(default_factory=dict)  # of these arguments
     _priced: set[tuple[int, ...]] = field(default_factory=set)
     _modes: int = MODES
 
@@ -166,21 +171,28 @@ class _Ranks:
         stages = tuple(
             tuple(Run(piece=p, count=len(list(alike)), modes=self.may[p]) for p, alike in groupby(self.pieces[i:j])) for i, j in spans
         )
-        over = self.over.get(place, 0.0)
+        room = self.limit_bytes - self.over.get(place, 0.0)
         refused = frozenset(self._counts(stages, modes) for modes in self.refused.get(place, ()))
-        key = rank, over, refused, stages
-        if key not in self._known:
-            account = RankAccount(stages=stages, on_rank=held)
+        key = rank, room, refused, stages
+        if key not in self._here:
             nodes = stage_account.NODES if self._modes > 0 else FEWER
-            try:
-                found = stage_modes(account, self.limit_bytes - over, nodes=nodes, refused=refused)
-            except OutOfBudget:
+            if (*key, nodes) not in self.known:
+                self.known[*key, nodes] = self._look_for(RankAccount(stages=stages, on_rank=held), room, nodes, refused)
+            found = self.known[*key, nodes]
+            if isinstance(found, OutOfBudget):
                 found, self.unproven = None, True
                 self._modes -= nodes
             else:
                 self._modes -= found.visited if found is not None else 0
-            self._known[key] = found
-        return self._known[key]
+            self._here[key] = found
+        return self._here[key]
+
+    @staticmethod
+    def _look_for(account: RankAccount, room: float, nodes: int, refused: frozenset[Counts]) -> StageModes | OutOfBudget | None:
+        try:
+            return stage_modes(account, room, nodes=nodes, refused=refused)
+        except OutOfBudget as budget:
+            return budget
 
     @staticmethod
     def _counts(stages: tuple[tuple[Run, ...], ...], modes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
