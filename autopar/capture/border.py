@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
 from autopar.capture.export import End, Step, export, own_gradients
+from autopar.capture.hidden import Hidden
 from autopar.capture.reach import LruCache
 from autopar.capture.regions import Regions
 from autopar.capture.state import ABSENT, Change, Opaque, State, describe
@@ -40,15 +41,18 @@ class TracedCall:
     returned: Returned | None = None
 
 
-def traced(model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False) -> TracedCall:
+def traced(
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None
+) -> TracedCall:  # fmt: skip
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
-    that the model returns; None: if it returns no loss."""
+    that the model returns; None: if it returns no loss. hidden: what need not be seen of the model."""
+    hidden = hidden or Hidden(())
     ends: list[End] = []
     state = torch.get_rng_state()
-    step = Step(model, loss, start, ends, outputs=outputs)
+    step = Step(model, loss, start, ends, outputs=outputs, hidden=hidden)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
-            exported = export(step, *inputs)
+            exported = export(step, *inputs, hidden)
         changes = tuple(c for c in start.changes(ends[-1].state) if not _stands_in(c))
         if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
             raise CaptureError(

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
 from autopar.capture.follow import AtTheBorder, Registries, follow
+from autopar.capture.hidden import Hidden
 from autopar.capture.source import in_library
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NoLoss
@@ -56,20 +57,26 @@ class Step(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
-        *, outputs: bool | None = False,
+        *, outputs: bool | None = False, hidden: Hidden | None = None,
     ) -> None:  # fmt: skip
-        """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back)."""
+        """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). hidden: what is
+        hidden of the model while it is exported."""
         super().__init__()
+        hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
         names = {id(p): name for name, p in model.named_parameters()}
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            with hidden.shown():
+                return run(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
             try:
-                with AtTheBorder(names), as_called():
+                with hidden.watched(), AtTheBorder(names), as_called():
                     output = model(*args, **kwargs)
                     result, own = objective_of(output, loss, outputs)
                 others: tuple[torch.Tensor, ...] = ()
@@ -132,12 +139,13 @@ def _describe(x: object) -> str:
     return f"{type(x).__name__} of {len(x)} elements" if isinstance(x, (tuple, list)) else type(x).__name__
 
 
-def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """torch.export of one call, in its training form (operators as the user called them, in-place ones included)."""
+def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Hidden) -> ExportedProgram:
+    """torch.export of one call, in its training form (operators as the user called them, in-place ones included). hidden: what it need not
+    see of the model."""
     _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except _FAILURES as e:

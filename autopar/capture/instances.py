@@ -126,11 +126,11 @@ class StandIns:
             given, spec = pytree.tree_flatten((args, kwargs))
             if made is None or spec != made.spec or _types(given) != made.given:
                 raise NotRepeated(path)
-            module = self.model.get_submodule(path)
+            first = self.model.get_submodule(self.same[path])
             _RESULT[path] = made.result
-            state = next(([p] for p in module.parameters() if p.requires_grad), [])  # through which it has a gradient
+            state = next(([p] for p in first.parameters() if p.requires_grad), [])  # through which it has a gradient
             result = torch.ops.autopar_repeat.call(path, [x for x in given if isinstance(x, Tensor)], state)
-            if type_of(result) != made.result:
+            if _types([result]) != (made.result,):
                 raise NotRepeated(path)
             counters = _counters()
             self.before[path] = dict(counters)
@@ -143,7 +143,8 @@ class StandIns:
 
 
 def _types(leaves: Sequence[Any]) -> tuple[object, ...]:
-    return tuple(type_of(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves)
+    with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
+        return tuple(type_of(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves)
 
 
 def _namespace() -> Any:

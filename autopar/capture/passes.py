@@ -26,6 +26,7 @@ from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
+from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.infer import Inference
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.normalise import (
@@ -99,10 +100,12 @@ def capture(
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     given = args, kwargs
-    inputs, infer, guards = inputs_in(dtype, given), Inference(), Guards.take(model, loss)
+    inputs, infer = inputs_in(dtype, given), Inference()
+    with held_back():
+        guards = Guards.take(model, loss)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
-        start = State.take(model, loss)
         with held_back():
+            start = State.take(model, loss)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs)
             trace, mutations = functionalize(with_casts(trace, infer), infer)
             trace = split_label_means(trace)
@@ -154,9 +157,9 @@ def _traced(
     """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
     regions = Regions(model, loss, inputs)
     again = repeated(model, loss, inputs, start, outputs=outputs)
-    if again.same:
-        with contextlib.suppress(CaptureError, NotRepeated):  # which the trace of every call explains
-            return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs)
+    for hides in (True, False) if again.same else ():
+        with contextlib.suppress(CaptureError, NotRepeated, Seen):  # which the trace of every call explains
+            return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs, hides=hides)
     first: CaptureError | None = None
     while True:
         try:
@@ -173,12 +176,19 @@ def _traced(
 
 def _with_stand_ins(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, regions: Regions, again: Repeated,
-    *, outputs: bool | None,
+    *, outputs: bool | None, hides: bool,
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
-    """The trace, for which of calls that do the same one is traced. NotRepeated if they do not in the export."""
+    """The trace, for which of calls that do the same one is traced. NotRepeated if they do not in the export. hides: the state of the
+    others is hidden from it."""
     stand_ins = StandIns(model, again.same)
+    unused = [m for path in again.same for m in model.get_submodule(path).modules()]
+    if hides and not can_be_hidden(model, unused):
+        raise NotRepeated("what is stood for shares memory with others")
+    hidden = Hidden(unused if hides else ())
     with stand_ins.standing_in():
-        found = traced(model, loss, copied(inputs), start, outputs=outputs)
+        found = traced(model, loss, copied(inputs), start, outputs=outputs, hidden=hidden)
+    if hidden.seen:
+        raise Seen
     if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
         raise NotRepeated("what is stood for changes something")
     return found, flatten(model, found.exported, start, regions, stand_ins)

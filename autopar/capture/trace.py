@@ -201,6 +201,8 @@ class _Flattener:
                 raise CaptureError(f"{type(self.model).__name__} holds {spec.target}, a {spec.kind.name.lower()} that no graph can hold")
             self.storages.setdefault(value, _storage(node.meta["val"]))
             env[node] = Ref(value)
+        for value in self.value_of_fqn.values():  # of what the export did not see
+            self.storages.setdefault(value, _storage(self.tensors[value]))
         return env
 
     # -------------------------------------------------------------------------------------------------- the operators
