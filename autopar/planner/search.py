@@ -220,14 +220,9 @@ class Search(Question):
 
     def _memory(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """What the choice costs at least, for all that must fit and all that ends the step."""
-        estimator = entry.estimator
-        assert estimator is not None
-        room, worth_s = estimator.room_bytes(self.memory_limit_bytes), _fastest_s(queue)
-        least = self.known.timed("stages", lambda: estimator.least_of_stages(room, worth_s))
-        entry.least_s, entry.relaxed = max(entry.least_s, least.seconds), True
-        if least.runs_again:
+        if self._relax(entry, _fastest_s(queue)):
             self._leaner(entry, queue)
-        if math.isinf(least.seconds):
+        if math.isinf(entry.least_s):
             hopeless.append(entry)
         else:
             heapq.heappush(queue, entry)
@@ -342,12 +337,24 @@ class Search(Question):
             if estimator is not None or entry.exact is not None:
                 yield Waiting(
                     choice=entry.choice, least_s=entry.least_s, exact=entry.exact,
-                    draft=functools.partial(self._fresh, entry.choice, estimator), price=functools.partial(self.exact, entry.choice),
+                    draft=functools.partial(self._fresh, entry), price=functools.partial(self.exact, entry.choice),
                 )  # fmt: skip
 
-    def _fresh(self, choice: Choice, estimator: Estimator | None, worth_s: float) -> object:
+    def _fresh(self, entry: _Entry, worth_s: float) -> object:
+        estimator = entry.estimator
         assert estimator is not None, "what is priced exactly needs no stages"
-        return self.draft(choice, estimator, worth_s=worth_s)
+        if not entry.relaxed and estimator.relaxes:
+            self._relax(entry, worth_s)
+        return self.draft(entry.choice, estimator, worth_s=worth_s) if entry.least_s < worth_s else NO_BETTER
+
+    def _relax(self, entry: _Entry, worth_s: float) -> bool:
+        """Count what the choice costs at least for all that must fit. Whether something must run again, or nothing fits."""
+        estimator = entry.estimator
+        assert estimator is not None
+        room = estimator.room_bytes(self.memory_limit_bytes)
+        least = self.known.timed("stages", lambda: estimator.least_of_stages(room, worth_s))
+        entry.least_s, entry.relaxed = max(entry.least_s, least.seconds), True
+        return least.runs_again
 
     def measured(self, found: list[Candidate]) -> list[Candidate]:
         """The front-runners, their operators measured on this machine and their stages decided again from these times."""
