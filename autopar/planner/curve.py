@@ -41,19 +41,21 @@ def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span
         received, sent = (sum(liveness.crossing(x).values()) for x in (activity.receives, activity.sends))
         waiting += f * received + b * sent if several else 0
         arrived = sum(e.rank.program.types[v].nbytes for v in activity.sends) if several else 0
-        backward = [
-            _points(
+        m = e.flow.micro_batches
+        first, later, last = (False, m == 1), (adds, False), (adds, True)  # whether there are gradients, and whether it is the last one
+        backward = {
+            (some, final): _points(
                 liveness.backward(activity, units, Arriving.of(activity.sends, e.rank.program), accumulated=some, final=final),
                 e.recipe.accumulates, arrived,
             )
-            for some, final in ((False, e.flow.micro_batches == 1), (adds, False), (adds, True))
-        ]  # fmt: skip
+            for some, final in dict.fromkeys((first, later, last)[: 1 if m == 1 else 3])
+        }  # fmt: skip
         stages.append(
             StageCurve(
                 kept_bytes=liveness.held_bytes(activity), gradient_bytes=activity.gradient_bytes,
                 left_bytes=activity.left_bytes,
-                forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[0], later=backward[1],
-                last=backward[2],
+                forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[first],
+                later=backward.get(later, backward[first]), last=backward.get(last, backward[first]),  # of one pass there is one curve
             )
         )  # fmt: skip
     return RankCurve(
