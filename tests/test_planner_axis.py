@@ -37,11 +37,11 @@ COMBINATIONS = 1000
 @pytest.fixture
 def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs of a group are computed once, so that thousands of combinations take a second."""
-    known: dict[tuple[int, str, Strategy], float] = {}
+    known: dict[tuple[int, str, Strategy], tuple[float, float]] = {}
     changes: dict[tuple[object, ...], float | None] = {}
-    whole, change = axis.group_cost, axis.change_cost
+    whole, change = axis._costs, axis.change_cost
 
-    def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
+    def costs(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:
         key = (id(problem), group.key, s)
         if key not in known:
             known[key] = whole(problem, group, s)
@@ -53,7 +53,7 @@ def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
             changes[key] = change(problem, have, want, t, times)  # type: ignore[arg-type]
         return changes[key]
 
-    monkeypatch.setattr(axis, "group_cost", group_cost)
+    monkeypatch.setattr(axis, "_costs", costs)
     monkeypatch.setattr(axis, "change_cost", change_cost)
 
 
@@ -75,6 +75,24 @@ def test_gradients_are_priced_as_they_are_sent() -> None:
                 whole = t.nbytes * group.times
                 saved += pricer.bucketed_s("all_reduce", whole, "tp") - pricer.bucketed_s("all_reduce", whole / 2, "tp")
             assert costs[1] - costs[2] == pytest.approx(saved, rel=1e-6, abs=1e-15)
+
+
+def test_a_price_of_bytes_is_no_time_of_the_device() -> None:
+    """Where the host outlasts the device it does so at any price of memory: a price adds what is kept times it, and hides no launch."""
+    free = _problem("attention", "dgx-a100", 2)
+    groups = free.choices.groups
+    host = sum(axis.group_host(free, g) for g in groups.values())
+    for seed in range(20):
+        rng = random.Random(seed)
+        drawn = {key: rng.choice(g.strategies) for key, g in groups.items()}
+        plain = objective_of(free, drawn.__getitem__)
+        if plain == math.inf:
+            continue
+        device = sum(axis.group_cost(free, g, drawn[key]) for key, g in groups.items() if g.op is not None)
+        assert host > 1.1 * device, "a toy's launches outlast its kernels"
+        priced = [dataclasses.replace(free, memory_price_s_per_byte=price) for price in (1e-9, 1e-7, 1e-5)]
+        found = [objective_of(problem, drawn.__getitem__) - plain for problem in priced]
+        assert found[0] > 0 and found[1:] == [pytest.approx(100 * found[0]), pytest.approx(10_000 * found[0])]
 
 
 def _problem(name: str, cluster: str, n: int, *, data: bool = False, **prices: float | bool) -> AxisProblem:

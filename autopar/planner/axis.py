@@ -5,7 +5,7 @@
     made       sum_b w[v,r,a,b] = sum_{s makes v as a} x     for every value v, reader r, layout a               _add_edge
     read       sum_a w[v,r,a,b] = sum_{s reads v as b} x     for every value v, reader r, layout b               _add_edge
     once       z[v,a,b] >= w[v,r,a,b]                        for every value v, reader r, layouts a, b           _add_edge
-    launched   late >= launches - those two sums of operators and changes                                       add_host
+    launched   late >= launches - the seconds of operators and of changes                                       add_host
 
 x is binary; w and z are continuous, in [0, 1], and integral wherever x is: rows and columns of w sum to the operators'
 own variables, the tight linearisation of their product. A value is brought into a layout once, however many operators
@@ -148,8 +148,13 @@ def _assigned(problem: AxisProblem, chosen: Mapping[str, Strategy]) -> Assignmen
 
 def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     """Seconds of all members under this strategy, with the priced bytes."""
+    return sum(_costs(problem, group, s))
+
+
+def _costs(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:
+    """Seconds of the device, and what else the strategy costs: priced bytes, and what parameters take once a step."""
     if group.op is None:
-        return _leaf_cost(problem, group, s)
+        return 0.0, _leaf_cost(problem, group, s)
     counts = group.counts or count(group.op, group.ins, group.outs)
     n = problem.n
     local_in = [local_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
@@ -168,7 +173,7 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
     forward, backward = forward + exchange[0], backward + exchange[1]
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
     saved += counts.saved_other_bytes // parts
-    return group.times * (forward + backward + problem.memory_price_s_per_byte * saved)
+    return group.times * (forward + backward), group.times * problem.memory_price_s_per_byte * saved
 
 
 def exchange_s(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:
@@ -251,16 +256,17 @@ class _Model:
 
     def add_groups(self) -> None:
         for index, (key, group) in enumerate(self.given.choices.groups.items()):
-            costs = [group_cost(self.given, group, s) * 1e6 for s in group.strategies]  # microseconds
+            pairs = [_costs(self.given, group, s) for s in group.strategies]
+            device, costs = [seconds * 1e6 for seconds, _ in pairs], [sum(pair) * 1e6 for pair in pairs]  # microseconds
             host = group_host(self.given, group) * 1e6
             if len(costs) == 1:
                 self.x[key] = [1.0]
                 self.linear.constant += costs[0]
-                self.ahead.append((1.0, costs[0] * (group.op is not None) - host))
+                self.ahead.append((1.0, device[0] - host))
                 continue
             xs = [self.linear.column(f"x_{index}_{k}", cost, whole=True) for k, cost in enumerate(costs)]
             self.x[key] = list(xs)
-            self.ahead += [*zip(xs, costs, strict=True), (1.0, -host)] if group.op is not None else []
+            self.ahead += [*zip(xs, device, strict=True), (1.0, -host)] if group.op is not None else []
             self.linear.row(f"one_{index}", [(x, 1.0) for x in xs], 1.0, 1.0)
 
     def add_values(self) -> None:
@@ -375,9 +381,9 @@ class _Model:
 def objective_of(problem: AxisProblem, chosen: Callable[[str], Strategy]) -> float:
     """The objective of given choices, in microseconds, computed without the integer program (for brute force and checks)."""
     groups: Mapping[str, Group] = problem.choices.groups
-    costs = {k: group_cost(problem, g, chosen(k)) for k, g in groups.items()}
-    total = sum(costs.values())
-    device = sum(cost for k, cost in costs.items() if groups[k].op is not None)
+    costs = [_costs(problem, g, chosen(k)) for k, g in groups.items()]
+    total = sum(map(sum, costs))
+    device = sum(seconds for seconds, _ in costs)
     host = sum(group_host(problem, g) for g in groups.values())
     for source, have, want, t, times in changes_of(problem, chosen):
         cost = change_cost(problem, have, want, t, times)
