@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
 from autopar.plan_cache import decisive, planned_once
 from autopar.planner import Pins, Plan, lower, make_plan
+from autopar.planner.names import named_as
 from autopar.planner.resources import check_measure, choose_cluster, parse_memory
 from autopar.planner.store import Store
 from autopar.planner.wishes import (
@@ -161,7 +162,9 @@ def plan_of(captured: Captured, gpus: int, **wanted: Any) -> Plan:
 def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) -> str:
     """The source of the emitted module. PlanError if the plan was made for another program."""
     if decided.program_hash != program_hash(captured.program):
-        raise PlanError(f"the plan was made for another model or batch ({decided.model}); plan {captured.program.name} again")
+        raise PlanError(
+            f"the plan was made for another model or batch, or another kind of device ({decided.model}); plan {captured.program.name} again"
+        )
     with timed("rendering"), held_back():
         lowered = lower(captured.program, decided)
         source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
@@ -183,6 +186,7 @@ def build(
     decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
         raise PlanError(f"the plan is for {decided.gpus} GPUs, not for {gpus}")
+    decided = named_as(captured.program, decided)
     return Compiled(captured=captured, plan=decided, source=emit(captured, decided, positional_names(model)))
 
 

@@ -31,6 +31,7 @@ from autopar.errors import CaptureError, PlanError, VerificationError
 from autopar.ir import Program
 from autopar.planner import Pins, Plan, complete
 from autopar.planner.moments import batched_inputs
+from autopar.planner.names import named_as
 from autopar.planner.wishes import check_inputs
 from autopar.render import load, positional_names
 from autopar.run import WorkerPool
@@ -266,6 +267,7 @@ def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: float | None = 300.0) -> Report:
     """Run a plan for the reference's program on the pool's workers and compare. Raises LaunchError if a worker fails."""
+    plan = named_as(ref.captured.program, plan)
     source = emit(ref.captured, plan, ref.positional)
     tensors = {k: t.detach() for k, t in tensors_of(ref.captured).items()}
     forms, notes = _forms(ref, plan, load(source).MANIFEST, load_cluster("cpu"))

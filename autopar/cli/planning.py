@@ -208,11 +208,13 @@ def diff(first: Path, second: Path, as_json: Json = False, verbose: Verbose = Fa
     import msgspec
 
     from autopar.planner import Plan
+    from autopar.planner.names import named_alike
     from autopar.report.compare import compare, comparison_text
     from autopar.report.diff import diff_text, differences
     from autopar.report.text import plan_json, show
 
     plans = [Plan.load(readable(path)) for path in (first, second)]
+    plans[1] = named_alike(*plans)
     names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
     found = compare(plans[0], plans[1], names)
     raw = list(differences(plan_json(plans[0]), plan_json(plans[1])))

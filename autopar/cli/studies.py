@@ -164,8 +164,12 @@ def _checked(captured: Captured, given: Plan, name: str) -> Plan:
     from autopar.capture import program_hash
     from autopar.errors import PlanError
     from autopar.planner import lower
+    from autopar.planner.names import named_as
 
     if given.program_hash != program_hash(captured.program):
-        raise PlanError(f"{name} was made for another model or batch ({given.model}); plan {captured.program.name} again")
+        raise PlanError(
+            f"{name} was made for another model or batch, or another kind of device ({given.model}); plan {captured.program.name} again"
+        )
+    given = named_as(captured.program, given)
     lower(captured.program, given)
     return given

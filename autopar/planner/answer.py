@@ -16,6 +16,7 @@ from autopar.planner.account import account_of
 from autopar.planner.candidate import GIB, Candidate, Draft
 from autopar.planner.interval import seconds_by_kind, spread_of
 from autopar.planner.lower import axis_plan, on_inner_axes, spans_of
+from autopar.planner.names import placed
 from autopar.planner.plan import AxisPlan, BlockMode, Pins, Plan
 from autopar.planner.question import Question, Searched
 from autopar.planner.shard import Assignment
@@ -56,7 +57,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
     axes |= {x.axis: _asked(axis_plan(body, x), (c.form or Form()).on(x.axis)) for body, x in bodies}
     bound_s = min(question.said.bound_s, fastest_s) if question.said.bound_s < math.inf else 0.0
     tokens, kinds = _tokens(program), seconds_by_kind(c)
-    return Plan(
+    made = Plan(
         model=program.name,
         program_hash=program_hash(program),
         gpus=question.gpus,
@@ -106,6 +107,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         searched=question.said.counts(),
         account=account_of(program, c, axes),
     )
+    return placed(program, made)
 
 
 def _asked(made: AxisPlan, form: Form) -> AxisPlan:

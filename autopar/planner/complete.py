@@ -25,6 +25,7 @@ from autopar.planner.choices import Choices, members_of, with_layouts
 from autopar.planner.lower import OnAxes, axis_plan, on_axes, on_data_axis, on_inner_axes, split
 from autopar.planner.match import matched
 from autopar.planner.moments import NotSplittable, by_samples, derived_from_inputs
+from autopar.planner.names import placed
 from autopar.planner.plan import BlockMode, Plan
 from autopar.planner.problems import axis_problem, given_on
 from autopar.planner.shard import Assignment, shard, view_of
@@ -88,10 +89,11 @@ class _Completion:
         for body, x in zip(on_inner_axes(over.moments.body, over.inner), over.inner, strict=False):
             made = axis_plan(body, x)
             axes[x.axis] = msgspec.structs.replace(self.plan.axes[x.axis], ops=made.ops, leaves=made.leaves)
-        return msgspec.structs.replace(
+        found = msgspec.structs.replace(
             self.plan, program_hash=program_hash(self.new), global_batch=self.new.batch_size or 0, axes=axes, cuts=list(cuts),
             stages=stages, recompute=recompute, modes=modes,
         )  # fmt: skip
+        return placed(self.new, found)
 
     def recomputed(self, rank: Program) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
         """What runs again: of the same block instances the same operators, or all of them where a block has others now."""

@@ -213,7 +213,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     really divides. reduce_dtype: in which gradients are brought together over ranks (a name as of `precision`), None for that in which
     parameters rest. seconds_by_kind: the step by what its seconds depend on (planner.interval); step_spread: the relative standard
     deviation of the step. software: that runs it, if it is another than autopar's own, by its name in autopar.stacks; bound: pins that
-    follow from that, and are not the user's. account: what the figures are made of; None in plans of before."""
+    follow from that, and are not the user's. account: what the figures are made of; None in plans of before. operators: the
+    place in the program of each operator that the plan names (planner.names); empty in plans of before."""
 
     model: str
     program_hash: str
@@ -260,6 +261,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     planning_s: dict[str, float] = {}
     searched: dict[str, int] = {}
     account: Account | None = None
+    operators: dict[str, Count] = {}
     format: str = FORMAT
     version: int = VERSION
 
