@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir import Span
@@ -22,7 +22,7 @@ class Activity:
     value -> what it is gathered with (see units.gather_units). cast: the parameters that are used in a lower dtype, in which backward makes
     their gradients. sent: of the parameters whose gradients are reduced in another dtype than they rest in, bytes of a whole gradient in
     it; summed: of those that are scattered, the ones whose parts are then summed over further ranks: their bucket goes when the next one
-    comes."""
+    comes. alike: of a stage whose passes need the same as those of any other stage of this estimator with the same; None: not known."""
 
     span: Span
     recomputed: tuple[Span, ...]
@@ -42,6 +42,7 @@ class Activity:
     cast: Collection[str] = ()
     sent: Mapping[str, int] = field(default_factory=dict)
     summed: Collection[str] = ()
+    alike: Hashable = None
 
     @property
     def gradient_bytes(self) -> int:

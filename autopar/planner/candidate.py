@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -68,7 +68,8 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
     t = e.times(part)
     spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
     late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
-    memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late) for r in range(e.flow.ranks)]
+    alike = {s: e.alike(i, j, part.modes[i:j]) for s, (i, j) in enumerate(pairwise(bounds))}
+    memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late, alike) for r in range(e.flow.ranks)]
     stages = []
     for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
         span = spans[s][0]
@@ -110,22 +111,26 @@ def _again(e: Estimator, part: Partition, k: int) -> str:
     return "whole" if spans == (Span(0, len(e.segments[k].span)),) else "part" if spans else "nothing"
 
 
-def _memory(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> MemoryPlan:
+def _memory(
+    e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str], alike: Mapping[int, Hashable]
+) -> MemoryPlan:
     """Of a rank, at the moment of the step at which most is alive: in forward and backward (gradients that are not there yet then are
     not counted), or in the optimizer's update; and how much further the interval of another moment reaches. spans: of each of its stages,
-    and what runs again in it; late: parameters that several ranks use."""
+    and what runs again in it; late: parameters that several ranks use; alike: of each stage, as of Estimator.alike."""
     key = rank, *spans.items(), late
     if key not in e.memory_plans:
-        e.memory_plans[key] = _memory_of(e, rank, spans, late)
+        e.memory_plans[key] = _memory_of(e, rank, spans, late, alike)
     return e.memory_plans[key]
 
 
-def _memory_of(e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> MemoryPlan:
+def _memory_of(
+    e: Estimator, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str], alike: Mapping[int, Hashable]
+) -> MemoryPlan:
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
     params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
-    activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]
-    liveness = e.rank.ledger.liveness
-    moments = liveness.peaks(activities[0]) if len(spans) == 1 else liveness.peaks_of_rank(activities, e.flow.on_rank(rank))
+    activities = [e.activity(span, again, reads[s], s, late=late & reads[s], alike=alike[s]) for s, (span, again) in spans.items()]
+    live, known = e.rank.ledger.liveness, e.passes
+    moments = live.peaks(activities[0], known) if len(spans) == 1 else live.peaks_of_rank(activities, e.flow.on_rank(rank), known)
     passes, update = (_by_row(rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
     held = sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items())
     found = []

@@ -52,7 +52,7 @@ def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span
         }  # fmt: skip
         stages.append(
             StageCurve(
-                kept_bytes=liveness.held_bytes(activity), gradient_bytes=activity.gradient_bytes,
+                kept_bytes=liveness.held(activity).total, gradient_bytes=activity.gradient_bytes,
                 left_bytes=activity.left_bytes,
                 forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[first],
                 later=backward.get(later, backward[first]), last=backward.get(last, backward[first]),  # of one pass there is one curve

@@ -100,7 +100,7 @@ class Estimator(RankPieces):
 
     @functools.cached_property
     def _modes_of_ranks(self) -> KnownModes:
-        return {}
+        return {} if self.folded is None else self.folded._modes_of_ranks
 
     @property
     def relaxes(self) -> bool:
@@ -124,7 +124,7 @@ class Estimator(RankPieces):
         the fastest, keeps whole; with FINER, since what other forms keep may run again in other spans. limit_bytes: of a GPU."""
         parts = math.prod(n for axis, n in self.rank.mesh.inner if AXES[axis].forms)
         params = {v: p if lies_in_parts(self.rank.program, v) else p.part(parts) for v, p in self.params.items()}
-        other = dataclasses.replace(self, params=params, parts=parts)
+        other = dataclasses.replace(self, params=params, parts=parts, folded=None)
         return (1 - FINER) * other.least_of_stages(other.room_bytes(limit_bytes)).seconds
 
     def _least_of_one(self, limit_bytes: float) -> Relaxed:

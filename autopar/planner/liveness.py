@@ -8,7 +8,8 @@ where the last one's backward begins. Everything is counted by storage: a view i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from autopar.planner.storages import Storages, Store, span_of
 from autopar.planner.units import Key, Units, Waiting
 from cost_models.holds import OnRank
 
-__all__ = ["Arriving", "Liveness", "Moment", "PieceBytes"]
+__all__ = ["Arriving", "KnownPasses", "Liveness", "Moment", "PieceBytes"]
 
 
 class Moment(NamedTuple):
@@ -37,6 +38,9 @@ class Moment(NamedTuple):
     def counted(self, *, accumulates: bool) -> int:
         """In all. accumulates: without gradients, which are added at once to others that rest."""
         return self.total - self.gradients * accumulates
+
+
+KnownPasses = dict[tuple[object, ...], list[Moment]]  # by what stages have that are alike, and the pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,33 +80,32 @@ class Liveness(Storages):
     """The storages of one rank's program over the passes of a step."""
 
     # ----------------------------------------------------------------------------------------------------------- a stage
-    def peaks(self, activity: Activity) -> list[Moment]:
-        """The moments of a step at which most is alive: no other has as much of every kind and in all."""
-        held, accumulates = self._held(activity), activity.accumulates
+    def peaks(self, activity: Activity, known: KnownPasses | None = None) -> list[Moment]:
+        """The moments of a step at which most is alive: no other has as much of every kind and in all. known: of the passes of stages that
+        may be alike (Activity.alike); takes those of this one."""
+        accumulates, passes = activity.accumulates, _Passes(self, activity, {} if known is None else known)
         units = self.units(activity)
-        whole, flights, m = held.total, activity.in_flight, activity.micro_batches
+        whole, flights, m = passes.held_bytes, activity.in_flight, activity.micro_batches
         none = Moment()
         all_gradients = Moment(gradients=activity.gradient_bytes)
         first = [(flights - 1, none, m == 1)]
         later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
         last = [(0, all_gradients, True)] if m > 2 else []
         moments: list[Moment] = []
-        forward = _most(self._forward(activity, units, activity.span, Store()), accumulates=accumulates)
+        forward = passes.forward(units)
         for others, before, final in (*first, *later, *last):
             base = before._replace(saved=others * whole)
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in forward]
-            some = bool(before.gradients)
-            sent = Arriving.of(activity.sends, self.program)
-            backward = self._backward(activity, units, Store(held), sent, accumulated=some, final=final)
-            moments += [_plus(base, x) for x in _most(backward, accumulates=accumulates)]
+            moments += [_plus(base, x) for x in passes.backward(units, accumulated=bool(before.gradients), final=final)]
         return _most([*moments, *self.ends(activity)], accumulates=accumulates)
 
-    def peaks_of_rank(self, stages: Sequence[Activity], on_rank: OnRank) -> list[Moment]:
+    def peaks_of_rank(self, stages: Sequence[Activity], on_rank: OnRank, known: KnownPasses | None = None) -> list[Moment]:
         """The moments of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
-        to its end."""
+        to its end. known: as of `peaks`."""
         accumulates = stages[0].accumulates
-        held = [self._held(a) for a in stages]
+        passes = [_Passes(self, a, {} if known is None else known) for a in stages]
+        held = [x.held_bytes for x in passes]
         gathers = any(a.where_used for a in stages)
         units: dict[object, Units] = {}  # by a pass and what comes after it
         gradients, left = [a.gradient_bytes for a in stages], [a.left_bytes for a in stages]
@@ -110,7 +113,7 @@ class Liveness(Storages):
             f * sum(self.crossing(a.receives).values()) + b * sum(self.crossing(a.sends).values())
             for (f, b), a in zip(on_rank.waiting, stages, strict=True)
         )
-        known: dict[tuple[object, ...], list[Moment]] = {}
+        own: dict[tuple[object, ...], list[Moment]] = {}
         found: list[Moment] = []
         for now in on_rank.before if gathers else on_rank.situations:
             k, some = now.stage, now.reduced[now.stage]
@@ -119,33 +122,30 @@ class Liveness(Storages):
                 follows = [(a, b) for a, b in on_rank.follows if a != ends[0] or b == now.after]
                 units[ends] = self.units(*stages, follows=follows)
             key = ends, some, now.last
-            if key not in known:
+            if key not in own:
                 if now.pass_ == "F":
-                    own = list(self._forward(stages[k], units[ends], stages[k].span, Store()))
+                    own[key] = passes[k].forward(units[ends])
                 else:
-                    sent = Arriving.of(stages[k].sends, self.program)
-                    own = list(self._backward(stages[k], units[ends], Store(held[k]), sent, accumulated=some, final=now.last))
-                    arrived = sum(self.program.types[v].nbytes for v in stages[k].sends)
-                    own = [_plus(x, Moment(communication=arrived)) for x in own]
-                known[key] = _most(own, accumulates=accumulates)
+                    arrived = Moment(communication=sum(self.program.types[v].nbytes for v in stages[k].sends))
+                    own[key] = [_plus(x, arrived) for x in passes[k].backward(units[ends], accumulated=some, final=now.last)]
             beside = Moment(
-                saved=sum(n * h.total for n, h in zip(now.held, held, strict=True)),
+                saved=sum(n * h for n, h in zip(now.held, held, strict=True)),
                 gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
             )  # fmt: skip
-            found += [_plus(beside, x) for x in known[key]]
+            found += [_plus(beside, x) for x in own[key]]
         return _most([*found, *self.ends(*stages)], accumulates=accumulates)
 
     def forward(self, activity: Activity, units: Units) -> Iterator[Moment]:
         """The moments of a forward pass, beside what other micro-batches keep and the gradients that are there."""
         return self._forward(activity, units, activity.span, Store())
 
-    def backward(self, activity: Activity, units: Units, arriving: Arriving, *, accumulated: bool, final: bool) -> Iterator[Moment]:
-        """Those of a backward pass. accumulated: gradients of parameters are there already; final: it is the last one of the step."""
-        return self._backward(activity, units, self._held(activity), arriving, accumulated=accumulated, final=final)
-
-    def held_bytes(self, activity: Activity) -> int:
-        """What a micro-batch keeps between its forward and its backward pass."""
-        return self._held(activity).total
+    def backward(
+        self, activity: Activity, units: Units, arriving: Arriving, *, accumulated: bool, final: bool, held: Store | None = None
+    ) -> Iterator[Moment]:
+        """Those of a backward pass. accumulated: gradients of parameters are there already; final: it is the last one of the step; held:
+        what it begins with, if that is known, and it takes from that."""
+        held = self.held(activity) if held is None else held
+        return self._backward(activity, units, held, arriving, accumulated=accumulated, final=final)
 
     def ends(self, *stages: Activity) -> Iterator[Moment]:
         """The reduction of what is late, when all passes are over: beside its gradients their parts, and of several a copy."""
@@ -173,7 +173,7 @@ class Liveness(Storages):
             later=max([kept.total, *(x.total - x.gradients for x in backward)]) - shared,
         )
 
-    def _held(self, a: Activity) -> Store:
+    def held(self, a: Activity) -> Store:
         """What a micro-batch keeps between its forward and its backward pass."""
         return self.kept(a.span, a.recomputed, self.crossing((*a.sends, *a.receives)))
 
@@ -323,6 +323,46 @@ class Liveness(Storages):
                 there = sum(g[r in a.at_once] for r, g in a.gradients.items()) if accumulated else 0
                 sent = sum(a.part_bytes(r) if r in a.scattered else a.sent_bytes(r) for r in filling or last or ())
                 yield Moment(gradients=rest - there, communication=sent)
+
+
+class _Passes:
+    """The passes of a stage, each worked out once, and once for all stages that are alike."""
+
+    def __init__(self, liveness: Liveness, activity: Activity, known: KnownPasses) -> None:
+        self._liveness, self._activity = liveness, activity
+        self._known = known if activity.alike is not None else {}
+
+    @property
+    def held_bytes(self) -> int:
+        """What a micro-batch keeps between its forward and its backward pass."""
+        key = self._activity.alike, "kept"
+        if key not in self._known:
+            self._known[key] = [Moment(saved=self._held.total)]
+        return self._known[key][0].saved
+
+    def forward(self, units: Units) -> list[Moment]:
+        """The moments of a forward pass at which most is alive."""
+        return self._of(("F",), units, lambda: self._liveness.forward(self._activity, units))
+
+    def backward(self, units: Units, *, accumulated: bool, final: bool) -> list[Moment]:
+        """Those of a backward pass, as of `Liveness.backward`."""
+
+        def moments() -> Iterator[Moment]:
+            a, live = self._activity, self._liveness
+            sent = Arriving.of(a.sends, live.program)
+            return live.backward(a, units, sent, accumulated=accumulated, final=final, held=Store(self._held))
+
+        return self._of(("B", accumulated, final), units, moments)
+
+    @functools.cached_property
+    def _held(self) -> Store:
+        return self._liveness.held(self._activity)
+
+    def _of(self, which: tuple[object, ...], units: Units, moments: Callable[[], Iterator[Moment]]) -> list[Moment]:
+        key = self._activity.alike, *which, units if self._activity.where_used else None
+        if key not in self._known:
+            self._known[key] = _most(moments(), accumulates=self._activity.accumulates)
+        return self._known[key]
 
 
 def _again(saved: Mapping[str, int], made: Collection[str]) -> dict[str, int]:

@@ -144,7 +144,8 @@ class Question:
         """Why choices are none, in the order in which that was found."""
         return self.said.refused
 
-    def estimator(self, rank: Rank | str, choice: Choice, live: Live | None = None) -> Estimator | str:
+    def estimator(self, rank: Rank | str, choice: Choice, live: Live | None = None, drafted: Estimator | None = None) -> Estimator | str:
+        """What prices a choice on this rank, or why it is none. drafted: that of a folded rank, which may be the one of this."""
         mesh = choice.mesh
         if isinstance(rank, str):
             return rank
@@ -154,13 +155,18 @@ class Question:
         asked = axis_words(LAYERS, ranks) + (f" with {choice.chunks} stages on each rank" if choice.chunks > 1 else "")
         if len(segments) < stages:
             return f"{asked}: the program has only {len(segments) - 1} places where it can be cut"
+        folded = None
+        if rank.folded is not None:
+            same = drafted is not None and drafted.rank.ledger is rank.folded.ledger
+            found = drafted if same else self.estimator(rank.folded, choice, live)
+            folded = found if isinstance(found, Estimator) and len(found.segments) == len(segments) else None
         dims = zero_dims(rank.program, choice.shard)
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer,
             flow=flow(choice.schedule, ranks, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,
             dims=dims, params=param_bytes(rank.program, dims, choice.shard, ranks=mesh.over("batch")), segments=segments,
             pricer=self.known.pricer(mesh, self.recipe, live), batch_bytes=self._batch_bytes(mesh), recipe=self.recipe,
-            recompute=self.pins.recompute or "auto",
+            recompute=self.pins.recompute or "auto", folded=folded,
         )  # fmt: skip
         if self.pins.recompute not in (None, "none", "auto") and not estimator.can_run_again:
             return f"recompute={self.pins.recompute}: the program has no repeated block that can be recomputed"
@@ -194,9 +200,11 @@ class Question:
         bound_s = min(times.step_s, part.outcome.bound + estimator.least_ends_s)
         return Draft(choice=choice, estimator=estimator, part=part, times=times, bound_s=bound_s)
 
-    def exact(self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None) -> Candidate | None:
+    def exact(
+        self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None, drafted: Estimator | None = None
+    ) -> Candidate | None:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
-        were."""
+        were. drafted: what it was drafted with."""
         mesh = choice.mesh
         rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         if ledgers is not None and not isinstance(rank, str):
@@ -204,8 +212,8 @@ class Question:
             key = mesh.over("batch"), rank.micro_batches, mesh.inner
             if key not in ledgers:
                 ledgers[key] = self.known.timed("measure", lambda: Ledger(program, pricer))
-            rank = dataclasses.replace(rank, ledger=ledgers[key])
-        estimator = self.estimator(rank, choice, live)
+            rank = dataclasses.replace(rank, ledger=ledgers[key], folded=None)
+        estimator = self.estimator(rank, choice, live, drafted)
         if isinstance(estimator, str):
             self.refused[estimator] = None
             return None

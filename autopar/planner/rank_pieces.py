@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from autopar.axes import BATCH
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
 from autopar.planner.activity import Activity
 from autopar.planner.exchange import Exchange
+from autopar.planner.liveness import KnownPasses
 from autopar.planner.pieces import AtRest, PieceMaker
 from autopar.planner.plan import MemoryPlan
 from autopar.planner.price import ParamBytes
@@ -36,7 +38,8 @@ __all__ = ["RankPieces"]
 @dataclass(frozen=True, kw_only=True)
 class RankPieces:
     """One rank's program under one schedule (flow). rest: how parameters rest; shard: over how many data-parallel ranks. params: value ->
-    its bytes; dims: fqn -> the dim it rests sharded on."""
+    its bytes; dims: fqn -> the dim it rests sharded on. folded: of the program as it is, the same of the folded one, whose pieces are
+    these."""
 
     rank: Rank
     cluster: Cluster
@@ -52,6 +55,7 @@ class RankPieces:
     recipe: Recipe = AUTOPAR
     recompute: str = "auto"  # the modes that the pieces may have, as in Pins.recompute
     parts: int = 1  # in which what pieces keep is counted where it lies whole, as in PieceMaker: for bounds alone
+    folded: Self | None = None
 
     # --------------------------------------------------------------------------------------------------------- pieces
     @functools.cached_property
@@ -81,11 +85,11 @@ class RankPieces:
     @functools.cached_property
     def plain(self) -> tuple[Piece, ...]:
         """The segments in the modes that the pin on recompute leaves, with their bytes as liveness counts them."""
-        return self._made(passes=True)
+        return self._made(passes=True) if self.folded is None else self.folded.plain
 
     @functools.cached_property
     def kept(self) -> tuple[Piece, ...]:
-        return self._made(passes=False)
+        return self._made(passes=False) if self.folded is None else self.folded.kept
 
     def _made(self, *, passes: bool) -> tuple[Piece, ...]:
         segments, seen = self.segments.segments, set[str]()
@@ -250,18 +254,35 @@ class RankPieces:
         """Of stages, once they have been worked out (candidate.py)."""
         return {}
 
+    @functools.cached_property
+    def passes(self) -> KnownPasses:
+        """What is known of the passes of stages."""
+        return {}
+
+    def alike(self, i: int, j: int, modes: tuple[int, ...]) -> Hashable:
+        """Of a stage of the pieces [i, j) in these modes: stages that have the same, and not None, are of blocks that one instance stands
+        for (fold.py). With parameters that are gathered where they are used a pass also needs what comes before and behind it."""
+        if self.folded is None or self._units:
+            return None
+        return self.folded.segments.order[i:j], modes
+
     def activity(
-        self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0, late: Collection[str] = ()
+        self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0, late: Collection[str] = (),
+        alike: Hashable = None,
     ) -> Activity:  # fmt: skip
-        """Of stage s with these operators and parameters. late: those that other ranks use too."""
+        """Of stage s with these operators and parameters. late: those that other ranks use too; alike: as of the method."""
         cuts, program = self.rank.cuts.crossing, self.rank.program
+        receives = cuts.get(span.start, ())
+        sends = cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,)
+        if alike is not None:
+            alike = (alike, frozenset(late), *(tuple(self.rank.ledger.liveness.crossing(x).values()) for x in (receives, sends)))
         params = {v: self.params[v] for v in own}
         parts = {v for v, p in params.items() if p.in_parts}
         return Activity(
             span=span,
             recomputed=recomputed,
-            receives=cuts.get(span.start, ()),
-            sends=cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,),
+            receives=receives,
+            sends=sends,
             in_flight=self.flow.in_flight[s],
             micro_batches=self.rank.micro_batches,
             gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
@@ -276,12 +297,13 @@ class RankPieces:
             cast={v for v, p in params.items() if p.is_cast},
             sent={v: n for v, p in params.items() if p.trainable and (n := self._sent(p)) != self._gradient(p, p.numel)},
             summed=parts if self.shard < self.pricer.mesh.get(BATCH, 1) else (),
+            alike=alike,
         )
 
     # -------------------------------------------------------------------------------------------------------- seconds
     def seconds(self) -> list[tuple[float, float]]:
         """(forward, backward) of every piece and one micro-batch, with what is gathered for it."""
-        return [self._seconds[k] for k in self.segments.order]
+        return [self._seconds[k] for k in self.segments.order] if self.folded is None else self.folded.seconds()
 
     @functools.cached_property
     def _seconds(self) -> list[tuple[float, float]]:

@@ -276,7 +276,7 @@ class Search(Question):
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
         """Price the choice as it will run."""
-        found = self.exact(entry.choice)
+        found = self.exact(entry.choice, drafted=entry.estimator)
         entry.draft = None
         if found is None or found.part.recomputed:
             self._leaner(entry, queue)

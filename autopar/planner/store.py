@@ -61,6 +61,7 @@ class Store:
     _data: dict[tuple[int, bool], tuple[Program, Assignment | None, tuple[Outcome, ...]] | NotSplittable] = field(default_factory=dict)
     _by_samples: set[Split] = field(default_factory=set)  # splits for which the data axis follows the micro-batches
     _moments: dict[Split, Moments | str] = field(default_factory=dict)
+    _like: dict[tuple[int, bool, bool], Split] = field(default_factory=dict)  # the first split of those into micro-batches of one size
     _whole_moments: dict[Split, tuple[Assignment | None, Moments | str]] = field(default_factory=dict)  # of the program as it is
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
@@ -199,9 +200,16 @@ class Store:
     def used_alike(self, mesh: Mesh, count: int, batch: int | None) -> frozenset[str] | None:
         """The parameters that all data-parallel ranks of such a split use for the same work; None if the batch cannot be split so."""
         split = self._split_of(mesh, count, batch)
-        if isinstance(split, str) or isinstance(self.moments(*split), str):
+        if isinstance(split, str):
             return None
-        return self.alike(self.on_data_axis(split[0], samples=split in self._by_samples)[1])
+        ranks = mesh.over("batch")
+        like = self._like.setdefault(((batch or 1) // ranks // count, ranks > 1, count > 1), split)  # as `rank` shares what it finds
+        if isinstance(self.moments(*like), str):
+            return None
+        try:
+            return self.alike(self.on_data_axis(split[0], samples=like in self._by_samples)[1])
+        except NotSplittable:
+            return None
 
     def alike(self, data: Assignment | None) -> frozenset[str]:
         return frozenset(p.value for p in self.folded.params if data is not None and data.leaves.get(p.value) == I)
@@ -214,10 +222,17 @@ class Store:
         inner = self._inner_axes(mesh, moments.body, form)
         if isinstance(inner, str):
             return inner
+        return self._assigned(mesh, split, moments, data[1], inner[0], (*data[2], *inner[1]), recipe)
+
+    def _assigned(
+        self, mesh: Mesh, split: Split, moments: Moments, data: Assignment | None, inner: Inner, outcomes: tuple[Outcome, ...],
+        recipe: Recipe,
+    ) -> Rank:  # fmt: skip
+        """The priced rank of these assignments; once, since several forms may have one answer."""
         found = self._alike.setdefault((split, mesh.inner, *self._placed(mesh), self.pricer(mesh).contended, *recipe.of_operators), [])
-        same = next((rank for rank in found if rank.inner == inner[0]), None)  # another form may have the same answer
+        same = next((rank for rank in found if rank.inner == inner), None)
         if same is None:
-            same = self._priced(mesh, split, moments, data[1], inner[0], (*data[2], *inner[1]), recipe)
+            same = self._priced(mesh, split, moments, data, inner, outcomes, recipe)
             found.append(same)
         return same
 
@@ -276,7 +291,9 @@ class Store:
         for folded, assignment in zip(on_inner_axes(moments.body, inner[:-1]), inner, strict=False):
             on_all.append(unfold(assignment, folded, all_of))
             all_of = shard(all_of, on_all[-1]) if len(on_all) < len(inner) else all_of
-        return dataclasses.replace(self._priced(mesh, split, every, data_on_all, tuple(on_all), outcomes, recipe), micro_batches=count)
+        like = self._assigned(mesh, split, moments, data[1], inner, outcomes, recipe)
+        found = self._priced(mesh, split, every, data_on_all, tuple(on_all), outcomes, recipe)
+        return dataclasses.replace(found, micro_batches=count, folded=dataclasses.replace(like, mesh=mesh, micro_batches=count))
 
     def _split_whole(self, data: Assignment | None, count: int) -> tuple[Assignment | None, Moments | str]:
         """The data axis on every layer, and one micro-batch of what each of its ranks has then."""
