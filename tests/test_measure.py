@@ -15,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.ir import Op, Program, Ref, TensorType, refs
 from autopar.measure import Counts, Live, Pricer, count
 from autopar.measure.live import Times, cache_folder, call_of
+from autopar.measure.workspace import workspace
 from autopar.planner import Pins, make_plan
 from autopar.planner.resources import check_measure, live_on
 from cost_models.cluster import load_cluster
@@ -261,6 +262,27 @@ def test_a_described_cpu_is_one_under_any_name(tmp_path: Path, monkeypatch: pyte
     kept = {c.name: Pricer(c, ONE).op(normed.ops[0], normed).counts for c in (known, mine, load_cluster("dgx-a100"))}
     assert kept["mine"] == kept["cpu"] != kept["dgx-a100"]  # composed of others here, one kernel there
     assert kept["dgx-a100"].saved_other_bytes <= 2 * 4 * 16
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_attention_with_dropout_keeps_no_scores_on_a_gpu(split: bool) -> None:
+    """The kernels of a GPU draw again in backward; on a CPU, and in float64, it is composed of products, a softmax and a dropout."""
+    def op(p: float) -> Op:
+        if split:
+            kwargs = (("axis", "tp"), ("dropout_p", p), ("is_causal", True))
+            return Op(target="autopar.L.attention", args=(*map(Ref, "qkv"), None), kwargs=kwargs, outputs=("y",))
+        return op_of("aten.scaled_dot_product_attention.default", *map(Ref, "qkv"), None, p, True)
+
+    def kept(p: float, gpu: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[object, ...]:
+        t = TensorType(shape=(2, 4, 64, 16), dtype=dtype, grad=True)
+        strides = torch.empty(t.shape, device="meta").stride()
+        c, w = count(op(p), (t,) * 3, (t,), gpu), workspace(op(p), (t,) * 3, (strides,) * 3, (t,), gpu)
+        return c.saved_inputs, c.saved_outputs, c.saved_other_bytes, w.saved_inputs, w.saved_outputs, w.saved_other, w.forward, w.backward
+
+    scores = 2 * 4 * 64 * 64
+    assert kept(0.1, True) == kept(0.0, True)
+    assert kept(0.1, True)[2] < scores < kept(0.1, False)[2]
+    assert kept(0.1, True, torch.float64) == kept(0.1, False, torch.float64) != kept(0.0, True, torch.float64)
 
 
 def test_a_profile_of_a_gpu_names_the_device_that_it_may_be_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,9 @@ from autopar.ir import Op, TensorType, nameless
 
 __all__ = ["OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
+_ATTENTION, _LOCAL_ATTENTION = "aten.scaled_dot_product_attention.default", "autopar.L.attention"
+_DROPOUT_AT = 4  # of the arguments of the first
+
 OP_CLASSES: dict[str, str] = {
     name: cls
     for cls, names in {
@@ -65,9 +68,14 @@ class Counts:
     causal_keys: int = 0
 
 
-def as_on_gpu(op: Op) -> Op:
+def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
     """The operator that keeps and allocates what a GPU's kernel does, where the CPU, on which fake tensors run, has none and composes
-    it of others: RMS norm, of which one fused kernel keeps the operand and a number for each row, as layer norm does."""
+    it of others: RMS norm, of which one fused kernel keeps the operand and a number for each row, as layer norm does; attention with
+    dropout, whose fused kernels draw again in backward what they drew (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp asks nothing
+    of dropout) and keep what they keep without it. In float64 there are none."""
+    if op.target in (_ATTENTION, _LOCAL_ATTENTION) and ins[0].dtype != torch.float64:
+        args = tuple(0.0 if k == _DROPOUT_AT and op.target == _ATTENTION else a for k, a in enumerate(op.args))
+        return dataclasses.replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
     if op.target != "aten.rms_norm.default":
         return op
     weight = op.args[2] if len(op.args) > 2 else op.kwarg("weight")
@@ -76,7 +84,7 @@ def as_on_gpu(op: Op) -> Op:
 
 def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], gpu: bool = False) -> Counts:
     """The counts of one operator on operands of these types. gpu: as a GPU runs it."""
-    op = as_on_gpu(op) if gpu else op
+    op = as_on_gpu(op, ins) if gpu else op
     anonymous = nameless(op)
     return _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
 
@@ -157,7 +165,7 @@ SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
 _TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})
 
 # Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
-_SAME_WORK = {"autopar.L.attention": "aten.scaled_dot_product_attention.default", "autopar.L.dropout": "aten.dropout.default"}
+_SAME_WORK = {_LOCAL_ATTENTION: _ATTENTION, "autopar.L.dropout": "aten.dropout.default"}
 
 
 def _as_plain(same: str, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:

@@ -60,7 +60,7 @@ def workspace(
     op: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...], gpu: bool = False
 ) -> Workspace:
     """The workspace of an operator on operands of these types and strides, found by running it on fake tensors. gpu: as a GPU runs it."""
-    op = as_on_gpu(op) if gpu else op
+    op = as_on_gpu(op, ins) if gpu else op
     anonymous = nameless(op)
     return _workspace(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, op.multi, len(op.outputs), ins, strides, outs)
 
