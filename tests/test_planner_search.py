@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 import re
 
 import pytest
@@ -16,9 +17,13 @@ from autopar.errors import Infeasible, PlanError
 from autopar.ir import refs
 from autopar.planner import Pins, Plan, lower, make_plan
 from autopar.planner.candidate import Candidate
-from autopar.planner.search import Search
+from autopar.planner.interleave import rank_bytes
+from autopar.planner.modes import Mode
+from autopar.planner.search import Search, _costs
 from autopar.planner.space import divisors
+from autopar.planner.stage_account import Piece, stage_bytes
 from cost_models.cluster import Cluster, load_cluster
+from cost_models.pipeline import flow
 from cost_models.recipe import AUTOPAR
 from tests.planner_programs import program_of
 
@@ -261,3 +266,51 @@ def _search(cluster: str, **pins: object) -> Candidate:
     )  # fmt: skip
     (found,) = search.candidates()
     return found
+
+
+def _random_pieces(rng: random.Random, raised: bool) -> list[Piece]:
+    """Pieces of random sizes; raised: a forward pass of each needs as much as a later backward pass, if it needs less."""
+    found = []
+    for _ in range(4):
+        modes = []
+        for kept, again in ((rng.randint(4, 9), 0.0), (rng.randint(0, 3), 1.0)):
+            later = kept + rng.randint(0, 20)
+            forward = max(later * raised, kept + rng.randint(0, 20))
+            modes.append(
+                Mode(
+                    name=str(again), again_s=again, kept_bytes=kept, forward_bytes=forward, backward_bytes=later + rng.randint(0, 9),
+                    later_bytes=later,
+                )
+            )  # fmt: skip
+        sizes = {n: float(rng.randint(0, 9)) for n in ("rest_bytes", "gradient_bytes", "received_bytes", "sent_bytes")}
+        found.append(Piece(forward_s=1.0, backward_s=2.0, modes=tuple(modes), **sizes))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_forward_pass_needs_counts_beyond_what_a_backward_pass_does(seed: int) -> None:
+    """As the search compares forms. Where a rank has several stages, others hold more beside a forward pass of one than beside its
+    backward pass, so that it counts."""
+    pieces, raised = (_random_pieces(random.Random(seed), x) for x in (False, True))
+    rng = random.Random(seed)
+    modes = [rng.randrange(2) for _ in pieces]
+    for micro_batches, in_flight in ((1, 1), (2, 1), (2, 2), (8, 1), (8, 3), (8, 8)):
+        assert stage_bytes(pieces, modes, in_flight, micro_batches) == stage_bytes(raised, modes, in_flight, micro_batches)
+
+
+def test_a_forward_pass_counts_where_a_rank_has_several_stages() -> None:
+    differ = 0
+    for seed in range(100):
+        few, more = (_random_pieces(random.Random(seed), x) for x in (False, True))
+        for ranks, rank in ((2, 0), (2, 1), (4, 0), (4, 3)):
+            on_rank = flow("interleaved", ranks, 4, 2).on_rank(rank)
+            differ += len({rank_bytes([p[:2], p[2:]], [[0, 0], [0, 0]], on_rank) for p in (few, more)}) > 1
+    assert differ, "else forms could be compared so there too"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_form_that_needs_less_in_forward_alone_is_no_better_than_another(alone: bool) -> None:
+    pairs = [tuple(_random_pieces(random.Random(seed), x)[0] for x in (False, True)) for seed in range(20)]
+    told = [few.modes[0].forward_bytes < more.modes[0].forward_bytes for few, more in pairs]
+    assert any(told)
+    assert [_costs(few, alone) != _costs(more, alone) for few, more in pairs] == [few != more and not alone for few, more in pairs]

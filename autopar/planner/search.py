@@ -60,7 +60,7 @@ from cost_models.recipe import AUTOPAR, Recipe
 __all__ = ["Search", "answered", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
-WORTH = 1.002  # a draft's time is exact to this: whatever is slower than the fastest one by more waits behind it
+WORTH = 1.004  # whatever is slower than the fastest draft by more waits behind it: that may come out so much slower as it will run
 NEAR = 1e-4  # of a step: a draft that promises no more than that beside a plan is not priced as it will run
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 
@@ -401,14 +401,17 @@ def _no_better(form: Estimator, first: Estimator) -> bool:
             return False
     if any(x < y for a, b in zip(form.seconds(), first.seconds(), strict=True) for x, y in zip(a, b, strict=True)):
         return False
-    pairs = dict.fromkeys(zip(form.plain, first.plain, strict=True))
-    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, _costs(a), _costs(b))) for a, b in pairs)
+    pairs, alone = dict.fromkeys(zip(form.plain, first.plain, strict=True)), form.flow.chunks == 1
+    return all(len(a.modes) == len(b.modes) and all(map(operator.ge, _costs(a, alone), _costs(b, alone))) for a, b in pairs)
 
 
-def _costs(p: Piece) -> tuple[float, ...]:
+def _costs(p: Piece, alone: bool) -> tuple[float, ...]:
+    """alone: its stage is the only one of its rank, so that each of its forward passes has a backward pass beside as much: what a forward
+    pass needs counts as far as it is more."""
     held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
-    modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.forward_bytes, m.backward_bytes, m.later_bytes)]
-    return (p.forward_s, p.backward_s, *held, *modes)
+    forward = [max(m.forward_bytes, m.later_bytes) if alone else m.forward_bytes for m in p.modes]
+    modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.backward_bytes, m.later_bytes)]
+    return (p.forward_s, p.backward_s, *held, *forward, *modes)
 
 
 def make_plan(
