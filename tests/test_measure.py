@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -262,6 +264,23 @@ def test_a_described_cpu_is_one_under_any_name(tmp_path: Path, monkeypatch: pyte
     kept = {c.name: Pricer(c, ONE).op(normed.ops[0], normed).counts for c in (known, mine, load_cluster("dgx-a100"))}
     assert kept["mine"] == kept["cpu"] != kept["dgx-a100"]  # composed of others here, one kernel there
     assert kept["dgx-a100"].saved_other_bytes <= 2 * 4 * 16
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (1, 1, 5), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("affine", [0, 1, 2])
+def test_rows_are_counted_as_if_all_were_run(shape: tuple[int, ...], affine: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layer norm one row is run on fake tensors, whatever its last dims are."""
+    counting = importlib.import_module("autopar.measure.count")
+    for dims, dtype, grad in itertools.product(range(1, len(shape) + 1), (torch.float32, torch.bfloat16), (True, False)):
+        x, row = TensorType(shape=shape, dtype=dtype, grad=grad), TensorType(shape=shape[-dims:], dtype=dtype, grad=True)
+        params = (*(Ref(n) for n in "wb"[:affine]), *[None] * (2 - affine))
+        op, ins = op_of("aten.layer_norm.default", X, shape[-dims:], *params, 1e-5), (x, *[row] * affine)
+        found = []
+        for rows in (counting._ROW_BY_ROW, {}):
+            monkeypatch.setattr(counting, "_ROW_BY_ROW", rows)
+            counting._count.cache_clear()
+            found.append(count(op, ins, (dataclasses.replace(x, grad=grad or affine > 0),)))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -101,6 +103,11 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
     if target == "autopar.L.region":
         return _as_counted(op, read, written, len(ins) if differentiable else 0)
+    if target in _ROW_BY_ROW and (rows := math.prod(ins[0].shape[: -_ROW_BY_ROW[target](args)])) > 1:  # fake tensors take long for these
+        row = dataclasses.replace(ins[0], shape=(1, *ins[0].shape[-_ROW_BY_ROW[target](args) :]))
+        made = dataclasses.replace(outs[0], shape=row.shape)
+        one = _count(target, args, kwargs, no_grad, (row, *ins[1:]), (made, *outs[1:]))
+        return dataclasses.replace(one, bytes_read=read, bytes_written=written, saved_other_bytes=rows * one.saved_other_bytes)
     if cls == "view" or target.startswith("autopar."):
         read, written = (0, 0) if cls == "view" else (read, written)
         kept = (0,) if target.startswith("autopar.L.") and differentiable else ()
@@ -163,6 +170,9 @@ SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
 
 # Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
 _TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})
+
+# Operators that do the same to every row -> how many of the operand's last dims a row has.
+_ROW_BY_ROW: dict[str, Callable[[tuple[Any, ...]], int]] = {"aten.layer_norm.default": lambda args: len(args[1]) if len(args) > 1 else 0}
 
 # Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
 _SAME_WORK = {_LOCAL_ATTENTION: _ATTENTION, "autopar.L.dropout": "aten.dropout.default"}
