@@ -105,8 +105,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         return _as_counted(op, read, written, len(ins) if differentiable else 0)
     if target in _ROW_BY_ROW and (rows := math.prod(ins[0].shape[: -_ROW_BY_ROW[target](args)])) > 1:  # fake tensors take long for these
         row = dataclasses.replace(ins[0], shape=(1, *ins[0].shape[-_ROW_BY_ROW[target](args) :]))
-        made = dataclasses.replace(outs[0], shape=row.shape)
-        one = _count(target, args, kwargs, no_grad, (row, *ins[1:]), (made, *outs[1:]))
+        made = tuple(dataclasses.replace(t, shape=row.shape) for t in outs)
+        one = _count(target, args, kwargs, no_grad, (row, *ins[1:]), made)
         return dataclasses.replace(one, bytes_read=read, bytes_written=written, saved_other_bytes=rows * one.saved_other_bytes)
     if cls == "view" or target.startswith("autopar."):
         read, written = (0, 0) if cls == "view" else (read, written)
