@@ -25,7 +25,7 @@ import autopar
 from autopar.checkpoint import CheckpointReader, safetensors_file
 from autopar.checkpoint.safetensors_file import read_header
 from autopar.errors import CheckpointError, LaunchError
-from autopar.run import ParallelModule, WorkerPool
+from autopar.run import ParallelModule, WorkerPool, watchdog
 from tests.checkpoint_model import PLANS, Emitted, adamw, batch, built, difference, emitted, plain, trained, whole_state
 from tests.run_model import Model as Small
 from tests.run_model import emitted as small
@@ -367,6 +367,8 @@ def _fails(folder: str) -> list[str]:
         safetensors_file._write_data = full
     attempt(lambda: autopar.save(folder, model))
     attempt(lambda: autopar.save(folder, model, async_save=True).result())
+    watch = watchdog.current()
+    assert watch is not None and watch.own.seen().beside == 0, "no save is noted as under way"
     safetensors_file._write_data = written
     attempt(lambda: autopar.save(folder, model, note=object()))
     attempt(lambda: autopar.load(folder if rank != 1 else folder + "/elsewhere", model))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import LaunchError
-from autopar.run import Mesh, WorkerPool, launch, record
+from autopar.run import Mesh, WorkerPool, launch, record, watchdog
 from autopar.run.groups import release
 
 pytestmark = pytest.mark.gloo
@@ -147,3 +147,29 @@ def test_what_ranks_did_in_an_earlier_task_is_not_compared() -> None:
         pool.run(_other_sizes, timeout_s=60)
         pool.run(_called_before, 3, timeout_s=60)
         assert pool.run(_other_sizes, timeout_s=60) == [[8, 4, 2, 4]] * 2
+
+
+def _late_with_its_record(rank: int) -> None:
+    """As on a busy machine, the last rank is slow to make its record."""
+    if rank == 3:
+        made = watchdog.Own
+
+        def late(path: Path) -> record.Own:
+            time.sleep(1.0)
+            return made(path)
+
+        watchdog.Own = late  # type: ignore[assignment, misc]
+
+
+def _records_that_are_read() -> list[int]:
+    Mesh({"dp": 4})
+    watch = watchdog.current()
+    assert watch is not None
+    return sorted(watch._others)
+
+
+def test_a_rank_that_is_slow_to_begin_is_watched_too() -> None:
+    """Else others would wait for ever for what it decides, and would not see that it has gone. Of four, rank 2 may be given what gloo
+    broadcasts from rank 0 before the last one is asked for."""
+    with WorkerPool(4, enter=_late_with_its_record) as pool:
+        assert pool.run(_records_that_are_read, timeout_s=60) == [[other for other in range(4) if other != rank] for rank in range(4)]

@@ -83,8 +83,10 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
 
     def write_beside() -> None:
         saving_beside(WAITS)
-        write(writer, held, contents, subject.group)
-        saving_beside(0)
+        try:
+            write(writer, held, contents, subject.group)
+        finally:
+            saving_beside(0)
 
     going = Saving(executor.submit(write_beside), folder)
     executor.shutdown(wait=False)

@@ -56,8 +56,8 @@ def begin(group: dist.ProcessGroup) -> None:
     folder = _folder(token[0][0])
     own = Own(folder / f"rank-{dist.get_rank()}")
     _watch = Watchdog(own, folder, dist.get_rank(), dist.get_world_size(), token[0][0])
-    hosted: list[Any] = [_watch.host_store()]
-    dist.broadcast_object_list(hosted, src=0, group=group)  # after it all records are there
+    hosted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosted, _watch.host_store(), group=group)  # a broadcast waits for no rank; after this all records are there
     _watch.start(hosted[0])
     _hook()
 
