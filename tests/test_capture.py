@@ -187,6 +187,10 @@ def changes_parameter(m: Function, x: torch.Tensor) -> torch.Tensor:
     return x * m.weight
 
 
+def sparse_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding((x.sum(-1) > 0).long(), m.weight, sparse=True) * x
+
+
 def no_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
     return x * m.weight.detach()
 
@@ -199,6 +203,7 @@ def no_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
         (branch_on_values, "torch.where"),
         (shape_from_values, "fixed capacity"),
         (changes_parameter, "changes a parameter"),
+        (sparse_gradient, "gradients of a parallel module are dense"),
         (no_gradient, "requires a gradient"),
     ],
     ids=lambda x: getattr(x, "__name__", None),

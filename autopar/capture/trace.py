@@ -349,7 +349,13 @@ class _Flattener:
                 raise symbolic.error()
             env[node] = symbolic  # which may serve an assertion only; the loss may not depend on it
             return
-        args, kwargs = self._arguments(node, target, env, results[0])
+        named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
+        if named.get("sparse") is True:
+            raise CaptureError(
+                f"cannot capture {target._opname} with sparse=True: the gradients of a parallel module are dense\n  at {source}\n  what to "
+                f"do: build the embedding with sparse=False, and give its weight an optimizer of dense gradients (not SparseAdam)"
+            )
+        args, kwargs = self._arguments(node, named, target, env, results[0])
         name_of_target = str(target) if str(target).startswith("aten.") else f"{target.namespace}.{target._opname}.{target._overloadname}"
         if name_of_target.rpartition(".")[0] in _CASTS:
             name_of_target = "aten.to.dtype"
@@ -399,9 +405,9 @@ class _Flattener:
         return value
 
     def _arguments(
-        self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], result: Any
+        self, node: fx.Node, named: Mapping[str, Any], target: torch._ops.OpOverload, env: dict[fx.Node, Any], result: Any
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
+        """named: all that is given, by the names of the operator's schema."""
 
         def convert(a: Any) -> Arg:
             return self._arg(fx.map_arg(a, lambda n: env[n]))

@@ -100,11 +100,16 @@ class _Sharder:
             layout |= zip([o for o in op.outputs if o is not None], self.assignment.ops[op.name].outputs, strict=True)
         found: dict[tuple[int, int], dict[str, tuple[Layout, Op]]] = {}
         for b, block in enumerate(program.blocks):
-            for j in range(len(block.spans[0])):
+            first = block.spans[0]
+            inside = {o for op in ops[first.start : first.stop] for o in op.outputs}  # instances are wired alike
+            for j in range(len(first)):
                 same = [ops[span.start + j] for span in block.spans]
-                for i, want in enumerate(self.assignment.ops[same[0].name].inputs):
+                for i, wanted in enumerate(zip(*(self.assignment.ops[op.name].inputs for op in same), strict=True)):
                     values = [refs(op)[i] for op in same]
-                    made = [layout[v] if needs_transition(layout[v], want, program.types[v]) else None for v in values]
+                    if values[0] in inside:
+                        continue
+                    pairs = zip(values, wanted, strict=True)
+                    made = [layout[v] if needs_transition(layout[v], want, program.types[v]) else None for v, want in pairs]
                     if len(set(made)) > 1:
                         usual = Counter(layout[v] for v in reversed(values)).most_common(1)[0][0]  # of two, as a later one reads it
                         for k, v in enumerate(values):
