@@ -168,7 +168,7 @@ def _parts(module: ParallelModule, optimizer: torch.optim.Optimizer | None) -> I
             yield f"the gradient of {part}", local(p.grad)
         for key, value in (optimizer.state[p] if optimizer is not None and p in optimizer.state else {}).items():
             if isinstance(value, Tensor):
-                yield f"{key} of {part}", value
+                yield f"{key} of {part}", local(value)
     known = {spec.name for spec in module.manifest.buffers if not spec.constant}
     for name, b in module.named_buffers():
         if name in known:

@@ -1,6 +1,7 @@
 """All programs of `traps`: importing this enters them into the table."""
 
 from benchmarks._traps_kit import PROGRAMS
+from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import changes as _changes
 from benchmarks.trap_programs import evaluation as _evaluation
@@ -11,6 +12,7 @@ from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
 from benchmarks.trap_programs import parts as _parts
 from benchmarks.trap_programs import random as _random
+from benchmarks.trap_programs import reads as _reads
 from benchmarks.trap_programs import recapture as _recapture
 from benchmarks.trap_programs import rules as _rules
 from benchmarks.trap_programs import settings as _settings
@@ -22,5 +24,5 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _calls, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random, _rules, _settings, _state
-del _recapture, _together, _tools, _training, _wrapped
+del _across, _calls, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random, _rules, _settings, _state
+del _reads, _recapture, _together, _tools, _training, _wrapped

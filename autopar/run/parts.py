@@ -204,8 +204,9 @@ def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     x = args[0]
     if x._lies.split:
         raise TypeError(
-            f"{x._lies.name} is held in parts by several processes, so that it cannot be copied or pickled by itself. Take "
-            f"full_state_dict() of the parallel module, which has whole tensors under the names of the original"
+            f"{x._lies.name} (or an optimizer's state of it) is held in parts by several processes, so that it cannot be copied or pickled "
+            f"by itself. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write "
+            f"a checkpoint: autopar.save(path, model, optimizer)"
         )
     plain = nn.Parameter(local(x), requires_grad=x.requires_grad) if isinstance(x, Part) else local(x)
     for memo in args[1:]:
@@ -430,13 +431,12 @@ def _writes(name: str) -> bool:
 
 def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective: the function of whole tensors. What it writes to a part goes back into the parts, as rank 0 has written it."""
-    written: Any = args[0] if args and _writes(name) else None
+    out = kwargs.get("out")
+    written: Any = out if is_part(out) else args[0] if args and _writes(name) else None
     if isinstance(written, (list, tuple)):
         written = next((x for x in written if is_part(x)), None)
     if name in F.VIEWS and is_part(args[0] if args else None) and not any(map(is_part, pytree.tree_leaves((args[1:], kwargs)))):
         return _view(func, args[0], args[1:], kwargs)
-    if is_part(kwargs.get("out")):
-        raise TypeError(f"{name} with out= a parameter that is held in parts; assign the result instead")
     if not is_part(written):
         known: dict[int, Tensor] = {}
         whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), _whole(x)), (args, kwargs))
@@ -458,6 +458,6 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     with torch.no_grad():
         whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else _whole(x), (args, kwargs))
         func(*whole[0], **whole[1])
-        target = _target(whole[0])
-        local(written).copy_(lies.cut(lies.agreed(target)))
-    return args[0]
+        target = whole[1]["out"] if written is out else _target(whole[0])
+        local(written).copy_(lies.cut(lies.agreed(_of_shape(target, lies))))
+    return out if written is out else args[0]
