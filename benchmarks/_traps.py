@@ -3,6 +3,7 @@
 from benchmarks._traps_kit import PROGRAMS
 from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import calls as _calls
+from benchmarks.trap_programs import chains as _chains
 from benchmarks.trap_programs import changes as _changes
 from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import holders as _holders
@@ -24,5 +25,5 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random, _rules, _settings, _state
-del _reads, _recapture, _together, _tools, _training, _wrapped
+del _across, _calls, _chains, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random
+del _reads, _recapture, _rules, _settings, _state, _together, _tools, _training, _wrapped

@@ -19,9 +19,10 @@ from benchmarks._traps_run import PLANS, USUAL, Judge, Outcome, _described, _sto
 PROGRAMS_HERE = (
     "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "another_mask_in_evaluation", "batch_norm",
     "clipped_norm", "clipped_norm_by_the_module", "figures_of_states", "flag_switches_a_branch", "frozen_midway", "grad_scaler",
-    "hook_that_scales_after_compile", "hooked_steps", "label_smoothing_with_ignored_labels", "lamb", "lion", "loss_in_a_dict",
-    "low_rank_adapters", "optimizer_before_compile", "samples_repeated", "scale_annealed_from_one", "some_norms_frozen_midway",
-    "targets_as_an_input", "two_models_in_turns", "unused_layers_switched_on", "weights_drawn_anew",
+    "hook_that_scales_after_compile", "hooked_steps", "label_smoothing_with_ignored_labels", "labels_of_another_dtype_later", "lamb",
+    "lion", "loss_in_a_dict", "low_rank_adapters", "optimizer_before_compile", "parts_of_a_sequence", "samples_repeated",
+    "scale_annealed_from_one", "some_norms_frozen_midway", "targets_as_an_input", "two_models_in_turns", "unused_layers_switched_on",
+    "weights_drawn_anew",
 )  # fmt: skip
 
 

@@ -56,7 +56,8 @@ class DeferredModule(StandIn):
     ) -> None:
         super().__init__(compiler=True)
         keep = self.__dict__
-        keep["original"], keep["_gpus"], keep["_finish"], keep["_start"] = model, gpus, finish, start
+        self._stands_for(model)
+        keep["_gpus"], keep["_finish"], keep["_start"] = gpus, finish, start
         keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
         keep["random_stream"] = None  # to go on with, of a checkpoint that was loaded before the first call
         keep |= {name: model.__dict__[name] for name in REGISTRIES}

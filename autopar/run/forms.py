@@ -190,6 +190,10 @@ class Forms:
 def _shown(key: Key) -> str:
     """A key, for people."""
     modes, around, shapes = key
-    given = ", ".join(f"{'.'.join(map(str, path))} {list(shape) if isinstance(shape, tuple) else shape}" for path, shape in shapes)
+    given = ", ".join(f"{'.'.join(map(str, path))} {shape if isinstance(shape, str) else _of_a_tensor(*shape)}" for path, shape in shapes)
     mode = "training" if all(modes) else "evaluation" if not any(modes) else f"evaluation of {modes.count(0)} of {len(modes)} modules"
     return f"{given or 'no inputs'}, in {mode} mode{''.join(f', inside of {one}' for one in around)}"
+
+
+def _of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{', with a gradient' if grad else ''}"

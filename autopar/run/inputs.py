@@ -16,6 +16,7 @@ from autopar.axes import BATCH, TIME, cut_order
 from autopar.errors import LaunchError
 from autopar.ir import Layout
 from autopar.run import comm, record
+from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
@@ -23,7 +24,8 @@ from autopar.run.slices import joined, local_slice
 __all__ = ["Batch", "Shapes", "as_example", "micro_batch"]
 
 Path = tuple[str | int, ...]
-Shapes = tuple[tuple[Path, tuple[int, ...] | str], ...]  # of each leaf of a call: a tensor's shape, or the value of anything else
+Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
+Shapes = tuple[tuple[Path, Shape | str], ...]  # of each leaf of a call: that of a tensor, or the value of anything else
 
 
 class Batch:
@@ -38,7 +40,7 @@ class Batch:
         self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
         layouts = [Layout.parse(spec.layouts.get(BATCH, "I")) if local else None for spec in manifest.inputs]
         shapes = [
-            _shape(x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
+            (dtype_named(s.dtype), x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
             for s, x in zip(manifest.inputs, layouts, strict=True)
         ]
         paths = [self._by_name(spec.path) for spec in manifest.inputs]
@@ -46,11 +48,11 @@ class Batch:
         self.expected = _sorted([*zip(paths, shapes, strict=True), *values])
 
     def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
-        """The path of each leaf of a call, with the shape of a tensor (and whether it requires a gradient) or the value of anything
-        else but None, sorted; `expected` is that of the planned call."""
+        """The path of each leaf of a call, with the dtype and shape of a tensor (and whether it requires a gradient) or the value of
+        anything else but None, sorted; `expected` is that of the planned call."""
         leaves, on = self._leaves(args, kwargs), torch.is_grad_enabled()
         found = (
-            (path, _shape(tuple(leaf.shape), on and leaf.requires_grad) if isinstance(leaf, Tensor) else _value(leaf))
+            (path, (leaf.dtype, tuple(leaf.shape), on and leaf.requires_grad) if isinstance(leaf, Tensor) else _value(leaf))
             for path, leaf in leaves
             if leaf is not None
         )
@@ -201,12 +203,8 @@ def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: 
     return {s.name: local_slice(bound[s.name], Layout.parse(s.layouts.get(TIME, "I")), index, n) for s in specs}
 
 
-def _sorted(shapes: Iterable[tuple[Path, tuple[int, ...] | str]]) -> Shapes:
+def _sorted(shapes: Iterable[tuple[Path, Shape | str]]) -> Shapes:
     return tuple(sorted(shapes, key=repr))
-
-
-def _shape(shape: tuple[int, ...], grad: bool) -> tuple[int, ...] | str:
-    return f"{shape}, with a gradient" if grad else shape
 
 
 def _value(leaf: object) -> str:

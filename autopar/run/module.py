@@ -120,8 +120,9 @@ class ParallelModule(StandIn):
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["debug"] = debug if debug is not None else debug_level() >= 1
-        keep["original"], keep["_returns"], keep["_outputs"] = original, returns, outputs
+        keep["_returns"], keep["_outputs"] = returns, outputs
         if original is not None:
+            self._stands_for(original)
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
         tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}

@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["StandIn", "runs_as_it_is"]
 
+# What Python looks for in the class: of a container (nn.Sequential) its parts are taken by number, counted and gone through.
+_OF_CONTAINERS = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
+
 
 def runs_as_it_is(holder: type, name: str, *, compiler: bool = False) -> None:
     """torch.compile neither traces a function of a class nor what it calls, from now on. compiler: its front end is imported for that,
@@ -53,6 +56,19 @@ def _into_a_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -
                 inner._refuse_wrapping()
 
 
+@functools.cache
+def _as_container(kind: type, names: tuple[str, ...]) -> type:
+    """The class with these methods of the original's."""
+
+    def of_the_original(name: str) -> Any:
+        def method(self: StandIn, *args: Any) -> Any:
+            return getattr(self.original, name)(*args)
+
+        return method
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: of_the_original(name) for name in names}})
+
+
 class StandIn(nn.Module):
     """original: the user's model, kept out of the registries; None where there is none."""
 
@@ -87,6 +103,13 @@ class StandIn(nn.Module):
             super().__delattr__(name)
         else:
             delattr(original, name)
+
+    def _stands_for(self, original: nn.Module) -> None:
+        """From now on this is the original's; of a container it is one."""
+        self.__dict__["original"] = original
+        kind: Any = type(self)
+        if found := tuple(name for name in _OF_CONTAINERS if hasattr(type(original), name)):
+            self.__class__ = _as_container(kind, found)
 
     def _repr_html_(self) -> str:
         """In a notebook: the plan, where there is one."""
