@@ -5,6 +5,7 @@ from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import chains as _chains
 from benchmarks.trap_programs import changes as _changes
+from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import modules as _modules
@@ -25,5 +26,5 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts, _random
-del _reads, _recapture, _rules, _settings, _state, _together, _tools, _training, _wrapped
+del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts
+del _random, _reads, _recapture, _rules, _settings, _state, _together, _tools, _training, _wrapped

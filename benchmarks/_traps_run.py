@@ -170,6 +170,8 @@ def _difference(a: Any, b: Any) -> str:
             return f"is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}"
         if not b.numel():
             return ""
+        if b.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
         if not b.dtype.is_floating_point:
             return "" if torch.equal(a, b) else f"differs in {int((a != b).sum())} of {b.numel()} entries"
         if not torch.equal(torch.isfinite(a), torch.isfinite(b)):

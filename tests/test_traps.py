@@ -68,6 +68,8 @@ def test_the_judge_notices_another_number() -> None:
         moved = tensor + (1 if tensor.dtype == torch.long else 1e-8)
         assert len(changed(state={**state, name: moved})) == 1, name
     assert len(changed(state={n: t for n, t in state.items() if n != "head.bias"})) == 1
+    turning = torch.tensor([1 + 1j], dtype=torch.complex128)
+    assert differences({"x": turning * (1 + 1e-12j)}, {"x": turning}) == [] != differences({"x": turning * (1 + 1e-8j)}, {"x": turning})
     assert len(changed(more=1)) == 1
 
 
