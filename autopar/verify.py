@@ -304,7 +304,7 @@ def _forms(ref: Reference, plan: Plan, manifest: Manifest, cluster: Cluster) -> 
         except PlanError as error:
             notes.append(f"a batch of {size} in {'training' if key[0] else 'evaluation'} mode is refused under this plan: {error}")
             continue
-        constants = {b.value for b in captured.program.buffers if b.fqn is None}
+        constants = {b.fqn or b.value for b in captured.program.buffers if b.fqn is None or b.region}
         forms[key] = Form(source=source, tensors={k: t.detach() for k, t in tensors_of(captured).items() if k in constants})
     return forms, notes
 

@@ -174,3 +174,46 @@ def nodes() -> dict[str, Tensor]:
 
 def speech() -> dict[str, Tensor]:
     return {**tokens(), "frames": torch.randn(BATCH, LENGTH, 5)}
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return -0.5 * grad
+
+
+class Reversal(nn.Module):
+    """Gives gradients on with another sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        reversed_: Tensor = _Reversed.apply(x)
+        return reversed_
+
+
+class Clamped(nn.Linear):
+    """Clamps the gradient of what it makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if made.requires_grad:
+            made.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return made
+
+
+class Adversarial(nn.Module):
+    """Gradients of its own: two of its parts have some; itself: so has its forward."""
+
+    def __init__(self, itself: bool = False) -> None:
+        super().__init__()
+        self.table, self.inner, self.reversal, self.itself = nn.Embedding(CLASSES, HIDDEN), Clamped(HIDDEN, HIDDEN), Reversal(), itself
+        self.head, self.domain = nn.Linear(HIDDEN, CLASSES), nn.Linear(HIDDEN, 2)
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(self.table(ids)))
+        opposed = _Reversed.apply(hidden) if self.itself else self.reversal(hidden)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+        return loss + F.cross_entropy(self.domain(opposed).flatten(0, 1), y.flatten() % 2)

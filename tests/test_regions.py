@@ -23,11 +23,11 @@ from autopar.render import load
 from autopar.run import ParallelModule, WorkerPool
 from autopar.run.region import REGION, Place, Region
 from autopar.run.region import region as run
-from autopar.verify import reference, verify_plan
+from autopar.verify import reference, verify, verify_plan
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
     "mixture": (m.Mixture, m.tokens), "graph": (m.Graph, m.nodes), "speech": (m.Speech, m.speech), "shared": (m.Shared, m.tokens),
-    "careful": (lambda: m.Mixture(careful=True), m.tokens),
+    "careful": (lambda: m.Mixture(careful=True), m.tokens), "adversarial": (m.Adversarial, m.tokens),
 }  # fmt: skip
 pure, gloo = pytest.mark.pure, pytest.mark.gloo
 
@@ -46,7 +46,7 @@ def regions(found: Captured) -> list[Op]:
     ("name", "paths", "rows"),
     [
         ("mixture", ["layers.0.routed", "layers.1.routed"], (0,)), ("graph", ["passes.0", "passes.1"], ()), ("speech", ["merge"], ()),
-        ("shared", ["select", "select"], (0,)),
+        ("shared", ["select", "select"], (0,)), ("adversarial", ["inner", "reversal"], (0,)),
     ],
 )  # fmt: skip
 def test_the_smallest_submodule_is_one_operator(name: str, paths: list[str], rows: tuple[int, ...]) -> None:
@@ -54,8 +54,9 @@ def test_the_smallest_submodule_is_one_operator(name: str, paths: list[str], row
     assert [op.module for op in regions(found)] == paths
     assert [op.kwarg("rows") for op in regions(found)] == [rows] * len(paths)
     for op in regions(found):
-        assert any(text in op.source for text in ("len(rows)", "nonzero", "int(marked", "positive]"))
-        assert op.kwarg("flops") and any(op.source in note and op.module in note for note in found.program.notes)
+        assert any(text in op.source for text in ("len(rows)", "nonzero", "int(marked", "positive]", "register_hook", "_Reversed.apply"))
+        assert op.kwarg("flops") or op.module == "reversal"
+        assert any(op.source in note and op.module in note for note in found.program.notes)
         types = [found.program.types[r] for r in refs(op)]
         assert count(op, tuple(types), (found.program.types[op.name],)).flops == op.kwarg("flops")
 
@@ -161,6 +162,18 @@ def test_results_of_other_shapes_are_an_error() -> None:
 PLANS: list[dict[str, Any]] = [
     {"dp": 4}, {"tp": 4}, {"dp": 2, "pp": 2, "micro_batches": 2}, {"dp": 4, "zero": 3}, {"dp": 2, "recompute": "full", "tp": 2}
 ]  # fmt: skip
+
+
+@pure
+def test_a_model_that_has_gradients_of_its_own_itself_is_told_what_to_do() -> None:
+    with pytest.raises(CaptureError, match=r"_Reversed.apply.* has gradients of its own: call it in a submodule of Adversarial"):
+        capture(m.Adversarial(itself=True), m.tokens())
+
+
+@gloo
+def test_regions_are_verified_in_evaluation_too(workers: WorkerPool) -> None:
+    report = verify(m.Adversarial(), m.tokens(), 4, pins={"dp": 4}, steps=2, pool=workers)
+    assert report.ok and report.evaluation is not None and report.evaluation < 1e-9, report
 
 
 @gloo

@@ -13,7 +13,7 @@ from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.ir import Program
 
-__all__ = ["check_program", "trainable_tensors"]
+__all__ = ["OtherGradients", "check_program", "trainable_tensors"]
 
 # The largest difference allowed, relative to the largest gradient: many roundings of the precision, far below any real difference.
 _TOLERANCE: dict[torch.dtype | None, float] = {
@@ -21,6 +21,10 @@ _TOLERANCE: dict[torch.dtype | None, float] = {
 }  # fmt: skip
 # What running operators one by one may end with, where the model's own run did not.
 _FAILURES = (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+class OtherGradients(CaptureError):
+    """The program computes the model's loss, and not its gradients: the model's code has some of its own."""
 
 
 def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -77,7 +81,7 @@ def check_program(
             if not _close(zero if expected_grad is None else expected_grad, zero if found_grad is None else found_grad, tolerance * scale):
                 wrong.append(fqn_of[value])
         if wrong:
-            raise CaptureError(
+            raise OtherGradients(
                 f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
                 f"largest\n  what to do: look for torch.no_grad, .detach(), .data or custom autograd functions on the way to these "
                 f"parameters"

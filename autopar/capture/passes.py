@@ -8,6 +8,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
 from autopar.capture.casts import cast_before_use
-from autopar.capture.check import check_program, trainable_tensors
+from autopar.capture.check import OtherGradients, check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
@@ -40,6 +41,7 @@ from autopar.capture.normalise import (
     with_copies_returned,
     with_old_values,
 )  # fmt: skip
+from autopar.capture.own_gradients import own_gradients
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -97,6 +99,22 @@ def capture(
     the model's source and what to do, NoLoss if there is no loss.
     """
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    try:
+        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype)
+    except OtherGradients as error:
+        with computing_in(dtype, model):
+            own = own_gradients(model, loss, copied(inputs_in(dtype, (args, kwargs))))
+        if not own.modules:
+            raise OtherGradients(f"{error}{own.remedy}") from error
+        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own.modules)
+
+
+def _captured(
+    model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
+    dtype: torch.dtype | None, as_written: Mapping[str, str] = MappingProxyType({}),
+) -> Captured:  # fmt: skip
+    """What `capture` gives. as_written: submodules that run as they are written, and why."""
+    args, kwargs = example
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     given = args, kwargs
@@ -106,7 +124,7 @@ def capture(
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         with held_back():
             start = State.take(model, loss)
-            found, trace = _traced(model, loss, inputs, start, outputs=outputs)
+            found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written)
             trace, mutations = functionalize(with_casts(trace, infer), infer)
             trace = split_label_means(trace)
             trace, renamed = normalise(trace, infer)
@@ -152,14 +170,18 @@ def capture(
 
 
 def _traced(
-    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None
-) -> tuple[TracedCall, Trace]:
-    """The trace, in which the smallest submodules around what cannot be exported are one operator each."""
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
+    as_written: Mapping[str, str],
+) -> tuple[TracedCall, Trace]:  # fmt: skip
+    """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`."""
     regions = Regions(model, loss, inputs)
-    again = repeated(model, loss, inputs, start, outputs=outputs)
-    for hides in (True, False) if again.same else ():
-        with contextlib.suppress(CaptureError, NotRepeated, Seen):  # which the trace of every call explains
-            return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs, hides=hides)
+    if as_written:
+        regions.include_all(as_written)
+    else:
+        again = repeated(model, loss, inputs, start, outputs=outputs)
+        for hides in (True, False) if again.same else ():
+            with contextlib.suppress(CaptureError, NotRepeated, Seen):  # which the trace of every call explains
+                return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs, hides=hides)
     first: CaptureError | None = None
     while True:
         try:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,14 @@ class Regions:
                     return True
             path = path.rpartition(".")[0]
         return False
+
+    def include_all(self, paths: Mapping[str, str]) -> None:
+        """Make regions of these submodules. paths: with what makes each necessary. CaptureError if one of them cannot be a region."""
+        for path, line in paths.items():
+            found = self._run([path], line)
+            if path not in found:
+                raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
+            self.calls |= found
 
     def _innermost(self, error: BaseException | None) -> str | None:
         """The path of the innermost submodule whose code the error came from."""
@@ -201,8 +209,8 @@ def _observed(
         return output, "it changes what it is given, a buffer or an attribute"
     if not results or any(t.layout != torch.strided for t in (*given, *results)):
         return output, "it does not return dense tensors"
-    if any(t.untyped_storage()._cdata in known for t in results):
-        return output, "what it returns shares memory with what it is given"
+    if any(t.untyped_storage()._cdata in {x.untyped_storage()._cdata for x in own.values()} for t in results):
+        return output, "what it returns shares memory with its parameters or buffers"
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),

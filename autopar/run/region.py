@@ -61,7 +61,7 @@ class Region:
         return self
 
     def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors that the forward returns, in order."""
+        """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy."""
         leaves, spec = pytree.tree_flatten(self.arguments)
         given = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Place) else x for x in leaves], spec)
@@ -77,7 +77,9 @@ class Region:
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
-        return tuple(x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
+        known = {t.untyped_storage()._cdata for t in tensors}
+        found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
+        return tuple(x.clone() if x.untyped_storage()._cdata in known else x for x in found)
 
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
         """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""

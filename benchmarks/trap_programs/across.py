@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, WIDTH, Compile, Net, Results, batch, program, seeded, trained
+from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, WIDTH, Block, Compile, Net, Results, batch, program, seeded, trained
 
 KIND = "across"
 MORE = ("dp2mb2", "dp2tp2")
@@ -280,20 +280,41 @@ class _Reversed(torch.autograd.Function):
         return -0.5 * grad
 
 
+class _Reversal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Reversed.apply(x)
+
+
+class _Adversarial(Net):
+    """A domain classifier behind a gradient-reversal layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain, self.reversal = nn.Linear(HIDDEN, 2), _Reversal()
+
+    def reverse(self, hidden: Tensor) -> Tensor:
+        return self.reversal(hidden)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        return F.cross_entropy(self.head(hidden), y) + F.cross_entropy(self.domain(self.reverse(hidden)), y % 2)
+
+
 @program(KIND, plans=MORE)
 def gradient_reversed(compile: Compile) -> Results:
-    """A domain classifier behind a gradient-reversal layer, an autograd.Function of the user's."""
+    """The layer is a module that calls an autograd.Function of the user's."""
+    return _run(compile, _Adversarial)
 
-    class Adversarial(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.domain = nn.Linear(HIDDEN, 2)
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            hidden = self.hidden(x)
-            return F.cross_entropy(self.head(hidden), y) + F.cross_entropy(self.domain(_Reversed.apply(hidden)), y % 2)
+@program(KIND, plans=MORE)
+def gradient_reversed_by_the_model(compile: Compile) -> Results:
+    """The model itself calls the function."""
 
-    return _run(compile, Adversarial)
+    class Itself(_Adversarial):
+        def reverse(self, hidden: Tensor) -> Tensor:
+            return _Reversed.apply(hidden)
+
+    return _run(compile, Itself)
 
 
 @program(KIND, plans=MORE)
@@ -325,5 +346,23 @@ def hook_on_an_activation(compile: Compile) -> Results:
             if hidden.requires_grad:
                 hidden.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             return hidden
+
+    return _run(compile, Hooked)
+
+
+class _Clamped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return hidden
+
+
+@program(KIND, plans=MORE)
+def hook_on_the_activation_of_a_part(compile: Compile) -> Results:
+    class Hooked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(_Clamped(), _Clamped())
 
     return _run(compile, Hooked)
