@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "BATCH", "Block", "Compile", "InDict", "Net", "Normed", "PROGRAMS", "Program", "Results", "batch", "batches", "gradients", "loss_loop",
-    "program", "seeded", "sgd", "state", "train", "trained",
+    "program", "seeded", "sgd", "state", "stepped", "train", "trained",
 ]  # fmt: skip
 
 BATCH, WIDTH, HIDDEN, CLASSES = 12, 8, 16, 4
@@ -149,13 +149,18 @@ def trained(model: Any, optimizer: torch.optim.Optimizer | None = None, **option
     return {"losses": train(model, optimizer, **options), "state": state(model)}
 
 
-def loss_loop(model: Any, take: Any) -> list[float]:
-    """The usual loop, where the loss has to be taken from what forward returns."""
-    optimizer, losses = sgd(model), []
+def stepped(model: Any, loss_of: Callable[..., Tensor], optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """The losses of the usual loop, where loss_of makes the loss of a batch."""
+    optimizer, losses = optimizer or sgd(model), []
     for given in batches():
         optimizer.zero_grad()
-        loss = take(model(*given))
+        loss = loss_of(*given)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def loss_loop(model: Any, take: Any) -> list[float]:
+    """The usual loop, where the loss has to be taken from what forward returns."""
+    return stepped(model, lambda *given: take(model(*given)))

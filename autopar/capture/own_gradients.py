@@ -5,11 +5,10 @@ not show them; the submodules that call them run as they are written.
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
+from autopar.capture.source import module_of, running_line
 
 __all__ = ["OwnGradients", "own_gradients"]
-
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +37,11 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
     found: dict[str, str] = {}
 
     def note() -> None:
-        frame, line = sys._getframe(2), ""
-        while frame is not None:
-            code = frame.f_code
-            if not line and not code.co_filename.startswith((*_LIBRARIES, "<")):
-                text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-                line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}: {text}"
-            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # what the author calls self
-            if isinstance(owner, nn.Module) and id(owner) in paths:
-                found.setdefault(paths[id(owner)], line)
-                return
-            frame = frame.f_back  # type: ignore[assignment]
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and id(module_of(frame)) not in paths:
+            frame = frame.f_back
+        if frame is not None:
+            found.setdefault(paths[id(module_of(frame))], running_line())
 
     with left_as_it_was(model, loss), _watched(note), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
         objective_of(model(*inputs[0], **inputs[1]), loss, None)

@@ -24,6 +24,7 @@ from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
+from autopar.capture.source import module_of
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.region import Place, Region
@@ -105,9 +106,7 @@ class Regions:
         """The path of the innermost submodule whose code the error came from."""
         found, trace = None, error.__traceback__ if error is not None else None
         while trace is not None:
-            frame = trace.tb_frame
-            owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None  # what the author calls self
-            found = self._paths.get(id(owner), found) if isinstance(owner, nn.Module) else found
+            found = self._paths.get(id(module_of(trace.tb_frame)), found)
             trace = trace.tb_next
         return found
 
@@ -194,7 +193,8 @@ def _observed(
     versions = [t._version for t in (*given, *own.values())]
     attributes = _attributes(module)
     state = torch.get_rng_state()
-    known = {t.untyped_storage()._cdata for t in (*given, *own.values())}
+    held = {t.untyped_storage()._cdata for t in own.values()}
+    known = held | {t.untyped_storage()._cdata for t in given}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _observed(
         return output, "it changes what it is given, a buffer or an attribute"
     if not results or any(t.layout != torch.strided for t in (*given, *results)):
         return output, "it does not return dense tensors"
-    if any(t.untyped_storage()._cdata in {x.untyped_storage()._cdata for x in own.values()} for t in results):
+    if any(t.untyped_storage()._cdata in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(

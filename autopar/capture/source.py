@@ -10,8 +10,9 @@ import sys
 from types import FrameType
 
 import torch
+from torch import nn
 
-__all__ = ["first_line", "in_library", "running_line", "source_line"]
+__all__ = ["first_line", "in_library", "module_of", "running_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
@@ -38,6 +39,12 @@ def running_line() -> str:
     while frame is not None and in_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def module_of(frame: FrameType) -> nn.Module | None:
+    """The module whose method runs in a frame: what its author calls self."""
+    owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _text(path: str, line: int) -> str:

@@ -30,7 +30,7 @@ from autopar.run.lies import Lies
 from autopar.run.reductions import Power, Root, Whole, any_of, extreme
 
 __all__ = [
-    "AnyPart", "Part", "PartTensor", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
+    "AnyPart", "Part", "PartTensor", "as_part", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
 ]  # fmt: skip
 
 _plain = torch._C.DisableTorchFunctionSubclass  # as the documentation of tensor subclasses does it
@@ -147,6 +147,14 @@ def cut_as(value: Tensor, lies: Lies) -> Tensor:
     return lies.cut(value).clone(memory_format=torch.contiguous_format)
 
 
+def as_part(x: Tensor, lies: Lies) -> Tensor:
+    """Let a plain tensor, the same object, be the part of something that lies so."""
+    if type(x) is Tensor:
+        x.__class__ = PartTensor
+        x._lies = lies  # type: ignore[attr-defined]
+    return x
+
+
 def part_like(x: Tensor, lies: Lies) -> PartTensor:
     """A plain tensor as the part of something that lies so; it shares memory and autograd's graph."""
     found = x.as_subclass(PartTensor)
@@ -162,7 +170,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
         if name == "grad":
             with _plain():
                 grad = func(*args)
-            return _as_gradient(grad, x._lies)
+            return None if grad is None else as_part(grad, x._lies)
         if name == "data":
             return part_like(local(x), x._lies)
         if name in F.ATTRIBUTES_OF_THE_SHAPE:
@@ -180,13 +188,6 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
             return None
     with _plain():
         return func(*args)
-
-
-def _as_gradient(grad: Tensor | None, lies: Lies) -> Tensor | None:
-    if grad is not None and type(grad) is Tensor:
-        grad.__class__ = PartTensor
-        grad._lies = lies  # type: ignore[attr-defined]
-    return grad
 
 
 def _of_shape(value: Tensor, lies: Lies) -> Tensor:

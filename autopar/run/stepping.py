@@ -17,7 +17,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.run import record
-from autopar.run.parts import Part, PartTensor, cut_as, lies_of
+from autopar.run.parts import Part, PartTensor, as_part, cut_as, lies_of
 
 __all__ = ["close_steps", "hook_optimizers"]
 
@@ -119,5 +119,4 @@ def _state_to_parts(optimizer: Optimizer, params: list[Any]) -> None:
         here = param.shape
         for value in optimizer.state.get(param, {}).values():
             if type(value) is Tensor and value.shape == here and value.dim() > 0:
-                value.__class__ = PartTensor
-                value._lies = lies  # type: ignore[attr-defined]
+                as_part(value, lies)

@@ -24,6 +24,7 @@ from benchmarks._traps_kit import (
     seeded,
     sgd,
     state,
+    stepped,
     train,
     trained,
 )  # fmt: skip
@@ -37,15 +38,8 @@ class _Encoder(Net):
         return self.logits(x)
 
 
-def _steps(model: Any, losses_of: Any, optimizer: Any = None) -> Results:
-    optimizer, losses = optimizer or sgd(model), []
-    for given in batches():
-        loss = losses_of(*given)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+def _steps(model: Any, loss_of: Any, optimizer: Any = None) -> Results:
+    return {"losses": stepped(model, loss_of, optimizer), "state": state(model)}
 
 
 @program(KIND, plans=MORE)
@@ -98,26 +92,6 @@ def truncated(compile: Compile) -> Results:
         return F.cross_entropy(logits, y)
 
     return _steps(model, loss) | {"last": kept[-1]}
-
-
-@program(KIND, plans=MORE)
-def step_in_backward(compile: Compile) -> Results:
-    """Each parameter has an optimizer of its own, which steps as soon as its gradient is there."""
-    model = compile(seeded(Net), example_inputs=batch())
-    optimizers = {p: torch.optim.Adam([p], lr=1e-2) for p in model.parameters()}
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    losses = []
-    for given in batches():
-        loss = model(*given)
-        loss.backward()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
 
 
 @program(KIND, plans=MORE)
@@ -305,14 +279,7 @@ def parts_of_a_sequence(compile: Compile) -> Results:
 @program(KIND)
 def forward_by_its_name(compile: Compile) -> Results:
     model = compile(seeded(Net), example_inputs=batch())
-    optimizer, losses = sgd(model), []
-    for given in batches():
-        loss = model.forward(*given)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses}
+    return {"losses": stepped(model, model.forward)}
 
 
 @program(KIND)

@@ -25,6 +25,7 @@ from benchmarks._traps_kit import (
     seeded,
     sgd,
     state,
+    stepped,
     train,
     trained,
 )
@@ -175,13 +176,7 @@ def weight_used_outside_too(compile: Compile) -> Results:
             return self.hidden(x) + self.head(self.hidden(x)).sum(-1, keepdim=True)
 
     model = compile(seeded(Hidden), example_inputs=(batch()[0],))
-    optimizer, losses = sgd(model), []
-    for x, y in batches():
-        loss = F.cross_entropy(model(x) @ model.head.weight.T + model.head.bias, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = stepped(model, lambda x, y: F.cross_entropy(model(x) @ model.head.weight.T + model.head.bias, y))
     return {"losses": losses, "state": state(model)}
 
 
@@ -194,13 +189,7 @@ def statistics_taken_anew(compile: Compile) -> Results:
             return self.logits(x)
 
     model = compile(seeded(Encoder), example_inputs=(batch()[0],))
-    optimizer, losses = sgd(model), []
-    for x, y in batches():
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = stepped(model, lambda x, y: F.cross_entropy(model(x), y))
     update_bn(DataLoader(TensorDataset(torch.cat([x for x, _ in batches()])), batch_size=BATCH), model)
     model.eval()
     with torch.no_grad():

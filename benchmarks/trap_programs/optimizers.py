@@ -284,11 +284,11 @@ def lookahead(compile: Compile) -> Results:
     return {"losses": losses, "state": state(model)}
 
 
-@program(KIND)
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
 def hooked_steps(compile: Compile) -> Results:
     """The optimizer steps inside of backward, by a hook on each parameter."""
     model = compile(seeded(Net), example_inputs=batch())
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    optimizers = {p: torch.optim.Adam([p], lr=1e-2) for p in model.parameters()}
 
     def step(p: Tensor) -> None:
         optimizers[p].step()
