@@ -21,8 +21,9 @@ def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, floor:
             return float("inf"), name
         if not b.numel():
             continue
-        b = b.double()
-        error = finite((a.double() - b).abs().max().item() / max(b.abs().max().item(), floor, 1e-30))
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+        b = b.to(wide)
+        error = finite((a.to(wide) - b).abs().max().item() / max(b.abs().max().item(), floor, 1e-30))
         if error > largest:
             largest, at = error, name
     return largest, at

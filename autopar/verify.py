@@ -8,7 +8,6 @@ random numbers are drawn by the original and given to both.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import LOWER_PRECISIONS, Captured, capture, lift_to_float64, to_float64
+from autopar.capture import LOWER_PRECISIONS, Captured, capture, in_float64, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
 from autopar.capture.trace import leaf_path
 from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
+from autopar.copies import copied
 from autopar.draws import Recorder, drawn_names, draws_given
 from autopar.errors import CaptureError, PlanError, VerificationError
 from autopar.ir import Program
@@ -133,11 +133,11 @@ def reference(
     """Train a float64 copy of the model for `steps` AdamW steps on one process, and capture it. later: then evaluate it, and train it
     on a batch twice as large and on the first one again, and capture what that needs. Raises CaptureError, WishError."""
     check_inputs(model, example_inputs)
-    model = to_float64(copy.deepcopy(model))
+    model = to_float64(copied(model))
     inputs = as_float64(example_inputs)
     with lift_to_float64(), without_dropout():
         start = time.perf_counter()
-        captured = capture(copy.deepcopy(model), inputs, loss=loss)  # its tensors are not trained below
+        captured = capture(copied(model), inputs, loss=loss)  # its tensors are not trained below
         capture_s = time.perf_counter() - start
         batches = (inputs, _doubled(inputs, captured.program)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
@@ -183,13 +183,14 @@ class _Original:
 
     def __init__(self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws: bool) -> None:
         self._model, self._batches, self._loss, self._draws = model, batches, loss, draws
-        self._training = model.training
+        self._modes = [(m, m.training) for m in model.modules()]
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
         self.gradients: dict[str, Tensor] = {}
         self.drawn: dict[Call, list[list[Tensor]]] = {}
 
     def step(self, index: int) -> float:
-        self._model.train(self._training)
+        for module, training in self._modes:  # parts may be frozen in evaluation
+            module.training = training
         self._optimizer.zero_grad(set_to_none=True)
         value = self._call((True, index))
         value.backward()
@@ -239,9 +240,9 @@ def _captured(
         if (trains, index) == (True, 0):
             continue
         what = "a batch twice as large" if index else "evaluation"
-        copied = copy.deepcopy(model)
+        other = copied(model)
         try:
-            found = capture(copied.train(trains and model.training), batches[index], loss=loss)
+            found = capture(other if trains else other.eval(), batches[index], loss=loss)
         except CaptureError as error:
             notes.append(f"{what} is not compared, since it cannot be captured: {str(error).splitlines()[0]}")
             continue
@@ -344,9 +345,9 @@ def verify(
 
 
 def as_float64(inputs: Any) -> Any:
-    """The inputs with their floating tensors in float64."""
+    """The inputs with their floating tensors in float64, complex ones in complex128."""
     if isinstance(inputs, Tensor):
-        return inputs.double() if inputs.is_floating_point() else inputs
+        return in_float64(inputs)
     if isinstance(inputs, Mapping):
         return {k: as_float64(v) for k, v in inputs.items()}
     if isinstance(inputs, (list, tuple)):

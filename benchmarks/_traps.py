@@ -8,6 +8,7 @@ from benchmarks.trap_programs import changes as _changes
 from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import holders as _holders
+from benchmarks.trap_programs import idioms as _idioms
 from benchmarks.trap_programs import modules as _modules
 from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
@@ -26,5 +27,5 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _modules, _objects, _optimizers, _outputs, _parts
+del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _idioms, _modules, _objects, _optimizers, _outputs, _parts
 del _random, _reads, _recapture, _rules, _settings, _state, _together, _tools, _training, _wrapped

@@ -2,10 +2,10 @@
 
 from autopar.capture.fingerprint import program_hash
 from autopar.capture.interpret import run_op, run_program
-from autopar.capture.lift import LOWER_PRECISIONS, float64_by_default, lift_to_float64, to_float64
+from autopar.capture.lift import LOWER_PRECISIONS, float64_by_default, in_float64, lift_to_float64, to_float64
 from autopar.capture.passes import Captured, capture
 
 __all__ = [
-    "Captured", "LOWER_PRECISIONS", "capture", "float64_by_default", "lift_to_float64", "program_hash", "run_op", "run_program",
-    "to_float64",
+    "Captured", "LOWER_PRECISIONS", "capture", "float64_by_default", "in_float64", "lift_to_float64", "program_hash", "run_op",
+    "run_program", "to_float64",
 ]  # fmt: skip

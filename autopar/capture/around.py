@@ -1,4 +1,4 @@
-"""The state of torch.autocast around the call that is captured: the model runs in it, and nothing else of capture does."""
+"""What is around the call that is captured, torch.autocast above all: the model runs in it, and nothing else of capture does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from autopar.run.autocast import Autocast, ambient, under, without
+from autopar.run.checkpointed import without_checkpointing
 
 __all__ = ["as_called", "capturing"]
 
@@ -25,6 +26,8 @@ def capturing() -> Iterator[tuple[Autocast, ...]]:
         _AROUND.reset(token)
 
 
-def as_called() -> contextlib.AbstractContextManager[None]:
-    """Inside, the user's model runs, in the autocast state of the call that is captured."""
-    return under(_AROUND.get())
+@contextlib.contextmanager
+def as_called() -> Iterator[None]:
+    """Inside, the user's model runs, in the autocast state of the call that is captured, and keeps what its operators keep."""
+    with under(_AROUND.get()), without_checkpointing():
+        yield

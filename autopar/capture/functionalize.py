@@ -307,15 +307,15 @@ class _Functionalizer:
             dim, start, end, step = argument("dim"), argument("start"), argument("end"), argument("step")
             if kind == "aten.narrow":
                 end, step = start + argument("length"), 1
-            return self._new("aten.slice_scatter.default", Ref(parent), Ref(new), dim or 0, start, end, step or 1, like=wish)
+            return self._scattered("aten.slice_scatter.default", parent, new, dim or 0, start, end, step or 1, like=wish)
         if kind in ("aten.select", "aten.unbind"):
             dim, index = argument("dim") or 0, argument("index") if kind == "aten.select" else view.index
-            return self._new("aten.select_scatter.default", Ref(parent), Ref(new), dim, index, like=wish)
+            return self._scattered("aten.select_scatter.default", parent, new, dim, index, like=wish)
         if kind in ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split", "aten.unsafe_split", "aten.unsafe_chunk"):
             dim = (argument("dim") or 0) % len(shape)
             sizes = [m.shape[dim] for m in self.infer(map_refs(op, lambda n: Ref(parent)), self.metas) if m is not None]
             start = sum(sizes[: view.index])
-            return self._new("aten.slice_scatter.default", Ref(parent), Ref(new), dim, start, start + sizes[view.index], 1, like=wish)
+            return self._scattered("aten.slice_scatter.default", parent, new, dim, start, start + sizes[view.index], 1, like=wish)
         if kind == "aten.diagonal":
             dims = tuple(argument(a) if argument(a) is not None else d for a, d in (("offset", 0), ("dim1", 0), ("dim2", 1)))
             return self._new("aten.diagonal_scatter.default", Ref(parent), Ref(new), *dims, like=wish)
@@ -323,6 +323,15 @@ class _Functionalizer:
         if kind in inverse:
             return self._new(inverse[kind], Ref(new), like=wish)
         raise self._error(f"{self.origin.op.target} writes through {op.target} of {op.source or 'the model'}")
+
+    def _scattered(self, target: str, parent: str, new: str, dim: int, *place: Arg, like: str) -> str:
+        """`parent` with `new` in a place along a dim. Of complex numbers torch does not differentiate this: it is done with both halves."""
+        if not self.metas[parent].dtype.is_complex:
+            return self._new(target, Ref(parent), Ref(new), dim, *place, like=like)
+        whole, part = (self._new("aten.view_as_real.default", Ref(x), like=like) for x in (parent, new))
+        dim %= len(self.metas[parent].shape)
+        written = self._new(target, Ref(whole), Ref(part), dim, *place, like=like)
+        return self._new("aten.view_as_complex.default", Ref(written), like=like)
 
 
 def _arguments(op: Op) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LOWER_PRECISIONS", "float64_by_default", "lift_to_float64", "to_float64"]
+__all__ = ["LOWER_PRECISIONS", "float64_by_default", "in_float64", "lift_to_float64", "to_float64"]
 
 _LIFTED = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.complex64: torch.complex128,
@@ -153,12 +153,24 @@ def _as_python(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_float64(model: nn.Module) -> nn.Module:
-    """The model itself, its floating parameters, buffers, and the tensors that its modules merely hold, made float64 in place; run it
+    """The model itself, its floating parameters, buffers, and the tensors that its modules merely hold, made float64 (complex128) in place;
+    run it
     inside lift_to_float64(), where torch cannot tell what float32 and float64 together give."""
     for module in model.modules():
         own = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
         vars(module).update({name: _held_in_float64(value) for name, value in own.items()})
-    return model.to(torch.float64)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, in_float64(buffer))
+    for parameter in model.parameters():
+        parameter.data = in_float64(parameter.data)
+        if parameter.grad is not None:
+            parameter.grad = in_float64(parameter.grad)
+    return model
+
+
+def in_float64(t: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64 or complex128; itself if its numbers are integers."""
+    return t.to(_LIFTED.get(t.dtype, t.dtype))
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -167,7 +179,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 def _held_in_float64(value: Any) -> Any:
     """An attribute of a module with its tensors in float64, those in lists, tuples and dicts too; itself if there are none."""
     if isinstance(value, torch.Tensor):
-        return value if value.requires_grad else value.to(_LIFTED.get(value.dtype, value.dtype))
+        return value if value.requires_grad else in_float64(value)
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values()) if type(value) is dict else list(value)

@@ -5,7 +5,6 @@ What is said of an operator without a rule (autopar/catalog/probe.py) holds here
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from autopar.capture.lift import in_float64, to_float64
+from autopar.copies import copied
 from autopar.run.region import Region
 
 __all__ = ["works_by_samples"]
@@ -39,7 +40,7 @@ def works_by_samples(
         return True, ()
     (size,) = sizes
     rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
-    exact = dataclasses.replace(region, module=copy.deepcopy(region.module).double())
+    exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
     doubles = [_double(t) for t in given]
     weights = [_double(t) for t in state]
     least = 1 if len(rows) <= AT_ONCE else len(rows)
@@ -143,4 +144,4 @@ def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[T
 
 
 def _double(t: Tensor) -> Tensor:
-    return t.detach().double() if t.dtype.is_floating_point else t.detach()
+    return in_float64(t.detach())

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import LaunchError
 from autopar.run import comm
 from autopar.run.autocast import Autocast, under
+from autopar.run.checkpointed import without_checkpointing
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
@@ -72,7 +73,7 @@ class Region:
         try:
             named = zip(self.state, state, strict=True)
             noted = {name: _Noted.apply(t, self.reached, name) if t.requires_grad else t for name, t in named}
-            with under(self.autocast):
+            with under(self.autocast), without_checkpointing():
                 returned = functional_call(self.module, noted, args, kwargs)
         finally:
             for m, mode in zip(modules, before, strict=True):
