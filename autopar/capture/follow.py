@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.source import running_line
+from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
 
 __all__ = ["AtTheBorder", "Registries", "follow"]
@@ -169,7 +170,7 @@ class AtTheBorder(TorchFunctionMode):
             for x in pytree.tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and x.requires_grad:
                     self._refuse(x)
-        return func(*args, **kwargs)
+        return WRITTEN_OUT.get(func, func)(*args, **kwargs)
 
     def _refuse(self, tensor: torch.Tensor) -> None:
         if id(tensor) in self._names:

@@ -1,0 +1,47 @@
+"""Functions of torch that are one operator which looks at values before it computes, written out as the operators that they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["WRITTEN_OUT"]
+
+
+def _istft(
+    input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,
+    center: bool = True, normalized: bool = False, onesided: bool | None = None, length: int | None = None, return_complex: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.istft of [N?, n_fft // 2 + 1, frames] or [N?, n_fft, frames] -> [N?, samples]: frames, windowed again, are added up, and
+    divided by what the squared windows add up to. torch refuses windows that add up to zero somewhere; here samples are not finite then."""
+    batched = input if input.dim() == 3 else input.unsqueeze(0)
+    spectra = batched.transpose(1, 2)
+    hop, width, norm = hop_length or n_fft // 4, win_length or n_fft, "ortho" if normalized else "backward"
+    one_side = onesided if onesided is not None else batched.size(1) != n_fft
+    if return_complex:
+        frames = torch.fft.ifft(spectra, norm=norm)
+    else:
+        frames = torch.fft.irfft(spectra if one_side else spectra[..., : n_fft // 2 + 1], n=n_fft, norm=norm)
+    own = torch.ones(width, dtype=frames.real.dtype, device=frames.device) if window is None else window.to(frames.dtype)
+    own = F.pad(own, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    total = n_fft + hop * (frames.size(1) - 1)
+    start = n_fft // 2 if center else 0
+    end = start + length if length is not None else total - start
+    squares = own.real.square().expand(1, frames.size(1), n_fft)
+    samples = _added(frames * own, total, hop)[:, start:end] / _added(squares, total, hop)[:, start:end]
+    samples = F.pad(samples, (0, max(0, end - total)))
+    return samples if input.dim() == 3 else samples.squeeze(0)
+
+
+def _added(frames: Tensor, total: int, hop: int) -> Tensor:
+    """Frames [N, count, n], each `hop` samples behind the one before, added up: [N, total]."""
+    if frames.is_complex():
+        return torch.complex(_added(frames.real, total, hop), _added(frames.imag, total, hop))
+    return F.fold(frames.transpose(1, 2), (1, total), (1, frames.size(2)), stride=(1, hop)).flatten(1)
+
+
+WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {torch.istft: _istft, torch.Tensor.istft: _istft}
