@@ -25,6 +25,10 @@ class CaptureError(AutoparError):
     line: str = ""
 
 
+class OtherGradients(CaptureError):
+    """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
+
+
 class NoLoss(CaptureError):
     """The model returns nothing that could be differentiated: it was called without labels, perhaps."""
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import LOWER_PRECISIONS, Captured, capture, in_float64, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
+from autopar.capture.source import first_line
 from autopar.capture.trace import leaf_path
 from autopar.compare import finite, unequal, worst
 from autopar.compiler import emit, plan_of, tensors_of
@@ -155,7 +156,15 @@ def reference(
                 raise VerificationError(_not_a_number(model, odd, k, losses[-1]))
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _cloned(dict(model.named_buffers(remove_duplicate=False)))
-        later_losses = [original.step(index) if trains else original.evaluate(index) for trains, index in calls]
+        later_losses = []
+        for call in calls:
+            try:
+                later_losses.append(original.step(call[1]) if call[0] else original.evaluate(call[1]))
+            except RuntimeError as error:  # it asks for gradients in its forward, perhaps
+                if call[0]:
+                    raise
+                notes = (*notes, f"evaluation is not compared: without gradients the model itself fails: {first_line(error)}")
+                calls = tuple(c for c in calls if c[0])
     draws: dict[Call, tuple[Mapping[str, Tensor], ...]] = {}
     captured, draws[True, 0] = _given(captured, original.drawn[True, 0])
     for key in calls:

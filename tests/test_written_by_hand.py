@@ -25,6 +25,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Program
 from autopar.run import WorkerPool
 from autopar.run.checkpointed import without_checkpointing
+from autopar.run.region import REGION
 from autopar.verify import reference, verify_plan
 
 BATCH, DIM, CLASSES = 8, 8, 4
@@ -131,6 +132,29 @@ class CheckpointedAsWritten(Model):
         return h + out
 
 
+class _Slope(nn.Module):
+    """The gradient of a score by each sample, as interatomic potentials have forces and critics a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU(), nn.Linear(DIM, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        score = self.score(x)
+        return score.squeeze(-1), torch.autograd.grad(score.sum(), x, create_graph=True)[0]
+
+
+class Slope(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Slope()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        score, slope = self.inner(x)
+        return super().forward(x, y) + F.mse_loss(score, y.to(score.dtype)) + ((slope.norm(dim=1) - 1) ** 2).mean()
+
+
 class FrozenNorm(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -153,12 +177,13 @@ def calls(program: Program) -> list[str]:
 @gloo
 @pytest.mark.parametrize("pins", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 4, "zero": 3}], ids=str)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # by torch, of checkpoints in evaluation
-@pytest.mark.parametrize("model", [Closure, WeightNormed, Fourier, Checkpointed, CheckpointedAsWritten, FrozenNorm])
+@pytest.mark.parametrize("model", [Closure, WeightNormed, Fourier, Checkpointed, CheckpointedAsWritten, Slope, FrozenNorm])
 def test_they_train_as_on_one_process(model: type[Model], pins: dict[str, Any], workers: WorkerPool) -> None:
     ref = reference(model(), inputs(), later=True)
     report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins), workers, timeout_s=120)
     assert report.ok, report
-    assert report.evaluation is not None
+    assert (report.evaluation is None) == (model is Slope)  # which cannot run without gradients
+    assert any("without gradients the model itself fails: RuntimeError" in note for note in report.notes) == (model is Slope)
     assert report.batches is not None
 
 
@@ -352,3 +377,27 @@ def test_a_loss_on_samples_made_of_a_spectrum_is_captured() -> None:
 
     program = capture(Masking(), (torch.randn(BATCH, 64), torch.randn(BATCH, 64))).program
     assert not any("istft" in op.target for op in program.ops)
+
+
+# -------------------------------------------------------------------------------------------------- gradients in a forward
+@pure
+def test_what_asks_for_gradients_runs_as_it_is_written() -> None:
+    grad = torch.autograd.grad
+    program = capture(Slope(), inputs()).program
+    (region,) = [op for op in program.ops if op.target == REGION]
+    assert region.module == "inner"
+    assert region.kwarg("rows") == (0,)
+    assert region.kwarg("flops") == 2 * BATCH * (DIM * DIM + DIM) * 2  # of the score, and of its gradient by the samples
+    assert torch.autograd.grad is grad
+
+
+@pure
+def test_a_model_that_asks_for_gradients_itself_is_told_what_to_do() -> None:
+    class Itself(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            loss = super().forward(x, y)
+            return loss + torch.autograd.grad(loss, x, create_graph=True)[0].pow(2).sum()
+
+    with pytest.raises(CaptureError, match=r"(?s)grad\(loss, x.*asks for gradients.*call it in a submodule of Itself"):
+        capture(Itself(), inputs())

@@ -10,10 +10,10 @@ import torch
 from autopar.capture.calls import Calls, seeded
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, OtherGradients
 from autopar.ir import Program
 
-__all__ = ["OtherGradients", "check_program", "trainable_tensors"]
+__all__ = ["check_program", "trainable_tensors"]
 
 # The largest difference allowed, relative to the largest gradient: many roundings of the precision, far below any real difference.
 _TOLERANCE: dict[torch.dtype | None, float] = {
@@ -21,10 +21,6 @@ _TOLERANCE: dict[torch.dtype | None, float] = {
 }  # fmt: skip
 # What running operators one by one may end with, where the model's own run did not.
 _FAILURES = (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-
-
-class OtherGradients(CaptureError):
-    """The program computes the model's loss, and not its gradients: the model's code has some of its own."""
 
 
 def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

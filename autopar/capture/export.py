@@ -24,7 +24,7 @@ from autopar.capture.follow import AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
 from autopar.capture.source import in_library
 from autopar.capture.state import State
-from autopar.errors import CaptureError, NoLoss
+from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, taken_apart
 
 __all__ = [
@@ -65,7 +65,7 @@ class Step(nn.Module):
         hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
-        names = {id(p): name for name, p in model.named_parameters()}
+        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()})
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -76,7 +76,7 @@ class Step(nn.Module):
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
             try:
-                with hidden.watched(), AtTheBorder(names), as_called():
+                with hidden.watched(), self.border, as_called():
                     output = model(*args, **kwargs)
                     result, own = objective_of(output, loss, outputs)
                 others: tuple[torch.Tensor, ...] = ()
@@ -149,6 +149,8 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except _FAILURES as e:
+        if line := step.border.differentiates:
+            raise OtherGradients(f"{_cannot(step.model)}\n  at {line}: it asks for gradients inside of the forward") from e
         raise CaptureError(_explain(step.model, e)) from e
     sys.stderr.write(printed.getvalue())
     return _without_vmap(exported)
@@ -256,13 +258,17 @@ def _configs(config: object, depth: int = 3) -> Iterator[Any]:
 
 
 def _explain(model: nn.Module, error: BaseException) -> str:
-    what = f"cannot capture {type(model).__name__}"
+    what = _cannot(model)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not in_library(f.filename)]
     if frames:
         what += f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
     return f"{what}\n  {reason}\n  what to do: {_remedy(error)}"
+
+
+def _cannot(model: nn.Module) -> str:
+    return f"cannot capture {type(model).__name__}"
 
 
 def _remedy(error: BaseException) -> str:

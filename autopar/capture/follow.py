@@ -148,18 +148,22 @@ class AtTheBorder(TorchFunctionMode):
     """What a trace would not see or get wrong, of the torch functions that the code inside calls.
 
     Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
-    constant. `.data` is traced as what it does: a detached alias, and a write to it.
+    constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
+    there is none.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """names: of the model's parameters, by id."""
         super().__init__()
         self._names = names
+        self.differentiates = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self.differentiates = running_line()
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return args[0].detach()
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):

@@ -1,5 +1,5 @@
-"""Where a model's code has gradients of its own: autograd functions of its author's, and hooks on activations. A graph of operators does
-not show them; the submodules that call them run as they are written.
+"""Where a model's code has gradients of its own: autograd functions of its author's, hooks on activations, and gradients that it asks for
+in its forward. A graph of operators does not show them; the submodules that call them run as they are written.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
 
 @contextlib.contextmanager
 def _watched(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, `note` is called by autograd functions that are not torch's, and by hooks that are registered on tensors."""
-    apply, register = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    """Inside, `note` is called by autograd functions that are not torch's, by hooks that are registered on tensors, and where gradients are
+    asked for."""
+    apply, register, grad = torch.autograd.Function.__dict__["apply"], Tensor.register_hook, torch.autograd.grad
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
@@ -67,10 +68,16 @@ def _watched(note: Callable[[], None]) -> Iterator[None]:
         note()
         return register(self, hook)
 
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return grad(*args, **kwargs)
+
+    torch.autograd.grad = asked
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
     Tensor.register_hook = registered  # type: ignore[method-assign]
     try:
         yield
     finally:
+        torch.autograd.grad = grad
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = register  # type: ignore[method-assign]

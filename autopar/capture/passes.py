@@ -22,7 +22,7 @@ from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
 from autopar.capture.casts import cast_before_use
-from autopar.capture.check import OtherGradients, check_program, trainable_tensors
+from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
@@ -48,7 +48,7 @@ from autopar.capture.routing import with_rows
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
-from autopar.errors import CaptureError, NoLoss
+from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.ir import Buffer, Input, Program, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.outputs import Returned
@@ -188,7 +188,7 @@ def _traced(
             with regions.standing_in():
                 found = traced(model, loss, copied(inputs), start, outputs=outputs)
             return found, flatten(model, found.exported, start, regions)
-        except NoLoss:
+        except (NoLoss, OtherGradients):
             raise
         except CaptureError as error:
             first = first or error

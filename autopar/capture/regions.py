@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
+from autopar.capture.flops import CountedFlops
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
 from autopar.capture.source import module_of
@@ -202,7 +202,7 @@ def _observed(
             saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with CountedFlops() as counted, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = forward(*args, **kwargs)
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
@@ -219,7 +219,7 @@ def _observed(
     structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0), output)
     call = Call(
         region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
-        structure=structure, flops=int(counter.get_total_flops()), saved=sum(saved.values()), draws=draws, rows=(), line=line,
+        structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,
     )  # fmt: skip
     with forwards_replaced({"": forward}, module):
         steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
