@@ -25,6 +25,10 @@ class CaptureError(AutoparError):
     line: str = ""
 
 
+class DependsOnValues(CaptureError):
+    """A size or an argument in the graph is a number that values of tensors decide."""
+
+
 class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
 

@@ -19,6 +19,7 @@ from benchmarks.trap_programs import reads as _reads
 from benchmarks.trap_programs import recapture as _recapture
 from benchmarks.trap_programs import rules as _rules
 from benchmarks.trap_programs import settings as _settings
+from benchmarks.trap_programs import sizes as _sizes
 from benchmarks.trap_programs import state as _state
 from benchmarks.trap_programs import together as _together
 from benchmarks.trap_programs import tools as _tools
@@ -28,4 +29,4 @@ from benchmarks.trap_programs import wrapped as _wrapped
 __all__ = ["PROGRAMS"]
 
 del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _idioms, _modules, _objects, _optimizers, _outputs, _parts
-del _random, _reads, _recapture, _rules, _settings, _state, _together, _tools, _training, _wrapped
+del _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _wrapped

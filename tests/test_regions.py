@@ -87,7 +87,7 @@ def test_split_by_samples_where_that_is_the_same() -> None:
 
 @pure
 def test_what_cannot_be_a_region_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"x\[x\[:, 0\] > 0\]"):
+    with pytest.raises(CaptureError, match=r"x\[0, 0\] > 0"):
         capture(m.Cut(), (torch.randn(8, 4),))
     with pytest.raises(CaptureError, match=r"self.seen(.|\n)*count cannot be run as it is written .*: it changes .* a buffer"):
         capture(m.Counting(), (torch.randn(8, 4),))

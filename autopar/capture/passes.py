@@ -30,6 +30,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.infer import Inference
 from autopar.capture.instances import NotRepeated, StandIns
+from autopar.capture.islands import with_islands
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
@@ -48,7 +49,7 @@ from autopar.capture.routing import with_rows
 from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
-from autopar.errors import CaptureError, NoLoss, OtherGradients
+from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Buffer, Input, Program, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.outputs import Returned
@@ -173,7 +174,8 @@ def _traced(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
     as_written: Mapping[str, str],
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
-    """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`."""
+    """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
+    there is none, the operators whose sizes depend on values."""
     regions = Regions(model, loss, inputs)
     if as_written:
         regions.include_all(as_written)
@@ -192,8 +194,11 @@ def _traced(
             raise
         except CaptureError as error:
             first = first or error
-            if not regions.include(error):
-                raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+            if regions.include(error):
+                continue
+            if isinstance(error, DependsOnValues) and with_islands(model, found.exported, inputs, regions):
+                return found, flatten(model, found.exported, start, regions)
+            raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
 
 
 def _with_stand_ins(

@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, fx, library, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
@@ -29,7 +29,7 @@ from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.region import Place, Region
 
-__all__ = ["Call", "Regions"]
+__all__ = ["Call", "Regions", "is_static"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _AUTOPAR = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -101,6 +101,16 @@ class Regions:
             if path not in found:
                 raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
             self.calls |= found
+
+    def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str) -> bool:
+        """Make a region of operators that are no submodule; whether they can be one. given: what they are called with."""
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            call = _observed(path, graph, graph.forward, tuple(given), {}, line)[1]
+        if isinstance(call, str):
+            self.refused[path] = call
+            return False
+        self.calls[path] = [call]
+        return True
 
     def _innermost(self, error: BaseException | None) -> str | None:
         """The path of the innermost submodule whose code the error came from."""
@@ -178,8 +188,11 @@ class Regions:
         made = []
         for path, calls in self.calls.items():
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
-            name = type(calls[0].region.module).__name__
-            made.append(f"{path} ({name}) runs as it is written, {how}, for no graph holds {calls[0].line}")
+            module = calls[0].region.module
+            if isinstance(module, fx.GraphModule):
+                made.append(f"{calls[0].line} has sizes that depend on values: it runs as it is written, {how}")
+            else:
+                made.append(f"{path} ({type(module).__name__}) runs as it is written, {how}, for no graph holds {calls[0].line}")
         return tuple(made)
 
 
@@ -248,3 +261,8 @@ def _attributes(module: nn.Module) -> list[dict[str, int]]:
     """Which tensors and numbers its modules hold."""
     held = [{**vars(m), **m._buffers} for m in module.modules()]
     return [{name: id(x) for name, x in of.items() if isinstance(x, Tensor | int | float)} for of in held]
+
+
+def is_static(tensor: Tensor) -> bool:
+    """Whether the sizes of a traced tensor are numbers."""
+    return all(isinstance(s, int) for s in (*tensor.shape, *tensor.stride()))

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from autopar.capture.export import PREFIX
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
-from autopar.capture.regions import Regions
+from autopar.capture.regions import Regions, is_static
 from autopar.capture.source import source_line
 from autopar.capture.state import State
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, DependsOnValues
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.region import REGION
@@ -104,7 +104,7 @@ class _Symbolic:
         self.source, self.module = source, module
 
     def error(self) -> CaptureError:
-        error = CaptureError(
+        error = DependsOnValues(
             f"cannot capture a shape or an argument that depends on the values of a tensor\n  at {self.source}\n  what to do: use masking "
             f"or a fixed capacity, so that every shape follows from the shapes of the inputs"
         )
@@ -148,6 +148,7 @@ class _Flattener:
     # ------------------------------------------------------------------------------------------------------ the state
     def _state(self) -> tuple[tuple[Param, ...], tuple[Buffer, ...], tuple[tuple[str, str], ...]]:
         self.value_of_fqn: dict[str, str] = {}
+        self.fqn_of_value: dict[str, str] = {}  # of parameters
         fqns: dict[int, list[str]] = {}
         tensors: dict[int, nn.Parameter] = {}
         for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -157,6 +158,7 @@ class _Flattener:
         for key, (fqn, *aliases) in fqns.items():
             value = self._add_tensor(self.names.fresh(f"p_{fqn}"), tensors[key], tensors[key].requires_grad)
             self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
+            self.fqn_of_value[value] = fqn
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
@@ -304,7 +306,8 @@ class _Flattener:
             raise symbolic.error()
         fqn = f"{call.region.path}.region_{key.rpartition('@')[2]}"
         handle = self.names.fresh(f"region_{fqn}")
-        self.tensors[handle] = call.region  # type: ignore[assignment]  # which is asked for what tensors are
+        params = tuple((k, self.fqn_of_value[x.name]) for k, x in enumerate(operands) if x.name in self.fqn_of_value)
+        self.tensors[handle] = replace(call.region, params=params)  # type: ignore[assignment]  # which is asked for what tensors are
         self.metas[handle] = meta_of(torch.empty(0))
         self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
         state = tuple(Ref(self.value_of_fqn[f"{call.region.path}.{name}"]) for name in call.region.state)
@@ -342,7 +345,7 @@ class _Flattener:
             return
         operands = [*node.args, *node.kwargs.values()]
         symbolic = next((s for a in pytree.tree_leaves(operands) if isinstance(a, fx.Node) and isinstance(s := env[a], _Symbolic)), None)
-        if symbolic is None and any(not _is_static(r) for r in results if r is not None):
+        if symbolic is None and any(not is_static(r) for r in results if r is not None):
             symbolic = _Symbolic(source, _module_stack(node)[1])
         if symbolic is not None:
             if target._schema.is_mutable:
@@ -451,10 +454,6 @@ def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:
     return str(target) in dict(module.named_modules())
-
-
-def _is_static(tensor: torch.Tensor) -> bool:
-    return all(isinstance(s, int) for s in tensor.shape) and all(isinstance(s, int) for s in tensor.stride())
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -48,7 +48,8 @@ class Region:
     arguments: Any
     modes: tuple[bool, ...]
     autocast: tuple[Autocast, ...] = ()
-    reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters that a gradient has come to
+    params: tuple[tuple[int, str], ...] = ()
+    reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters of the model that a gradient has come to
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -64,7 +65,8 @@ class Region:
     def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy."""
         leaves, spec = pytree.tree_flatten(self.arguments)
-        given = iter(tensors)
+        names = dict(self.params)
+        given = iter([self._noted(t, names[k]) if k in names else t for k, t in enumerate(tensors)])
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Place) else x for x in leaves], spec)
         modules = list(self.module.modules())
         before = [m.training for m in modules]
@@ -72,7 +74,7 @@ class Region:
             m.training = mode
         try:
             named = zip(self.state, state, strict=True)
-            noted = {name: _Noted.apply(t, self.reached, name) if t.requires_grad else t for name, t in named}
+            noted = {name: self._noted(t, f"{self.path}.{name}") for name, t in named}
             with under(self.autocast), without_checkpointing():
                 returned = functional_call(self.module, noted, args, kwargs)
         finally:
@@ -81,6 +83,10 @@ class Region:
         known = {t.untyped_storage()._cdata for t in tensors}
         found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
         return tuple(x.clone() if x.untyped_storage()._cdata in known else x for x in found)
+
+    def _noted(self, t: Tensor, name: str) -> Tensor:
+        noted: Tensor = _Noted.apply(t, self.reached, name) if t.requires_grad else t
+        return noted
 
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
         """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""
@@ -117,12 +123,12 @@ class _Noted(torch.autograd.Function):
 
 
 class _Reached(torch.autograd.Function):
-    """A result, from which a gradient reaches every parameter: of zeros to those that this rank's samples do not use. Ranks reduce
-    the gradients of all parameters, whichever their samples use."""
+    """A result, from which a gradient reaches every parameter, and all that the region is given: of zeros to what this rank's samples do
+    not use. Ranks reduce the gradients of all parameters, whichever their samples use."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, *state: Tensor) -> Tensor:
-        ctx.like = [(t.shape, t.dtype, t.device) for t in state]
+    def forward(ctx: Any, result: Tensor, *operands: Tensor) -> Tensor:
+        ctx.like = [(t.shape, t.dtype, t.device) for t in operands]
         return result.view_as(result)
 
     @staticmethod
@@ -168,7 +174,7 @@ def region(
             f"{list(shapes)} when it was captured: what a region returns must not have sizes that depend on values\n  what to do: use a "
             "fixed capacity, or let the module that calls it compute what is done with these values"
         )
-    trained = [t for t in state if t.requires_grad]
+    trained = [t for t in (*state, *tensors) if t.requires_grad]
     first = next((k for k, r in enumerate(results) if r.dtype.is_floating_point and grads[k]), None)
     if first is None or not trained or not torch.is_grad_enabled():
         return results
@@ -180,12 +186,12 @@ def without_unreached(
     axes: Sequence[Axis],
 ) -> dict[str, Tensor]:  # fmt: skip
     """Collective over the axes: the gradients of a step without those of parameters that regions alone read, and that none of them used
-    on any rank. They have none in the original model, and an optimizer leaves them as they are. reached_in: each region with those that
-    a gradient has come to in this step. names: any name -> the parameter's."""
+    on any rank. They have none in the original model, and an optimizer leaves them as they are. reached_in: each region with those of the
+    model that a gradient has come to in this step. names: any name -> the parameter's."""
     optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found]
     if not optional:
         return found
-    reached = {names[f"{r.path}.{name}"] for r, reached in reached_in for name in reached}
+    reached = {names[name] for _, reached in reached_in for name in reached}
     flags = torch.tensor([float(name in reached) for name in optional], device=found[optional[0]].device)
     for axis in axes:
         comm.all_reduce_(flags, axis, torch.distributed.ReduceOp.MAX)

@@ -1,0 +1,133 @@
+"""Sizes that depend on values, in the model's own forward and in its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, WIDTH, Block, Compile, Net, Results, batch, program, seeded, trained
+
+KIND = "sizes"
+MORE = ("dp2mb2", "dp2tp2", "hybrid3")
+
+
+def _results(compile: Compile, model: type[nn.Module], given: tuple[Tensor, ...] = (), **options: Any) -> Results:
+    compiled = compile(seeded(model), example_inputs=given or batch())
+    return trained(compiled, torch.optim.AdamW(compiled.parameters(), lr=1e-2, weight_decay=0.1), **options)
+
+
+@program(KIND, plans=MORE)
+def loss_of_chosen_samples(compile: Compile) -> Results:
+    """loss(logits[mask], y[mask]): the classes decide which samples count, another number in each batch."""
+
+    class Masked(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            mask = y != 1
+            return F.cross_entropy(self.logits(x)[mask], y[mask])
+
+    return _results(compile, Masked)
+
+
+@program(KIND, plans=MORE)
+def loss_of_chosen_places(compile: Compile) -> Results:
+    """Reconstruction of the entries that a mask hides, as masked_select has it."""
+
+    class Hidden(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.back = nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = x > 0.3
+            out = self.back(self.hidden(x.masked_fill(hidden, 0.0)))
+            return F.mse_loss(out.masked_select(hidden), x.masked_select(hidden)) + F.cross_entropy(self.logits(x), y)
+
+    return _results(compile, Hidden)
+
+
+@program(KIND, plans=MORE)
+def routed_by_the_model_itself(compile: Compile) -> Results:
+    """Each sample goes through the expert that its class names; in some batches there is an expert that none goes to."""
+
+    class Routed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Block() for _ in range(CLASSES))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.hidden(x)
+            out = torch.zeros_like(h)
+            for k, expert in enumerate(self.experts):
+                rows = (y == k).nonzero().squeeze(-1)
+                out = out.index_add(0, rows, expert(h[rows]))
+            return F.cross_entropy(self.head(out), y)
+
+    x, y = batch()
+    rounds = [batch(1), (batch(2)[0], batch(2)[1].clamp(max=1)), (batch(3)[0], torch.full((BATCH,), 3))]
+    return _results(compile, Routed, (x, y), inputs=rounds)
+
+
+@program(KIND, plans=MORE)
+def means_of_classes_that_are_there(compile: Compile) -> Results:
+    """Prototypes of the classes that torch.unique finds in the batch, and the distance of each sample to its own."""
+
+    class Prototypes(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.hidden(x)
+            classes, of_sample = torch.unique(y, return_inverse=True)
+            sums = torch.zeros(classes.numel(), HIDDEN, dtype=h.dtype).index_add(0, of_sample, h)
+            counts = torch.zeros(classes.numel(), dtype=h.dtype).index_add(0, of_sample, torch.ones_like(h[:, 0]))
+            own = (sums / counts[:, None])[of_sample]
+            return F.cross_entropy(self.head(h), y) + 0.1 * (h - own).pow(2).sum(1).mean()
+
+    return _results(compile, Prototypes)
+
+
+class _Chosen(nn.Module):
+    """A layer whose weight it is given, for the rows with a positive first entry."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero().squeeze(-1)
+        return x.index_add(0, rows, x[rows] @ weight)
+
+
+@program(KIND, plans=MORE)
+def a_weight_is_given_to_a_part(compile: Compile) -> Results:
+    """The part that chooses rows has no weight of its own: the model gives it one that nothing else reads."""
+
+    class Given(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / 4)
+            self.chosen = _Chosen()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.chosen(super().hidden(x), self.weight)
+
+    return _results(compile, Given)
+
+
+@program(KIND, plans=MORE)
+def last_of_the_marked_places(compile: Compile) -> Results:
+    """As sequence classifiers have it: the hidden value at the last marked place of each sequence, by a mask and a view."""
+
+    class Marked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, WIDTH)
+
+        def forward(self, tokens: Tensor, y: Tensor) -> Tensor:
+            h = self.hidden(self.embed(tokens))
+            ends = h[tokens == 9, :].view(tokens.size(0), -1, HIDDEN)[:, -1]
+            return F.cross_entropy(self.head(ends), y)
+
+    generator = torch.Generator().manual_seed(5)
+    rounds = []
+    for k in range(3):
+        tokens = torch.randint(0, 9, (BATCH, 6), generator=generator)
+        tokens[:, k] = tokens[:, 5] = 9
+        rounds.append((tokens, torch.randint(CLASSES, (BATCH,), generator=generator)))
+    return _results(compile, Marked, rounds[0], inputs=rounds)
