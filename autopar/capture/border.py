@@ -17,7 +17,7 @@ from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outsi
 from autopar.capture.export import End, Step, export, own_gradients
 from autopar.capture.hidden import Hidden
 from autopar.capture.reach import LruCache
-from autopar.capture.regions import Regions
+from autopar.capture.regions import Regions, asked
 from autopar.capture.state import ABSENT, Change, Opaque, State, describe
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
@@ -31,7 +31,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
-    that ran. drawn: the generators other than torch's that it drew from."""
+    that ran. drawn: the generators other than torch's that it drew from. asks: whether it asks for values, and raises."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -39,6 +39,7 @@ class TracedCall:
     drawn: tuple[str, ...]
     returns: str = ""
     returned: Returned | None = None
+    asks: bool = False
 
 
 def traced(
@@ -49,7 +50,7 @@ def traced(
     hidden = hidden or Hidden(())
     ends: list[End] = []
     state = torch.get_rng_state()
-    step = Step(model, loss, start, ends, outputs=outputs, hidden=hidden)
+    step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)
@@ -65,7 +66,7 @@ def traced(
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
-        returned=ends[-1].returned,
+        returned=ends[-1].returned, asks=bool(step.border.asked),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
-from autopar.capture.follow import AtTheBorder, Registries, follow
+from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
 from autopar.capture.source import in_library
 from autopar.capture.state import State
@@ -57,15 +57,15 @@ class Step(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
-        *, outputs: bool | None = False, hidden: Hidden | None = None,
+        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None,
     ) -> None:  # fmt: skip
-        """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). hidden: what is
-        hidden of the model while it is exported."""
+        """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
+        AtTheBorder. hidden: what is hidden of the model while it is exported."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
-        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()})
+        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -90,6 +90,13 @@ class Step(nn.Module):
                 follow(assigned)
             finally:
                 registries.restore()
+            if self.border.asked and not own:
+                raise CaptureError(
+                    f"{type(model).__name__} asks for values in its forward ({self.border.asked[0][0]}), and makes no loss, with which a "
+                    f"program could ask for them\n  what to do: pass loss=fn so that fn(output) is the scalar loss"
+                )
+            for _, holds in self.border.asked:
+                result = result * holds
             return (result, *others)
 
         self.forward = forward

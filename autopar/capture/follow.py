@@ -6,6 +6,7 @@ new value is copied into the old tensor, which the registry gets back. What a gr
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.conditions import must_be
 from autopar.capture.source import running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
 
-__all__ = ["AtTheBorder", "Registries", "follow"]
+__all__ = ["Ask", "AtTheBorder", "Registries", "follow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ def _trained(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module._parameters.items() if p is not None and p.requires_grad)
 
 
+Ask = Callable[[torch.Tensor, bool, str], torch.Tensor]
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -149,14 +152,15 @@ class AtTheBorder(TorchFunctionMode):
 
     Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
     constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
-    there is none.
+    there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        """names: of the model's parameters, by id."""
+    def __init__(self, names: Mapping[int, str], ask: Ask) -> None:
+        """names: of the model's parameters, by id. ask: has a program ask for a value in every step."""
         super().__init__()
-        self._names = names
+        self._names, self._ask = names, ask
         self.differentiates = ""
+        self.asked: list[tuple[str, torch.Tensor]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -164,6 +168,9 @@ class AtTheBorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             self.differentiates = running_line()
+        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor) and (expected := must_be(sys._getframe(1))) is not None:
+            self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
+            return expected
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return args[0].detach()
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):

@@ -27,9 +27,10 @@ from autopar.capture.samples import works_by_samples
 from autopar.capture.source import module_of
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
+from autopar.run.condition import Condition
 from autopar.run.region import Place, Region
 
-__all__ = ["Call", "Regions", "is_static"]
+__all__ = ["Call", "Regions", "asked", "is_static"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _AUTOPAR = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -37,7 +38,8 @@ MOST = 64  # exports that are tried
 
 _LIBRARY = library.Library("autopar_region", "DEF")
 _LIBRARY.define("call(str key, Tensor[] tensors, int results) -> Tensor[]")
-_TRACED: dict[str, Call] = {}  # while a model is exported
+_TRACED: dict[str, Call] = {}  # while a model is exported, and until its graph has been read
+_CONDITION = "condition_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +67,23 @@ library.register_fake("autopar_region::call", _made, lib=_LIBRARY)
 _LIBRARY.impl("call", _made, "CompositeExplicitAutograd")
 
 
+def asked(value: Tensor, expected: bool, line: str) -> Tensor:
+    """While a model is exported: a region that asks in every step whether a value is as expected; its result, True."""
+    key = f"{_CONDITION}{sum(k.startswith(_CONDITION) for k in _TRACED)}"
+    region = Region(path=key, module=Condition(expected, line), state=(), arguments=((Place(),), {}), modes=(True,))
+    _TRACED[f"{key}@0"] = Call(
+        region=region, arguments=(), results=(torch.empty((), dtype=torch.bool),), structure=None, flops=0, saved=0, draws=False, rows=(),
+        line=line,
+    )  # fmt: skip
+    result: Tensor = torch.ops.autopar_region.call(f"{key}@0", [value.detach()], 1)[0]
+    return result
+
+
 class Regions:
     """The regions of a model for one capture."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> None:
+        _TRACED.clear()
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
         self.tried = 0
@@ -181,11 +196,12 @@ class Regions:
 
     def call(self, key: str) -> Call:
         path, _, index = key.rpartition("@")
-        return self.calls[path][int(index)]
+        return self.calls[path][int(index)] if path in self.calls else _TRACED[key]
 
     def notes(self) -> tuple[str, ...]:
         """What explain says of them."""
-        made = []
+        conditions = [call.line for key, call in _TRACED.items() if key.startswith(_CONDITION)]
+        made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
         for path, calls in self.calls.items():
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
             module = calls[0].region.module

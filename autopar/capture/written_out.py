@@ -1,4 +1,4 @@
-"""Functions of torch that are one operator which looks at values before it computes, written out as the operators that they consist of."""
+"""Functions of torch that look at values before they compute: written out as the operators that they consist of, or as one of our own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from autopar.run.ctc import ctc_loss
 
 __all__ = ["WRITTEN_OUT"]
 
@@ -44,4 +46,4 @@ def _added(frames: Tensor, total: int, hop: int) -> Tensor:
     return F.fold(frames.transpose(1, 2), (1, total), (1, frames.size(2)), stride=(1, hop)).flatten(1)
 
 
-WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {torch.istft: _istft, torch.Tensor.istft: _istft}
+WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss}

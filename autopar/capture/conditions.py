@@ -1,0 +1,54 @@
+"""Conditions on values that can only raise, as `if labels.max() >= size: raise ValueError(...)` or `assert mask.any()`: a program goes on
+as if they did not, and asks in every step."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from types import FrameType
+
+__all__ = ["must_be"]
+
+
+def must_be(frame: FrameType) -> bool | None:
+    """What a tensor must be, whose truth the line that runs in a frame asks for, for the code to go on without raising; None if the line
+    does something else with it."""
+    tree = _parsed(frame.f_code.co_filename)
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert) and _holds(n.test, frame.f_lineno)] if tree else []
+    if not found:
+        return None
+    innermost = max(found, key=lambda n: n.lineno)
+    truth = _truth(innermost.test)
+    if truth is None or isinstance(innermost, ast.Assert):
+        return truth
+    raises, otherwise = _only_raises(innermost.body), _only_raises(innermost.orelse)
+    return None if raises == otherwise else truth != raises
+
+
+@functools.lru_cache
+def _parsed(path: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        return None
+
+
+def _holds(test: ast.expr, line: int) -> bool:
+    return test.lineno <= line <= (test.end_lineno or test.lineno)
+
+
+def _truth(test: ast.expr) -> bool | None:
+    """What each tensor in a test must be for the test to be true; None if that is not to be told from its form."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inside = _truth(test.operand)
+        return None if inside is None else not inside
+    terms = test.values if isinstance(test, ast.BoolOp) else [test]
+    plain = all(isinstance(x, ast.Compare | ast.Name | ast.Attribute | ast.BinOp | ast.Call) for x in terms)
+    builtin = any(isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id in ("all", "any", "bool") for x in terms)
+    return True if plain and not builtin else None
+
+
+def _only_raises(body: list[ast.stmt]) -> bool:
+    *before, last = body or [ast.Pass()]
+    return isinstance(last, ast.Raise) and all(isinstance(x, ast.Expr | ast.Assign | ast.AnnAssign) for x in before)

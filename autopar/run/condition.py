@@ -1,0 +1,25 @@
+"""What a model's forward asks of a value in every step, where it raises if the answer is another one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Condition"]
+
+
+class Condition(nn.Module):
+    """expected: the answer with which the forward goes on; line: of the model's source, which asks."""
+
+    def __init__(self, expected: bool, line: str) -> None:
+        super().__init__()
+        self.expected, self.line = expected, line
+
+    def forward(self, value: Tensor) -> Tensor:
+        """True as a tensor []. RuntimeError if the answer is another one."""
+        if bool(value) != self.expected:
+            raise RuntimeError(
+                f"the model raises: {self.line} (the value that it asks for is {not self.expected})\n  what to do: look for what it guards "
+                f"against in this batch, or in the weights"
+            )
+        return torch.ones((), dtype=torch.bool, device=value.device)

@@ -1,0 +1,53 @@
+"""CTC loss as one operator: torch's own has results whose sizes depend on values, which no graph holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["ctc_loss"]
+
+
+@torch.library.custom_op("autopar_loss::ctc", mutates_args=())
+def _ctc(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
+) -> Tensor:
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity).clone()
+
+
+@_ctc.register_fake
+def _(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
+) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1:-1] if reduction == "none" else ())
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    log_probs, *rest = ctx.saved_tensors
+    with torch.enable_grad():
+        x = log_probs.detach().requires_grad_()
+        (found,) = torch.autograd.grad(F.ctc_loss(x, *rest, *ctx.settings), x, grad)
+    return (found, *(None,) * 6)
+
+
+_ctc.register_autograd(_backward, setup_context=_set_up)
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.ctc_loss, by this operator where lengths are tensors."""
+    given = log_probs, targets, input_lengths, target_lengths
+    if not all(isinstance(x, Tensor) for x in given):
+        return F.ctc_loss(*given, blank, reduction, zero_infinity)
+    found: Tensor = _ctc(*given, blank, reduction, zero_infinity)
+    return found
