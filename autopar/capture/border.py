@@ -31,7 +31,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
-    that ran. drawn: the generators other than torch's that it drew from. asks: whether it asks for values, and raises."""
+    that ran. drawn: the generators other than torch's that it drew from."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -39,7 +39,6 @@ class TracedCall:
     drawn: tuple[str, ...]
     returns: str = ""
     returned: Returned | None = None
-    asks: bool = False
 
 
 def traced(
@@ -66,7 +65,7 @@ def traced(
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
-        returned=ends[-1].returned, asks=bool(step.border.asked),
+        returned=ends[-1].returned,
     )  # fmt: skip
 
 
