@@ -91,6 +91,8 @@ def test_what_cannot_be_a_region_is_refused() -> None:
         capture(m.Cut(), (torch.randn(8, 4),))
     with pytest.raises(CaptureError, match=r"self.seen(.|\n)*count cannot be run as it is written .*: it changes .* a buffer"):
         capture(m.Counting(), (torch.randn(8, 4),))
+    with pytest.raises(CaptureError, match=r"inner cannot be run as it is written .*: it reads table.weight, which is not its own"):
+        capture(m.Holding(), (torch.randn(8, 4),))
 
 
 @pure

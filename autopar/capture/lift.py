@@ -154,17 +154,18 @@ def _as_python(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def to_float64(model: nn.Module) -> nn.Module:
     """The model itself, its floating parameters, buffers, and the tensors that its modules merely hold, made float64 (complex128) in place;
-    run it
-    inside lift_to_float64(), where torch cannot tell what float32 and float64 together give."""
-    for module in model.modules():
-        own = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
-        vars(module).update({name: _held_in_float64(value) for name, value in own.items()})
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, in_float64(buffer))
+    what is the memory of a parameter stays so. Run it inside lift_to_float64(), where torch cannot tell what float32 and float64 together
+    give."""
+    shared: _Shared = {_place(p): p for p in model.parameters()}
     for parameter in model.parameters():
         parameter.data = in_float64(parameter.data)
         if parameter.grad is not None:
             parameter.grad = in_float64(parameter.grad)
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        vars(module).update({name: _held_in_float64(value, shared) for name, value in own.items()})
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, _held_in_float64(buffer, shared))
     return model
 
 
@@ -176,14 +177,26 @@ def in_float64(t: torch.Tensor) -> torch.Tensor:
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def _held_in_float64(value: Any) -> Any:
-    """An attribute of a module with its tensors in float64, those in lists, tuples and dicts too; itself if there are none."""
+_Shared = Mapping[object, torch.Tensor]
+
+
+def _held_in_float64(value: Any, shared: _Shared) -> Any:
+    """What a module holds with its tensors in float64, those in lists, tuples and dicts too; itself if there are none. shared: the
+    parameters, by where they lay."""
     if isinstance(value, torch.Tensor):
-        return value if value.requires_grad else in_float64(value)
+        parameter = None if value.requires_grad else shared.get(_place(value))
+        return value if value.requires_grad else in_float64(value) if parameter is None else parameter.detach()
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values()) if type(value) is dict else list(value)
-    found = [_held_in_float64(item) for item in items]
+    found = [_held_in_float64(item, shared) for item in items]
     if all(a is b for a, b in zip(items, found, strict=True)):
         return value
     return dict(zip(value, found, strict=True)) if type(value) is dict else type(value)(found)
+
+
+def _place(t: torch.Tensor) -> object:
+    """Equal for tensors that are the same memory, seen alike."""
+    if t.layout != torch.strided or not t.numel():
+        return id(t)
+    return t.untyped_storage()._cdata, tuple(t.shape), t.stride(), t.storage_offset()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, library, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
@@ -88,6 +89,8 @@ class Regions:
         self.calls: dict[str, list[Call]] = {}
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
+        held = (*model.named_parameters(), *model.named_buffers())
+        self._names = {_storage(t): name for name, t in held if t.layout == torch.strided}
         self._paths = {id(m): path for path, m in model.named_modules(remove_duplicate=False)}
 
     def include(self, error: CaptureError) -> bool:
@@ -120,7 +123,7 @@ class Regions:
     def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str) -> bool:
         """Make a region of operators that are no submodule; whether they can be one. given: what they are called with."""
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            call = _observed(path, graph, graph.forward, tuple(given), {}, line)[1]
+            call = _observed(path, graph, graph.forward, tuple(given), {}, line, {})[1]
         if isinstance(call, str):
             self.refused[path] = call
             return False
@@ -141,7 +144,7 @@ class Regions:
 
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                output, call = _observed(path, module, forward, args, kwargs, line)
+                output, call = _observed(path, module, forward, args, kwargs, line, self._names)
                 if isinstance(call, str):
                     self.refused[path] = call
                 else:
@@ -212,33 +215,56 @@ class Regions:
         return tuple(made)
 
 
+class _Outside(TorchFunctionMode):
+    """Notes what the code inside reads of the tensors of a model. names: by storage; read: one that was read."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names, self.read = names, ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._names and not self.read:
+            tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided)
+            self.read = next((self._names[s] for x in tensors if (s := _storage(x)) in self._names), "")
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
 def _observed(
-    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str
+    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str]
 ) -> tuple[Any, Call | str]:
-    """What a submodule returns, and the call, or why it cannot be a region."""
+    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage."""
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
     versions = [t._version for t in (*given, *own.values())]
     attributes = _attributes(module)
     state = torch.get_rng_state()
-    held = {t.untyped_storage()._cdata for t in own.values()}
-    known = held | {t.untyped_storage()._cdata for t in given}
+    held = {_storage(t) for t in own.values()}
+    known = held | {_storage(t) for t in given}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage()._cdata not in known:
-            saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        if _storage(t) not in known:
+            saved[_storage(t)] = t.untyped_storage().nbytes()
         return t
 
-    with CountedFlops() as counted, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
+    with outside, CountedFlops() as counted, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = forward(*args, **kwargs)
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
         return output, "it changes what it is given, a buffer or an attribute"
+    if outside.read:
+        return output, f"it reads {outside.read}, which is not its own: let the model give it in the call"
     if not results or any(t.layout != torch.strided for t in (*given, *results)):
         return output, "it does not return dense tensors"
-    if any(t.untyped_storage()._cdata in held for t in results):
+    if any(_storage(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(

@@ -149,6 +149,7 @@ class _Flattener:
     def _state(self) -> tuple[tuple[Param, ...], tuple[Buffer, ...], tuple[tuple[str, str], ...]]:
         self.value_of_fqn: dict[str, str] = {}
         self.fqn_of_value: dict[str, str] = {}  # of parameters
+        self.fqn_of_storage: dict[int, str] = {}  # of parameters
         fqns: dict[int, list[str]] = {}
         tensors: dict[int, nn.Parameter] = {}
         for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -159,11 +160,14 @@ class _Flattener:
             value = self._add_tensor(self.names.fresh(f"p_{fqn}"), tensors[key], tensors[key].requires_grad)
             self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
             self.fqn_of_value[value] = fqn
+            if tensors[key].layout == torch.strided:
+                self.fqn_of_storage[_storage(tensors[key])] = fqn
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
         buffers, copies = [], []
         for fqn, buffer in self.model.named_buffers(remove_duplicate=False):
+            self._check_shared(buffer, f"a buffer, {fqn},")
             value = self._add_tensor(self.names.fresh(f"b_{fqn}"), buffer, False)
             self.value_of_fqn[fqn] = first.setdefault(id(buffer), value)
             if first[id(buffer)] != value:
@@ -197,6 +201,7 @@ class _Flattener:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constants.get(spec.target), torch.Tensor):
+                self._check_shared(constants[spec.target], "a tensor in a plain attribute")
                 value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), constants[spec.target].detach(), False)
                 self.constants.append(Buffer(value=value, fqn=None, persistent=False))
             else:
@@ -228,7 +233,17 @@ class _Flattener:
                 raise CaptureError(f"cannot capture {node.op} {node.target}\n  at {self._source(node)}")
         raise AssertionError("a graph without output")
 
+    def _check_shared(self, tensor: torch.Tensor, what: str) -> None:
+        """CaptureError if a tensor that is no parameter is memory of one: training would not reach it, which moves parameters."""
+        name = self.fqn_of_storage.get(_storage(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
+        if name is not None:
+            raise CaptureError(
+                f"{type(self.model).__name__} holds {what} that shares the memory of the parameter {name}, and would not see what training "
+                f"makes of it\n  what to do: make it of {name} in the forward"
+            )
+
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Ref:
+        self._check_shared(getattr(module, str(node.target)), "a tensor in a plain attribute")
         value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), getattr(module, str(node.target)).detach(), False)
         self.constants.append(Buffer(value=value, fqn=None, persistent=False))
         self.storages[value] = _storage(self.tensors[value])

@@ -110,6 +110,103 @@ def a_weight_is_given_to_a_part(compile: Compile) -> Results:
     return _results(compile, Given)
 
 
+class _Nearest(nn.Module):
+    """Adds to some rows the nearest row of a table that it holds without being its parent, and through which no gradient goes."""
+
+    def __init__(self, table: nn.Linear) -> None:
+        super().__init__()
+        self.held = [table]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero().squeeze(-1)
+        if len(rows) == 0:
+            return x
+        table = self.held[0].weight.detach()
+        return x.index_add(0, rows, 0.5 * table[(x[rows] @ table.t()).argmax(-1)])
+
+
+@program(KIND, plans=MORE)
+def a_part_holds_another_in_a_list(compile: Compile) -> Results:
+    """The part that chooses rows reads the weight of another one, which is trained, and is in a list so that it is not registered twice."""
+
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nearest = _Nearest(self.head)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.nearest(super().hidden(x))
+
+    return _results(compile, Holding)
+
+
+@program(KIND, plans=MORE)
+def another_part_is_held_in_a_list(compile: Compile) -> Results:
+    """The same without sizes that depend on values."""
+
+    class Near(nn.Module):
+        def __init__(self, table: nn.Linear) -> None:
+            super().__init__()
+            self.held = [table]
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = self.held[0].weight.detach()
+            return x + 0.5 * table[(x @ table.t()).argmax(-1)]
+
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nearest = Near(self.head)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.nearest(super().hidden(x))
+
+    return _results(compile, Holding)
+
+
+class _NearestOfOne(nn.Module):
+    """The same with a view of the weight that it was given when it was made."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero().squeeze(-1)
+        return x.index_add(0, rows, 0.5 * self.table[(x[rows] @ self.table.t()).argmax(-1)])
+
+
+@program(KIND, plans=MORE)
+def a_part_holds_a_view_of_a_weight(compile: Compile) -> Results:
+    """It sees each step of the optimizer, since the memory is one."""
+
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nearest = _NearestOfOne(self.head.weight)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.nearest(super().hidden(x))
+
+    return _results(compile, Holding)
+
+
+@program(KIND, plans=MORE)
+def the_model_holds_a_view_of_a_weight(compile: Compile) -> Results:
+    """The same in a plain attribute of the model, without sizes that depend on values."""
+
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = self.head.weight.detach()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            return h + 0.5 * self.table[(h @ self.table.t()).argmax(-1)]
+
+    return _results(compile, Holding)
+
+
 @program(KIND, plans=MORE)
 def last_of_the_marked_places(compile: Compile) -> Results:
     """As sequence classifiers have it: the hidden value at the last marked place of each sequence, by a mask and a view."""
