@@ -412,5 +412,5 @@ def test_ctc_is_one_operator_or_part_of_an_island() -> None:
             return F.ctc_loss(probabilities, y.clamp(min=1), lengths, (y >= 0).sum(-1))
 
     program = capture(Padded(), inputs(Speech)).program
-    assert [op.target for op in program.ops].count("autopar_loss.ctc.default") == 1
+    assert [op.target for op in program.ops].count("autopar_operators.ctc_loss.default") == 1
     assert not any(op.target == REGION for op in program.ops)

@@ -23,7 +23,7 @@ from autopar.capture.source import running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
 
-__all__ = ["Ask", "AtTheBorder", "Registries", "follow"]
+__all__ = ["Ask", "AtTheBorder", "Registries", "follow", "storage_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Registries:
         """What the call assigned to buffers. Raises CaptureError if it changed anything else that is registered, or a training mode."""
         names = Counter(id(b) for r in self._before for b in r.buffers.values() if b is not None)
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
-        olds = {_storage(b) for r in self._before for b in r.buffers.values() if b is not None}
+        olds = {storage_of(b) for r in self._before for b in r.buffers.values() if b is not None}
         for registry in self._before:
             self._check(registry)
             for name, old in registry.buffers.items():
@@ -71,7 +71,7 @@ class Registries:
                 _check_assigned(f"{registry.prefix}{name}", old, new, names[id(old)])
                 assert new is not None
                 assigned.append((old, new))
-        return [Assigned(old, new, shared=_storage(new) in olds) for old, new in assigned]
+        return [Assigned(old, new, shared=storage_of(new) in olds) for old, new in assigned]
 
     def restore(self) -> None:
         """The registries hold the objects that they held."""
@@ -125,7 +125,8 @@ def _holds(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
     return list(now) == list(before) and all(now[k] is v for k, v in before.items())
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, while they live."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -23,6 +23,7 @@ from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.flops import CountedFlops
+from autopar.capture.follow import storage_of
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
 from autopar.capture.source import module_of
@@ -90,7 +91,7 @@ class Regions:
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         held = (*model.named_parameters(), *model.named_buffers())
-        self._names = {_storage(t): name for name, t in held if t.layout == torch.strided}
+        self._names = {storage_of(t): name for name, t in held if t.layout == torch.strided}
         self._paths = {id(m): path for path, m in model.named_modules(remove_duplicate=False)}
 
     def include(self, error: CaptureError) -> bool:
@@ -227,12 +228,8 @@ class _Outside(TorchFunctionMode):
     ) -> Any:
         if self._names and not self.read:
             tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided)
-            self.read = next((self._names[s] for x in tensors if (s := _storage(x)) in self._names), "")
+            self.read = next((self._names[s] for x in tensors if (s := storage_of(x)) in self._names), "")
         return func(*args, **(kwargs or {}))
-
-
-def _storage(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
 
 
 def _observed(
@@ -245,13 +242,13 @@ def _observed(
     versions = [t._version for t in (*given, *own.values())]
     attributes = _attributes(module)
     state = torch.get_rng_state()
-    held = {_storage(t) for t in own.values()}
-    known = held | {_storage(t) for t in given}
+    held = {storage_of(t) for t in own.values()}
+    known = held | {storage_of(t) for t in given}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        if _storage(t) not in known:
-            saved[_storage(t)] = t.untyped_storage().nbytes()
+        if storage_of(t) not in known:
+            saved[storage_of(t)] = t.untyped_storage().nbytes()
         return t
 
     outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
@@ -264,7 +261,7 @@ def _observed(
         return output, f"it reads {outside.read}, which is not its own: let the model give it in the call"
     if not results or any(t.layout != torch.strided for t in (*given, *results)):
         return output, "it does not return dense tensors"
-    if any(_storage(t) in held for t in results):
+    if any(storage_of(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
     draws = not torch.equal(state, torch.get_rng_state())
     region = Region(

@@ -15,6 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.export import PREFIX
+from autopar.capture.follow import storage_of
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
 from autopar.capture.regions import Regions, is_static
@@ -118,7 +119,7 @@ class _Flattener:
     ) -> None:
         self.model, self.exported, self.regions = model, exported, regions
         self.instances = Instances(stand_ins, self) if stand_ins is not None else None
-        self.outside = {_storage(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
+        self.outside = {storage_of(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
         self.names = Names()
         self.ops: list[Traced] = []
         self.storages: dict[str, int] = {}
@@ -142,7 +143,7 @@ class _Flattener:
             buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss,
             returned=tuple(returned), storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names,
             notes=self.regions.notes(),
-            outside={c.value: path for c in self.constants if (path := self.outside.get(_storage(self.tensors[c.value])))},
+            outside={c.value: path for c in self.constants if (path := self.outside.get(storage_of(self.tensors[c.value])))},
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------ the state
@@ -161,7 +162,7 @@ class _Flattener:
             self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
             self.fqn_of_value[value] = fqn
             if tensors[key].layout == torch.strided:
-                self.fqn_of_storage[_storage(tensors[key])] = fqn
+                self.fqn_of_storage[storage_of(tensors[key])] = fqn
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
@@ -206,10 +207,10 @@ class _Flattener:
                 self.constants.append(Buffer(value=value, fqn=None, persistent=False))
             else:
                 raise CaptureError(f"{type(self.model).__name__} holds {spec.target}, a {spec.kind.name.lower()} that no graph can hold")
-            self.storages.setdefault(value, _storage(node.meta["val"]))
+            self.storages.setdefault(value, storage_of(node.meta["val"]))
             env[node] = Ref(value)
         for value in self.value_of_fqn.values():  # of what the export did not see
-            self.storages.setdefault(value, _storage(self.tensors[value]))
+            self.storages.setdefault(value, storage_of(self.tensors[value]))
         return env
 
     # -------------------------------------------------------------------------------------------------- the operators
@@ -235,7 +236,7 @@ class _Flattener:
 
     def _check_shared(self, tensor: torch.Tensor, what: str) -> None:
         """CaptureError if a tensor that is no parameter is memory of one: training would not reach it, which moves parameters."""
-        name = self.fqn_of_storage.get(_storage(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
+        name = self.fqn_of_storage.get(storage_of(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
         if name is not None:
             raise CaptureError(
                 f"{type(self.model).__name__} holds {what} that shares the memory of the parameter {name}, and would not see what training "
@@ -246,7 +247,7 @@ class _Flattener:
         self._check_shared(getattr(module, str(node.target)), "a tensor in a plain attribute")
         value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), getattr(module, str(node.target)).detach(), False)
         self.constants.append(Buffer(value=value, fqn=None, persistent=False))
-        self.storages[value] = _storage(self.tensors[value])
+        self.storages[value] = storage_of(self.tensors[value])
         return Ref(value)
 
     def _source(self, node: fx.Node) -> str:
@@ -330,7 +331,7 @@ class _Flattener:
         for result in node.meta["val"]:
             outputs.append(self.names.fresh(call.region.path.rpartition(".")[2]))
             self.metas[outputs[-1]] = meta_of(result)
-            self.storages[outputs[-1]] = _storage(result)
+            self.storages[outputs[-1]] = storage_of(result)
         dtypes = tuple(str(r.dtype).removeprefix("torch.") for r in node.meta["val"])
         kwargs: tuple[tuple[str, Arg], ...] = (
             ("shapes", tuple(tuple(r.shape) for r in node.meta["val"])), ("dtypes", dtypes),
@@ -388,7 +389,7 @@ class _Flattener:
                 continue
             name = self.names.fresh(_getitem_name(node, i) if multi else node.name)
             self.metas[name] = meta_of(result)
-            self.storages[name] = _storage(result)
+            self.storages[name] = storage_of(result)
             outputs.append(name)
         if not results or outputs == [None]:
             outputs = [self.names.fresh(node.name)] if not multi else outputs
@@ -469,10 +470,6 @@ def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:
     return str(target) in dict(module.named_modules())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _getitem_name(node: fx.Node, index: int) -> str:

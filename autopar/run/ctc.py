@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["ctc_loss"]
 
 
-@torch.library.custom_op("autopar_loss::ctc", mutates_args=())
+@torch.library.custom_op("autopar_operators::ctc_loss", mutates_args=())
 def _ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
 ) -> Tensor:
