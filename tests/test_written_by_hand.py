@@ -363,6 +363,55 @@ def test_inverse_transforms_of_frames_are_those_of_torch(center: bool, normalize
 
 
 @pure
+@pytest.mark.parametrize("reduction,full", [(r, f) for r in ("none", "sum", "mean") for f in (True, False)])
+def test_gaussian_losses_are_those_of_torch(reduction: str, full: bool) -> None:
+    torch.manual_seed(0)
+    mean, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    for shape in ((4, 3), (4,), (4, 1)):
+        variances = [torch.rand(shape, dtype=torch.float64) for _ in range(2)]
+        variances[0].flatten()[0] = 1e-9  # below eps
+        variances[1].copy_(variances[0])
+        losses = []
+        for function, var in zip((WRITTEN_OUT[F.gaussian_nll_loss], F.gaussian_nll_loss), variances, strict=True):
+            losses.append(function(mean, target, var.requires_grad_(), full, 1e-6, reduction))
+            losses[-1].sum().backward()
+        torch.testing.assert_close(losses[0], losses[1])
+        torch.testing.assert_close(variances[0].grad, variances[1].grad)
+    assert WRITTEN_OUT[F.gaussian_nll_loss](mean, target, 0.5).equal(F.gaussian_nll_loss(mean, target, 0.5))
+
+
+@pure
+def test_a_gaussian_loss_asks_for_its_variances_in_every_step() -> None:
+    class Uncertain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.variance = nn.Linear(6, 1), nn.Linear(6, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.gaussian_nll_loss(self.mean(x), y, F.softplus(self.variance(x)))
+
+    program = capture(Uncertain(), (torch.randn(BATCH, 6), torch.randn(BATCH, 1))).program
+    assert [op.target for op in program.ops].count(REGION) == 1
+
+
+@pure
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_of_transformers_of_torch_makes_them_no_region(causal: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.size(1))
+            return F.mse_loss(self.layers(x, mask if causal else mask.tril(1)), y)
+
+    captured = capture(Masked(), (torch.randn(BATCH, 5, 8), torch.randn(BATCH, 5, 8)))  # which compares the program with the model
+    assert not any(op.target == REGION for op in captured.program.ops)
+
+
+@pure
 def test_a_loss_on_samples_made_of_a_spectrum_is_captured() -> None:
     class Masking(nn.Module):
         def __init__(self) -> None:

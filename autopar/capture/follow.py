@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.conditions import must_be
+from autopar.capture.conditions import chooses_a_kernel, must_be
 from autopar.capture.source import running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
@@ -169,9 +169,12 @@ class AtTheBorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             self.differentiates = running_line()
-        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor) and (expected := must_be(sys._getframe(1))) is not None:
-            self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
-            return expected
+        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
+            if chooses_a_kernel(sys._getframe(1)):
+                return False
+            if (expected := must_be(sys._getframe(1))) is not None:
+                self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
+                return expected
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return args[0].detach()
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):
@@ -182,7 +185,10 @@ class AtTheBorder(TorchFunctionMode):
             for x in pytree.tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and x.requires_grad:
                     self._refuse(x)
-        return WRITTEN_OUT.get(func, func)(*args, **kwargs)
+        if func in WRITTEN_OUT:
+            with self:  # what they ask is asked as the user's own code would
+                return WRITTEN_OUT[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _refuse(self, tensor: torch.Tensor) -> None:
         if id(tensor) in self._names:

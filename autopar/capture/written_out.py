@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,23 @@ def _istft(
     return samples if input.dim() == 3 else samples.squeeze(0)
 
 
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:  # fmt: skip
+    """F.gaussian_nll_loss, as it is defined there: variances are at least eps, and have their gradients where they are not."""
+    if isinstance(var, float):
+        var = torch.full_like(input, var)
+    if torch.any(var < 0):
+        raise ValueError("var has negative entry/entries")
+    if var.size() != input.size():
+        var = var.unsqueeze(-1) if input.size()[:-1] == var.size() else var
+        if var.dim() != input.dim() or any(n not in (1, m) for n, m in zip(var.size(), input.size(), strict=True)):
+            raise ValueError("var is of incorrect size")
+    var = var - var.detach() + var.detach().clamp(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
+
+
 def _added(frames: Tensor, total: int, hop: int) -> Tensor:
     """Frames [N, count, n], each `hop` samples behind the one before, added up: [N, total]."""
     if frames.is_complex():
@@ -46,4 +64,6 @@ def _added(frames: Tensor, total: int, hop: int) -> Tensor:
     return F.fold(frames.transpose(1, 2), (1, total), (1, frames.size(2)), stride=(1, hop)).flatten(1)
 
 
-WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss}
+WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss, F.gaussian_nll_loss: _gaussian_nll_loss,
+}  # fmt: skip
