@@ -214,9 +214,8 @@ class Liveness(Storages):
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
-        read = refs(self.program.ops[k])
-        found = (read[i] for i in self.work[k].saved_inputs) if backward else read
-        return [r for r in dict.fromkeys(found) if r in a.where_used]
+        found = (self.again if backward else self.reads)[k]
+        return [r for r in found if r in a.where_used] if found else found
 
     def _backward(
         self, a: Activity, units: Units, held: Store, arriving: Arriving, *, accumulated: bool, final: bool, ends: bool = True

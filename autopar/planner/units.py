@@ -65,13 +65,16 @@ class Units:
             goes_on = bool(last) and all(unit == runs[:1] for unit in last)
             there = max((self._bytes(p, len(self._runs[p]) - 1, begins=False) for p in before[key] if self._runs[p]), default=0)
             found = self.forward if key[1] == "F" else self.backward
-            run = -1
+            run, between = -1, there  # between: bytes while no other unit begins
             for k, used in uses:
+                if not used:
+                    found[k] = between
+                    continue
                 first = run
                 for unit in (unit_of[v] for v in used):
                     run += run < 0 or runs[run] != unit
-                begins = run > first and not (goes_on and run == 0)
-                found[k] = self._bytes(key, run, begins=begins) if run >= 0 else there
+                between = self._bytes(key, run, begins=False)
+                found[k] = self._bytes(key, run, begins=True) if run > first and not (goes_on and run == 0) else between
 
     def _in_order(self, uses: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
         """The units of a pass in the order in which they are in use."""
