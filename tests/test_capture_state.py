@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -742,6 +743,16 @@ class _Holding(nn.Module):
 def test_other_names_for_the_memory_of_a_parameter_are_refused(how: str) -> None:
     with pytest.raises(CaptureError, match=r"(?s)shares the memory of the parameter head.weight.*make it of head.weight in the forward"):
         capture(_Holding(how), (torch.randn(8, 4),))
+
+
+def test_two_parameters_of_one_memory_are_refused() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Flatten(0), nn.Linear(32, 1))
+    apart, flat = copy.deepcopy(tied), torch.randn(32)
+    apart[0].weight.data, apart[1].weight.data = flat[:16].view(4, 4), flat[16:].view(4, 4)  # of one storage, as in recurrent layers
+    assert len(capture(apart, (torch.randn(8, 4),), loss=torch.sum).program.params) == 4
+    tied[1].weight.data = tied[0].weight.data
+    with pytest.raises(CaptureError, match=r"0.weight and 1.weight of Sequential share memory"):
+        capture(tied, (torch.randn(8, 4),), loss=torch.sum)
 
 
 @pytest.mark.parametrize("how", ["attribute", "list", "buffer"])

@@ -156,12 +156,13 @@ class _Flattener:
         for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
             fqns.setdefault(id(parameter), []).append(fqn)
             tensors[id(parameter)] = parameter
-        params = []
+        params, taken = [], dict[int, dict[str, tuple[int, int]]]()  # of a storage: parameter -> first and last element
         for key, (fqn, *aliases) in fqns.items():
             value = self._add_tensor(self.names.fresh(f"p_{fqn}"), tensors[key], tensors[key].requires_grad)
             self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
             self.fqn_of_value[value] = fqn
             if tensors[key].layout == torch.strided:
+                self._check_apart(fqn, tensors[key], taken.setdefault(storage_of(tensors[key]), {}))
                 self.fqn_of_storage[storage_of(tensors[key])] = fqn
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
@@ -233,6 +234,20 @@ class _Flattener:
             else:
                 raise CaptureError(f"cannot capture {node.op} {node.target}\n  at {self._source(node)}")
         raise AssertionError("a graph without output")
+
+    def _check_apart(self, fqn: str, tensor: torch.Tensor, taken: dict[str, tuple[int, int]]) -> None:
+        """CaptureError if two parameters are one memory. taken: of the same storage."""
+        if not tensor.numel():
+            return
+        first = int(tensor.storage_offset())
+        last = first + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        other = next((name for name, (a, b) in taken.items() if first <= b and a <= last), None)
+        if other is not None:
+            raise CaptureError(
+                f"the parameters {other} and {fqn} of {type(self.model).__name__} share memory (as after a.data = b.data): they would part "
+                f"when they are moved\n  what to do: let both names be one parameter, as in a.weight = b.weight, or copy the values"
+            )
+        taken[fqn] = first, last
 
     def _check_shared(self, tensor: torch.Tensor, what: str) -> None:
         """CaptureError if a tensor that is no parameter is memory of one: training would not reach it, which moves parameters."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,7 @@ def become_whole(param: nn.Parameter, whole: Tensor) -> None:
     """Let the parameter, the same object, be a plain one with this memory. It has no gradient afterwards."""
     with _plain():
         param.__class__ = nn.Parameter
+        vars(param).pop("_aliases", None)
         param.grad = None
         if param.requires_grad:  # a change of dtype makes autograd forget the shape that graphs which are alive have given it
             param.data = whole.new_empty(0, dtype=torch.float16 if whole.dtype != torch.float16 else torch.float32)
@@ -172,7 +174,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
                 grad = func(*args)
             return None if grad is None else as_part(grad, x._lies)
         if name == "data":
-            return part_like(local(x), x._lies)
+            return _alias_of(x)
         if name in F.ATTRIBUTES_OF_THE_SHAPE:
             return func(torch.empty(x._lies.shape, dtype=x.dtype, device="meta"))
         if name in F.OF_THE_WHOLE_ATTRIBUTES:
@@ -184,10 +186,31 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
             with _plain():
                 return func(x, mine)
         if name == "data":
-            local(x).copy_(cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies))
+            mine = cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies)
+            if mine.data_ptr() != local(x).data_ptr() or not mine.numel():
+                _leave(x)
+                local(x).copy_(mine)
             return None
     with _plain():
         return func(*args)
+
+
+def _alias_of(x: AnyPart) -> PartTensor:
+    """x.data: another part with its memory, until x.data is assigned."""
+    alias = part_like(local(x), x._lies)
+    x._aliases = [*(ref for ref in getattr(x, "_aliases", ()) if ref() is not None), weakref.ref(alias)]  # type: ignore[union-attr]
+    return alias
+
+
+def _leave(x: AnyPart) -> None:
+    """Before x.data is assigned: what was x.data keeps its values, as in `backup = p.data; p.data = other`. The memory of x stays."""
+    aliases = [alias for ref in getattr(x, "_aliases", ()) if (alias := ref()) is not None]
+    if aliases:
+        kept = local(x).clone()
+        with _plain():
+            for alias in aliases:
+                alias.data = kept
+    x._aliases = []  # type: ignore[union-attr]
 
 
 def _of_shape(value: Tensor, lies: Lies) -> Tensor:

@@ -288,3 +288,54 @@ def average_of_gradients_over_steps(compile: Compile) -> Results:
             p.grad = kept[name].clone()
 
     return trained(model, before_step=averaged)
+
+
+@program(KIND)
+def averages_with_a_backup(compile: Compile) -> Results:
+    """The usual class for moving averages: backup = p.data, p.data = average, evaluation, p.data = backup."""
+    model, (x, y) = compile(seeded(Net), example_inputs=batch()), batch()
+    averages, losses = {n: p.data.clone() for n, p in model.named_parameters()}, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+        averages = {n: 0.5 * averages[n] + 0.5 * p.data for n, p in model.named_parameters()}
+        backup = {}
+        for n, p in model.named_parameters():
+            backup[n] = p.data
+            p.data = averages[n]
+        with torch.no_grad():
+            losses.append(model(x, y).item())
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+        losses.append(model(x, y).item())
+    return {"losses": losses}
+
+
+@program(KIND)
+def weights_of_two_layers_swapped(compile: Compile) -> Results:
+    """a.data, b.data = b.data, a.data."""
+    model = compile(seeded(Net), example_inputs=batch())
+    first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+    first.data, second.data = second.data, first.data
+    return trained(model)
+
+
+@program(KIND)
+def signs_of_weights_for_a_step(compile: Compile) -> Results:
+    """Forward and backward with the signs of the weights, the step with the weights, as in binary networks."""
+    model, (x, y) = compile(seeded(Net), example_inputs=batch()), batch()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        real = [p.data for p in model.parameters()]
+        for p in model.parameters():
+            p.data = torch.sign(p.data) * p.data.abs().mean()
+        loss = model(x, y)
+        loss.backward()
+        for p, r in zip(model.parameters(), real, strict=True):
+            p.data = r
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "total": [p.sum().item() for p in model.parameters()]}
