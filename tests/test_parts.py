@@ -120,6 +120,14 @@ def _vector_written(model: Any) -> None:
     torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
 
 
+def _backed_up(model: Any) -> None:
+    backup = {name: p.data for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = torch.full(p.shape, 0.3, dtype=p.dtype)
+    for name, p in model.named_parameters():
+        p.data = backup[name] if "weight" in name else p.data + backup[name]
+
+
 def _orthogonal(model: Any) -> None:
     torch.manual_seed(7)
     for p in model.parameters():
@@ -172,8 +180,8 @@ def _loaded(model: Any) -> None:
 
 
 WRITINGS = {f.__name__.strip("_"): f for f in (
-    _clipped, _penalty, _written, _copied_in, _vector_written, _orthogonal, _initialised, _with_plain_operands, _sharpness, _hooked,
-    _loaded,
+    _clipped, _penalty, _written, _copied_in, _vector_written, _backed_up, _orthogonal, _initialised, _with_plain_operands, _sharpness,
+    _hooked, _loaded,
 )}  # fmt: skip
 
 

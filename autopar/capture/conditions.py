@@ -12,13 +12,13 @@ from torch.nn.modules import transformer
 
 __all__ = ["chooses_a_kernel", "must_be"]
 
-_IS_CAUSAL = getattr(transformer, "_detect_is_causal_mask", None)  # of torch.nn.Transformer; private
+_IS_CAUSAL = getattr(getattr(transformer, "_detect_is_causal_mask", None), "__code__", None)  # of torch.nn.Transformer; private
 
 
 def chooses_a_kernel(frame: FrameType) -> bool:
     """Whether a frame asks for values only to take a faster kernel, and False is right for all of them: whether a mask is the causal one,
     which is used where it is not known to be."""
-    return frame.f_code is getattr(_IS_CAUSAL, "__code__", None)
+    return frame.f_code is _IS_CAUSAL
 
 
 def must_be(frame: FrameType) -> bool | None:

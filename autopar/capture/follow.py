@@ -170,9 +170,10 @@ class AtTheBorder(TorchFunctionMode):
         if func is torch.autograd.grad:
             self.differentiates = running_line()
         if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
-            if chooses_a_kernel(sys._getframe(1)):
+            asking = sys._getframe(1)
+            if chooses_a_kernel(asking):
                 return False
-            if (expected := must_be(sys._getframe(1))) is not None:
+            if (expected := must_be(asking)) is not None:
                 self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
                 return expected
         if func == _READS_DATA and isinstance(args[0], FakeTensor):

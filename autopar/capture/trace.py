@@ -18,6 +18,7 @@ from autopar.capture.export import PREFIX
 from autopar.capture.follow import storage_of
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
+from autopar.capture.memory import OfParameters
 from autopar.capture.regions import Regions, is_static
 from autopar.capture.source import source_line
 from autopar.capture.state import State
@@ -120,7 +121,7 @@ class _Flattener:
         self.model, self.exported, self.regions = model, exported, regions
         self.instances = Instances(stand_ins, self) if stand_ins is not None else None
         self.outside = {storage_of(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
-        self.names = Names()
+        self.names, self.memory = Names(), OfParameters(type(model).__name__)
         self.ops: list[Traced] = []
         self.storages: dict[str, int] = {}
         self.metas: dict[str, Meta] = {}
@@ -150,26 +151,23 @@ class _Flattener:
     def _state(self) -> tuple[tuple[Param, ...], tuple[Buffer, ...], tuple[tuple[str, str], ...]]:
         self.value_of_fqn: dict[str, str] = {}
         self.fqn_of_value: dict[str, str] = {}  # of parameters
-        self.fqn_of_storage: dict[int, str] = {}  # of parameters
         fqns: dict[int, list[str]] = {}
         tensors: dict[int, nn.Parameter] = {}
         for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
             fqns.setdefault(id(parameter), []).append(fqn)
             tensors[id(parameter)] = parameter
-        params, taken = [], dict[int, dict[str, tuple[int, int]]]()  # of a storage: parameter -> first and last element
+        params = []
         for key, (fqn, *aliases) in fqns.items():
             value = self._add_tensor(self.names.fresh(f"p_{fqn}"), tensors[key], tensors[key].requires_grad)
             self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
             self.fqn_of_value[value] = fqn
-            if tensors[key].layout == torch.strided:
-                self._check_apart(fqn, tensors[key], taken.setdefault(storage_of(tensors[key]), {}))
-                self.fqn_of_storage[storage_of(tensors[key])] = fqn
+            self.memory.add(fqn, tensors[key])
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
         buffers, copies = [], []
         for fqn, buffer in self.model.named_buffers(remove_duplicate=False):
-            self._check_shared(buffer, f"a buffer, {fqn},")
+            self.memory.refuse_shared(buffer, f"a buffer, {fqn},")
             value = self._add_tensor(self.names.fresh(f"b_{fqn}"), buffer, False)
             self.value_of_fqn[fqn] = first.setdefault(id(buffer), value)
             if first[id(buffer)] != value:
@@ -203,7 +201,7 @@ class _Flattener:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constants.get(spec.target), torch.Tensor):
-                self._check_shared(constants[spec.target], "a tensor in a plain attribute")
+                self.memory.refuse_shared(constants[spec.target], "a tensor in a plain attribute")
                 value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), constants[spec.target].detach(), False)
                 self.constants.append(Buffer(value=value, fqn=None, persistent=False))
             else:
@@ -235,31 +233,8 @@ class _Flattener:
                 raise CaptureError(f"cannot capture {node.op} {node.target}\n  at {self._source(node)}")
         raise AssertionError("a graph without output")
 
-    def _check_apart(self, fqn: str, tensor: torch.Tensor, taken: dict[str, tuple[int, int]]) -> None:
-        """CaptureError if two parameters are one memory. taken: of the same storage."""
-        if not tensor.numel():
-            return
-        first = int(tensor.storage_offset())
-        last = first + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        other = next((name for name, (a, b) in taken.items() if first <= b and a <= last), None)
-        if other is not None:
-            raise CaptureError(
-                f"the parameters {other} and {fqn} of {type(self.model).__name__} share memory (as after a.data = b.data): they would part "
-                f"when they are moved\n  what to do: let both names be one parameter, as in a.weight = b.weight, or copy the values"
-            )
-        taken[fqn] = first, last
-
-    def _check_shared(self, tensor: torch.Tensor, what: str) -> None:
-        """CaptureError if a tensor that is no parameter is memory of one: training would not reach it, which moves parameters."""
-        name = self.fqn_of_storage.get(storage_of(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
-        if name is not None:
-            raise CaptureError(
-                f"{type(self.model).__name__} holds {what} that shares the memory of the parameter {name}, and would not see what training "
-                f"makes of it\n  what to do: make it of {name} in the forward"
-            )
-
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Ref:
-        self._check_shared(getattr(module, str(node.target)), "a tensor in a plain attribute")
+        self.memory.refuse_shared(getattr(module, str(node.target)), "a tensor in a plain attribute")
         value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), getattr(module, str(node.target)).detach(), False)
         self.constants.append(Buffer(value=value, fqn=None, persistent=False))
         self.storages[value] = storage_of(self.tensors[value])

@@ -50,10 +50,11 @@ def _gaussian_nll_loss(
         raise ValueError("var has negative entry/entries")
     if var.size() != input.size():
         var = var.unsqueeze(-1) if input.size()[:-1] == var.size() else var
-        if var.dim() != input.dim() or any(n not in (1, m) for n, m in zip(var.size(), input.size(), strict=True)):
+        if var.dim() != input.dim() or sum(n for n, m in zip(var.size(), input.size(), strict=True) if n != m) != 1:
             raise ValueError("var is of incorrect size")
     var = var - var.detach() + var.detach().clamp(min=eps)
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 

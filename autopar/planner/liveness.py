@@ -214,8 +214,7 @@ class Liveness(Storages):
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""
-        found = (self.again if backward else self.reads)[k]
-        return [r for r in found if r in a.where_used] if found else found
+        return [r for r in (self.read_again if backward else self.read)[k] if r in a.where_used]
 
     def _backward(
         self, a: Activity, units: Units, held: Store, arriving: Arriving, *, accumulated: bool, final: bool, ends: bool = True

@@ -49,10 +49,11 @@ class Storages:
             self._take(op, strides)
         self._let_go = _line_ends(program.ops)
         params = {p.value for p in program.params}
-        self.reads = [list(dict.fromkeys(r for r in refs(op) if r in params)) for op in program.ops]  # of parameters, in forward
-        self.again = [  # in backward
-            list(dict.fromkeys(r for r in (refs(op)[i] for i in w.saved_inputs) if r in params)) if reads else reads
-            for op, w, reads in zip(program.ops, self.work, self.reads, strict=True)
+        # the parameters that each operator reads in forward, and those that it needs again in backward
+        self.read = [[r for r in dict.fromkeys(refs(op)) if r in params] for op in program.ops]
+        self.read_again = [
+            [r for r in dict.fromkeys(refs(op)[i] for i in w.saved_inputs) if r in params]
+            for op, w in zip(program.ops, self.work, strict=True)
         ]
 
     def _take(self, op: Op, strides: dict[str, tuple[int, ...]]) -> None:

@@ -187,7 +187,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
                 return func(x, mine)
         if name == "data":
             mine = cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies)
-            if mine.data_ptr() != local(x).data_ptr() or not mine.numel():
+            if mine.data_ptr() != local(x).data_ptr():
                 _leave(x)
                 local(x).copy_(mine)
             return None
@@ -198,19 +198,19 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
 def _alias_of(x: AnyPart) -> PartTensor:
     """x.data: another part with its memory, until x.data is assigned."""
     alias = part_like(local(x), x._lies)
-    x._aliases = [*(ref for ref in getattr(x, "_aliases", ()) if ref() is not None), weakref.ref(alias)]  # type: ignore[union-attr]
+    known = vars(x).get("_aliases", ())
+    vars(x)["_aliases"] = [*(ref for ref in known if ref() is not None), weakref.ref(alias)]
     return alias
 
 
 def _leave(x: AnyPart) -> None:
     """Before x.data is assigned: what was x.data keeps its values, as in `backup = p.data; p.data = other`. The memory of x stays."""
-    aliases = [alias for ref in getattr(x, "_aliases", ()) if (alias := ref()) is not None]
+    aliases = [alias for ref in vars(x).pop("_aliases", ()) if (alias := ref()) is not None]
     if aliases:
         kept = local(x).clone()
         with _plain():
             for alias in aliases:
                 alias.data = kept
-    x._aliases = []  # type: ignore[union-attr]
 
 
 def _of_shape(value: Tensor, lies: Lies) -> Tensor:

@@ -295,11 +295,9 @@ def averages_with_a_backup(compile: Compile) -> Results:
     """The usual class for moving averages: backup = p.data, p.data = average, evaluation, p.data = backup."""
     model, (x, y) = compile(seeded(Net), example_inputs=batch()), batch()
     averages, losses = {n: p.data.clone() for n, p in model.named_parameters()}, []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for _ in range(3):
-        optimizer.zero_grad()
-        model(x, y).backward()
-        optimizer.step()
+        losses += train(model, optimizer, steps=1)
         averages = {n: 0.5 * averages[n] + 0.5 * p.data for n, p in model.named_parameters()}
         backup = {}
         for n, p in model.named_parameters():
@@ -326,7 +324,7 @@ def weights_of_two_layers_swapped(compile: Compile) -> Results:
 def signs_of_weights_for_a_step(compile: Compile) -> Results:
     """Forward and backward with the signs of the weights, the step with the weights, as in binary networks."""
     model, (x, y) = compile(seeded(Net), example_inputs=batch()), batch()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, losses = sgd(model), []
     for _ in range(3):
         optimizer.zero_grad()
         real = [p.data for p in model.parameters()]
