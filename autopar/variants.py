@@ -22,6 +22,7 @@ from autopar.planner import Plan, complete
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
 from autopar.run.form import Emitted, Guards
+from autopar.run.grad_mode import with_gradients
 from autopar.run.manifest import ParamSpec
 from autopar.run.outputs import Returned
 from autopar.run.together import decided_by_rank_0, done_by_all
@@ -53,7 +54,7 @@ class Variants:
     ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
-        with torch.inference_mode(False), module.captured_at_home():
+        with with_gradients(), module.captured_at_home():
             captured = done_by_all(
                 lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",

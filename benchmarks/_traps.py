@@ -9,6 +9,7 @@ from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import idioms as _idioms
+from benchmarks.trap_programs import memory as _memory
 from benchmarks.trap_programs import modules as _modules
 from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
@@ -24,9 +25,10 @@ from benchmarks.trap_programs import state as _state
 from benchmarks.trap_programs import together as _together
 from benchmarks.trap_programs import tools as _tools
 from benchmarks.trap_programs import training as _training
+from benchmarks.trap_programs import turns as _turns
 from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _idioms, _modules, _objects, _optimizers, _outputs, _parts
-del _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _wrapped
+del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _idioms, _memory, _modules, _objects, _optimizers, _outputs, _parts
+del _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped

@@ -2,7 +2,7 @@
 
 A call of the module must not pay for it: `changed` compares identities, entry by entry in C, and looks at values only where an
 identity differs. Kept out: training modes (`modes`), requires_grad, and the contents of the registries of parameters and buffers,
-of which only the names are watched.
+of which only the names are watched, and which of them hold nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar.capture.state import ABSENT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, State
+from autopar.run.grad_mode import GradMode, as_called
 
 __all__ = ["Guards"]
 
@@ -27,8 +28,10 @@ _UNWATCHED = TABLES | {"training"}
 class Guards:
     """The picture of a model and its loss at the moment of capture."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str]) -> None:
-        self._model, self._loss, self._state, self._ignored = model, loss, state, ignored
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str], mode: GradMode | None = None
+    ) -> None:
+        self._model, self._loss, self._state, self._ignored, self._mode = model, loss, state, ignored, mode
         self._modules = list(model.modules())
         self._index(state)
 
@@ -39,7 +42,11 @@ class Guards:
 
     def without(self, paths: Iterable[str]) -> Guards:
         """The same without what the forward itself writes."""
-        return Guards(self._model, self._loss, self._state, self._ignored | frozenset(paths))
+        return Guards(self._model, self._loss, self._state, self._ignored | frozenset(paths), self._mode)
+
+    def called_in(self, mode: GradMode) -> Guards:
+        """The same of a model whose code asks whether gradients are wanted, and was told so."""
+        return Guards(self._model, self._loss, self._state, self._ignored, mode)
 
     def modes(self) -> tuple[bool, ...]:
         """The training flag of every module, now."""
@@ -47,6 +54,8 @@ class Guards:
 
     def changed(self) -> str | None:
         """None if everything is as it was; else what changed, from what to what."""
+        if self._mode is not None and self._mode != (called := as_called()):
+            return f"whether gradients are wanted, which its forward asks for: from {self._mode} to {called}"
         if self._same_objects():
             return None
         now = State.take(self._model, self._loss, self._state)
@@ -71,6 +80,7 @@ class Guards:
         return (
             list(map(len, self._containers)) == self._lengths
             and all(map(operator.is_, map(dict.get, self._dicts, self._keys, repeat(ABSENT)), self._values))
+            and list(map(operator.is_, map(dict.get, self._registries, self._names, repeat(ABSENT)), repeat(None))) == self._empty
             and all(map(dict.__contains__, self._registries, self._names))
             and all(map(operator.is_, map(operator.getitem, self._lists, self._positions), self._elements))
             and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
@@ -97,6 +107,7 @@ class Guards:
         for held in state.held:
             self._add(held)
         self._lengths = list(map(len, self._containers))
+        self._empty = [registry.get(name, ABSENT) is None for registry, name in zip(self._registries, self._names, strict=True)]
         self._tensors: list[torch.Tensor] = [state.tensors[path] for path in state.versions]
         self._versions = list(state.versions.values())
 

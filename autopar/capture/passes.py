@@ -158,6 +158,8 @@ def _captured(
         listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     guards = guards.without((*written, *(c.path for c in (calls.settled if calls is not None else ()))))
+    if around.asked:
+        guards = guards.called_in(around.mode)
     if program.outputs:
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
         said = f"outputs: {len(program.outputs)} tensors beside the loss, {nbytes} bytes in all, are whole on every rank after a call"
@@ -166,8 +168,9 @@ def _captured(
             program = program.replace(own_loss=False)
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
     return Captured(
-        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned, around,
-    )
+        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned,
+        around.autocast,
+    )  # fmt: skip
 
 
 def _traced(

@@ -268,7 +268,7 @@ class _Walk:
         for table in REGISTRIES:
             self.held.append(Held(prefix, own[table], dict(own[table]), table=table))
             kept = dict.get(own, "_non_persistent_buffers_set", ())
-            names = tuple(k for k, v in own[table].items() if v is not None or table != "_buffers")
+            names = tuple(k for k, v in own[table].items() if v is not None)
             self.leaves[f"{prefix}{table}"] = Value("the names " + (", ".join(map(str, names)) or "(none)"), (names, len(kept)))
         for name, child in own["_modules"].items():
             self.leaves[f"{prefix}{name} (the module)"] = Opaque(child)

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import LaunchError, SettingError
+from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
@@ -86,9 +86,9 @@ class DeferredModule(StandIn):
             )
         if self.compiled is None:
             keep["_inputs"] = as_example(_names(self.original), args, kwargs)
-            with torch.inference_mode(False):
+            with with_gradients():
                 keep["compiled"] = self._finish(self._inputs)
-        with torch.inference_mode(False):
+        with with_gradients():
             module = self._start(self.compiled, self._inputs)
         if (stream := keep.pop("random_stream")) is not None:
             module.random_stream = stream

@@ -17,6 +17,7 @@ from autopar.errors import CaptureError, LaunchError, NoLoss
 from autopar.run import record, state, watchdog
 from autopar.run.autocast import Autocast, ambient
 from autopar.run.form import Emitted, Form, Guards
+from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import Shapes, as_example
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
@@ -111,7 +112,7 @@ class Forms:
                     warnings.warn(f"the original computes this call, with whole parameters on every rank: {why}", stacklevel=2)
                 self._by_the_original.add(key)
                 return None
-            with torch.inference_mode(False):
+            with with_gradients():
                 constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
             local, device = first.batch.local, first.outputs.device
             form = Form(emitted, constants, mesh, device, local_batch=local, guards=guards, returned=returned)

@@ -18,7 +18,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,19 +26,23 @@ from torch.utils import _pytree as pytree
 
 from autopar.run import comm
 from autopar.run import function_names as F
+from autopar.run.given import DATA, GRAD, Memory, note
 from autopar.run.lies import Lies
 from autopar.run.reductions import Power, Root, Whole, any_of, extreme
+from autopar.run.views import Source, sharing, writes
 
 __all__ = [
     "AnyPart", "Part", "PartTensor", "as_part", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
 ]  # fmt: skip
 
+OF_A_PART = ("_lies", "_memory", DATA, GRAD)  # attributes
 _plain = torch._C.DisableTorchFunctionSubclass  # as the documentation of tensor subclasses does it
 
 
 class _Parted:
     """What both kinds of parts share: how torch functions work on them."""
 
+    takes_views = True  # as operands, beside parts
     _lies: Lies
 
     @classmethod
@@ -50,12 +53,18 @@ class _Parted:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
+        if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
+            return id(args[0]._lies)  # of no memory here, and another for each parameter
         if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():
                 return func(*args, **kwargs)
         first: Any = args[0] if args else None
         if name in F.NOT_COPIED:
             return _copied(func, args)
+        if name == "detach":
+            return _alias_of(first)
+        if name == "__iter__":
+            return iter(first.unbind(0))
         if name in ("__repr__", "__format__", "__str__") and is_part(first):
             lies = first._lies
             return f"Part({lies.name}, shape={tuple(lies.shape)}, here={tuple(local(first).shape)})"
@@ -132,7 +141,8 @@ def become_whole(param: nn.Parameter, whole: Tensor) -> None:
     """Let the parameter, the same object, be a plain one with this memory. It has no gradient afterwards."""
     with _plain():
         param.__class__ = nn.Parameter
-        vars(param).pop("_aliases", None)
+        for name in OF_A_PART:
+            vars(param).pop(name, None)
         param.grad = None
         if param.requires_grad:  # a change of dtype makes autograd forget the shape that graphs which are alive have given it
             param.data = whole.new_empty(0, dtype=torch.float16 if whole.dtype != torch.float16 else torch.float32)
@@ -181,36 +191,52 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
             return _view(func, x, (), {})
     if access == "__set__":
         value = args[1]
-        if name == "grad" and isinstance(value, Tensor):
-            mine = cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies)
-            with _plain():
-                return func(x, mine)
+        if not is_part(x):  # a plain tensor is given a part: all of it
+            return func(x, _fresh(value))
+        if name == "grad":
+            vars(x).pop(GRAD, None)
+            if isinstance(value, Tensor):
+                mine = _taken(x, value)
+                if not is_part(value):
+                    note(x, GRAD, value)
+                with _plain():
+                    return func(x, mine)
         if name == "data":
-            mine = cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies)
-            if mine.data_ptr() != local(x).data_ptr():
-                _leave(x)
-                local(x).copy_(mine)
-            return None
+            return _set_data(func, x, value)
     with _plain():
         return func(*args)
 
 
 def _alias_of(x: AnyPart) -> PartTensor:
-    """x.data: another part with its memory, until x.data is assigned."""
+    """x.data and x.detach(): another part with its memory, and with its count of versions."""
     alias = part_like(local(x), x._lies)
-    known = vars(x).get("_aliases", ())
-    vars(x)["_aliases"] = [*(ref for ref in known if ref() is not None), weakref.ref(alias)]
+    vars(alias)["_memory"] = _memory(x)
     return alias
 
 
-def _leave(x: AnyPart) -> None:
-    """Before x.data is assigned: what was x.data keeps its values, as in `backup = p.data; p.data = other`. The memory of x stays."""
-    aliases = [alias for ref in vars(x).pop("_aliases", ()) if (alias := ref()) is not None]
-    if aliases:
-        kept = local(x).clone()
-        with _plain():
-            for alias in aliases:
-                alias.data = kept
+def _taken(x: AnyPart, value: Tensor) -> Tensor:
+    """This rank's part of what is given in the place of a part: of a part that lies as x, its memory itself."""
+    return cut_as(_of_shape(value if is_part(value) else x._lies.agreed(value), x._lies), x._lies)
+
+
+def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
+    """x.data = value: x has other memory from now on, and its other names keep what they have."""
+    with _plain():
+        if value.dtype != x.dtype:
+            raise ValueError(
+                f"{x._lies.name} was compiled in {x.dtype} and cannot become {value.dtype}: the plan counts on it. Cast the model before "
+                f"it is compiled"
+            )
+    mine = _taken(x, value)
+    vars(x).pop(DATA, None)
+    if mine.data_ptr() == local(x).data_ptr():
+        return
+    if (memory := vars(x).pop("_memory", None)) is not None:
+        memory.left = True
+    with _plain():
+        func(x, mine.to(x.device))
+    if not is_part(value) or value._lies is not x._lies:  # type: ignore[attr-defined]
+        note(x, DATA, value, _memory(value) if is_part(value) else None)  # type: ignore[arg-type]
 
 
 def _of_shape(value: Tensor, lies: Lies) -> Tensor:
@@ -384,79 +410,28 @@ def _fresh(x: AnyPart) -> Tensor:
     return x._lies.gather(local(x))
 
 
-@dataclass(slots=True, eq=False)
-class _Source:
-    """What a view was gathered from: the part here, its version then, and the whole copy that the view is of."""
-
-    part: Tensor
-    lies: Lies
-    version: int
-    whole: Tensor
-
-
-class Gathered(Tensor):
-    """A view of a copy of a part's whole. What is written to it goes back into the parts; it is of no use once these have changed."""
-
-    _source: _Source | None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, _Parted) for kind in types):
-            return NotImplemented  # parts know what to do with it
-        name = getattr(func, "__name__", "")
-        views = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Gathered)]
-        sources = {id(x._source): x._source for x in views if x._source is not None}.values()
-        with _plain():
-            for source in sources:
-                if source.part._version != source.version:
-                    raise TypeError(
-                        f"{name} of a view of {source.lies.name} that was taken before the parameter changed; the view is a copy that was "
-                        f"gathered from parts. Take the view again"
-                    )
-            if _writes(name) and torch.is_grad_enabled() and views[0].requires_grad:
-                raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
-            before = [source.whole._version for source in sources]
-            found = func(*args, **(kwargs or {}))
-            for source, version in zip(sources, before, strict=True):
-                if source.whole._version != version:
-                    _write_back(source)
-        if found is views[0] or any(found is x for x in views):
-            return found
-        return _readable(found, views[0]._source) if name in F.VIEWS or name == "__get__" else found
-
-
-def _write_back(source: _Source) -> None:
-    with torch.no_grad():
-        source.part.copy_(source.lies.cut(source.lies.agreed(source.whole)))
-    source.version = source.part._version  # of all views of this copy
-
-
-def _readable(tree: Any, source: _Source | None = None) -> Any:
-    def view(t: Tensor) -> Tensor:
-        found = t.as_subclass(Gathered)
-        found._source = source
-        return found
-
-    return pytree.tree_map_only(Tensor, view, tree)
-
-
 def _view(func: Callable[..., Any], x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of a part: of its whole, gathered for it."""
     whole = _whole(x)
+    return sharing(func(whole, *args, **kwargs), [_source(x, whole)])
+
+
+def _source(x: AnyPart, whole: Tensor) -> Source:
     here = local(x)
-    return _readable(func(whole, *args, **kwargs), _Source(here, x._lies, here._version, whole.detach()))
+    return Source(here, x._lies, _memory(x), here._version, whole.detach())
 
 
-def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or (name.startswith("__i") and name in F.IN_PLACE)
+def _memory(x: AnyPart) -> Memory:
+    found: Memory | None = vars(x).get("_memory")
+    if found is None:
+        found = vars(x)["_memory"] = Memory(weakref.ref(x))
+    return found
 
 
 def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective: the function of whole tensors. What it writes to a part goes back into the parts, as rank 0 has written it."""
     out = kwargs.get("out")
-    written: Any = out if is_part(out) else args[0] if args and _writes(name) else None
+    written: Any = out if is_part(out) else args[0] if args and writes(name) else None
     if isinstance(written, (list, tuple)):
         written = next((x for x in written if is_part(x)), None)
     if name in F.VIEWS and is_part(args[0] if args else None) and not any(map(is_part, pytree.tree_leaves((args[1:], kwargs)))):
@@ -471,10 +446,12 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
                 with torch.no_grad():
                     local(x).copy_(x._lies.cut(x._lies.agreed(changed)))
                 found = x if found is changed else found
+            elif found is not None:
+                found = sharing(found, [_source(x, changed)])
         if name in F.RANDOM:
             lies = next(x._lies for x in pytree.tree_leaves((args, kwargs)) if is_part(x))
             found = pytree.tree_map_only(Tensor, lies.agreed, found)
-        return _readable(found) if name in F.VIEWS else found
+        return found
     with _plain():
         if torch.is_grad_enabled() and written.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

@@ -14,15 +14,22 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autopar.run import record
+from autopar.run.given import check_given
 from autopar.run.parts import Part, PartTensor, as_part, cut_as, lies_of
 
 __all__ = ["close_steps", "hook_optimizers"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-_open: dict[int, tuple[Optimizer, list[Any]]] = {}  # by its id: an optimizer, and the parameters that are plain for the time of its step
+# by its id: an optimizer, and its parameters and their gradients, which are plain for the time of its step
+_open: dict[int, tuple[Optimizer, list[Any], list[Any]]] = {}
 _hooked = False
 
 
@@ -47,16 +54,21 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Part]
     if not params:
         return None
+    check_given((lies_of(param).name, param) for param in params)
     if not _is_elementwise(type(optimizer)) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    if len(_global_optimizer_pre_hooks) > 1 or len(_global_optimizer_post_hooks) > 1:  # beside ours
         return None
 
     def open_() -> None:
-        _open[id(optimizer)] = optimizer, params
+        grads: list[Any] = []
+        _open[id(optimizer)] = optimizer, params, grads
         for param in params:
             param.__class__ = nn.Parameter
             grad: Any = param.grad
             if type(grad) is PartTensor:
                 grad.__class__ = Tensor  # type: ignore[assignment]
+                grads.append(grad)
         _state_to_plain(optimizer, params)
 
     open_()
@@ -82,10 +94,12 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _close(number: int) -> None:
     if number in _open:
-        optimizer, params = _open.pop(number)
+        optimizer, params, grads = _open.pop(number)
         _state_to_parts(optimizer, params)
         for param in params:
             param.__class__ = Part
+        for grad in grads:  # which the user may have kept
+            grad.__class__ = PartTensor
 
 
 def _is_elementwise(kind: type[Optimizer]) -> bool:

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
+from autopar.run.given import check_given
 from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import Part, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.parts import OF_A_PART, Part, become_part, become_whole, is_part, lies_of, local, part_like
 from autopar.run.stepping import close_steps
 
 __all__ = ["REGISTRIES", "Tree", "whole_again"]
@@ -175,6 +176,7 @@ class Tree:
                         f"parameter {name} is another object than when the model was compiled. Write new values into it (copy_, "
                         f"load_state_dict, or `with model.full_parameters():`), or compile the changed model"
                     )
+            check_given(self.params.items())
             for name, param in self.params.items():
                 trains = param.requires_grad
                 if trains and not self._specs[name].trainable:
@@ -208,8 +210,8 @@ class Tree:
         trains = {name: self._specs[name].trainable if home else param.requires_grad for name, param in self.params.items()}
         whole = {id(param): nn.Parameter(full[name], requires_grad=trains[name]) for name, param in self.params.items()}
         for param in self.params.values():
-            whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k != "_lies")
-        versions = {name: local(param)._version for name, param in self.params.items()}
+            whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k not in OF_A_PART)
+        before_of = {name: _written(param) for name, param in self.params.items()}
         for place, param, _ in self._places:
             place.registry[place.key] = whole[id(param)]
         for name, place in self.buffers.items():
@@ -230,7 +232,7 @@ class Tree:
             for place, param, _ in self._places:
                 place.registry[place.key] = param
         if write or buffers:
-            changed = [name for name, param in self.params.items() if local(param)._version != versions[name]]
+            changed = [name for name, param in self.params.items() if _written(param) != before_of[name]]
             if changed:
                 raise ValueError(f"parameter {changed[0]} was written to by an object from outside of full_parameters(); take it inside")
             with torch.no_grad():
@@ -241,6 +243,12 @@ class Tree:
                         raise ValueError(f"{name} has shape {tuple(lies.shape)} in the plan, and {has} after full_parameters()")
                     else:
                         self.at_rest(name).copy_(lies.cut(lies.agreed(tensor.to(self._device))))
+
+
+def _written(param: nn.Parameter) -> tuple[int, int]:
+    """Another one when the memory of a parameter has been written to, or is another."""
+    here = local(param)
+    return here._version, here.data_ptr()
 
 
 def whole_again(model: nn.Module) -> None:

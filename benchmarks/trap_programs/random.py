@@ -142,3 +142,45 @@ def crop_at_a_random_place(compile: Compile) -> Results:
             return super().hidden(x).sum(1, keepdim=True) * torch.ones(HIDDEN)[places]
 
     return trained(compile(seeded(Shifted), example_inputs=batch()))
+
+
+@program(KIND, plans=MORE)
+def generator_set_back(compile: Compile) -> Results:
+    """torch.set_rng_state, fork_rng around a call and a forked manual_seed replay what dropout draws; the draws of the user go on."""
+    model = compile(seeded(Dropping), example_inputs=batch(), outputs="all")
+    torch.manual_seed(5)
+    model(*batch())
+    kept = torch.get_rng_state()
+    first = model(*batch())["first"]
+    second = model(*batch())["first"]
+    torch.set_rng_state(kept)
+    again = model(*batch())["first"]
+    with torch.random.fork_rng(devices=[]):
+        one = model(*batch())["first"]
+    other = model(*batch())["first"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        seeded_once = model(*batch())["first"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        seeded_twice = model(*batch())["first"]
+    after = model(*batch())["first"]
+    return {
+        "replayed": torch.equal(first, again), "differ": not torch.equal(first, second), "forked": torch.equal(one, other),
+        "as the second": torch.equal(one, second), "seeded": torch.equal(seeded_once, seeded_twice),
+        "goes on": not torch.equal(after, other) and not torch.equal(after, seeded_once),
+    }  # fmt: skip
+
+
+@program(KIND, plans=MORE)
+def own_draws_between_calls(compile: Compile) -> Results:
+    """A generator set back after own draws: the masks are those of before, as are the numbers that are drawn between the calls."""
+    model = compile(seeded(Dropping), example_inputs=batch(), outputs="all")
+    model(*batch())
+    torch.manual_seed(3)
+    torch.rand(2)
+    kept = torch.get_rng_state()
+    masks = [model(*batch())["first"], torch.rand(3), model(*batch())["second"], torch.rand(3)]
+    torch.set_rng_state(kept)
+    again = [model(*batch())["first"], torch.rand(3), model(*batch())["second"], torch.rand(3)]
+    return {"same": [torch.equal(a, b) for a, b in zip(masks, again, strict=True)]}

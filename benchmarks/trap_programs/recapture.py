@@ -197,3 +197,114 @@ def loss_weight_switched_on(compile: Compile) -> Results:
         model.weight = 0.0 if k < 2 else 0.1 * k
         losses += train(model, optimizer, inputs=[given])
     return {"losses": losses, "state": state(model)}
+
+
+class Masked(Net):
+    """Its hidden values are masked once there is a mask, its classes weighted once there are weights, and its head may have no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None)
+        self.register_parameter("scale", None)
+        self.criterion = nn.CrossEntropyLoss()
+        self.head = nn.Linear(HIDDEN, 4, bias=False)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        h = h if self.mask is None else h * self.mask
+        return h if self.scale is None else h * self.scale
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.criterion(self.logits(x), y)
+
+
+@program(KIND, plans=("dp2tp2",))
+def weights_of_classes_given_later(compile: Compile) -> Results:
+    """`criterion.weight = tensor`, a buffer that was None at capture, then other weights, then None."""
+    model = compile(seeded(Masked), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for weight in (None, torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([4.0, 1.0, 1.0, 1.0]), None):
+        model.criterion.weight = weight
+        losses += train(model, optimizer, steps=2)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def mask_given_and_taken_away(compile: Compile) -> Results:
+    """A mask in a buffer that was None at capture, which is None again later."""
+    model = compile(seeded(Masked), example_inputs=batch())
+    optimizer, losses = sgd(model), train(model, None, steps=1)
+    model.mask = torch.arange(HIDDEN) % 2.0
+    losses += train(model, optimizer, steps=2)
+    model.mask = None
+    losses += train(model, optimizer, steps=2)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def mask_taken_away(compile: Compile) -> Results:
+    """A mask in a buffer that was there at capture is set to None, and given again."""
+    built = seeded(Masked)
+    built.mask = torch.arange(HIDDEN) % 2.0
+    model = compile(built, example_inputs=batch())
+    optimizer, losses = sgd(model), train(model, None, steps=1)
+    model.mask = None
+    losses += train(model, optimizer, steps=2)
+    model.mask = torch.arange(HIDDEN) % 3.0
+    losses += train(model, optimizer, steps=2)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def bias_given_later(compile: Compile) -> Results:
+    """A parameter stands where there was None at capture, and the optimizer is told of it."""
+    model = compile(seeded(Masked), example_inputs=batch())
+    optimizer, losses = sgd(model), train(model, None, steps=1)
+    model.head.bias = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [model.head.bias]})
+    losses += train(model, optimizer, steps=2)
+    return {"losses": losses}
+
+
+class AsksForGradients(Net):
+    """Computes something else where no gradients are wanted."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h * 0.5 if torch.is_grad_enabled() else h
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        return loss + 1 if torch.is_inference_mode_enabled() else loss
+
+
+@program(KIND, plans=("dp2tp2",))
+def branch_of_the_grad_mode(compile: Compile) -> Results:
+    """torch.is_grad_enabled() in the model's forward, called in turns with gradients and without."""
+    model = compile(seeded(AsksForGradients), example_inputs=batch())
+    losses = train(model, None, steps=2)
+    for k in range(2):
+        with torch.no_grad():
+            losses.append(model(*batch(k)).item())
+        with torch.inference_mode():
+            losses.append(model(*batch(k)).item())
+        losses += train(model, None, steps=1)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def hook_of_all_modules(compile: Compile) -> Results:
+    """torch's hooks of all modules, which change what some give, registered midway and removed."""
+
+    def halve(module: nn.Module, args: Any, out: Any) -> Any:
+        return 0.5 * out if isinstance(module, nn.Linear) and module.out_features == HIDDEN else None
+
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer, losses = sgd(model), train(model, None, steps=1)
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        losses += train(model, optimizer, steps=2)
+    finally:
+        handle.remove()
+    losses += train(model, optimizer, steps=1)
+    return {"losses": losses, "state": state(model)}

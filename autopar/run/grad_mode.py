@@ -1,0 +1,42 @@
+"""Whether the user's call wants gradients: capture runs a model with gradients, and answers as they were when code of the model asks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["GradMode", "as_called", "with_gradients"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradMode:
+    """What torch.is_grad_enabled() and torch.is_inference_mode_enabled() say."""
+
+    grad: bool
+    inference: bool
+
+    def __str__(self) -> str:
+        return "torch.inference_mode()" if self.inference else "a call with gradients" if self.grad else "torch.no_grad()"
+
+
+_CALLED: ContextVar[GradMode | None] = ContextVar("the grad mode of the call", default=None)
+
+
+def as_called() -> GradMode:
+    """That of the user's call, or of this line where no call has been prepared."""
+    return _CALLED.get() or GradMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+@contextlib.contextmanager
+def with_gradients() -> Iterator[None]:
+    """Inside, a call is prepared: inference mode is off and gradients are on, and as_called() is as it is here."""
+    token = _CALLED.set(as_called())
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        _CALLED.reset(token)
