@@ -95,11 +95,11 @@ def step_of(pins: dict[str, Any], precision: str) -> tuple[dict[str, int], dict[
 @contextlib.contextmanager
 def counting(noted: Reads) -> Iterator[None]:
     """Counts reads; not those of agreements between hosts, whose tensors are on the CPU on any machine."""
-    agree = Mesh.agree_number
+    agree = Mesh.agree_numbers
 
-    def agreed(self: Mesh, value: int | None) -> int | None:
+    def agreed(self: Mesh, values: tuple[int, int]) -> tuple[int, int]:
         before = Counter(noted.found)
-        found = agree(self, value)
+        found = agree(self, values)
         noted.found = before
         return found
 
@@ -115,7 +115,7 @@ def counting(noted: Reads) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("tolist", "cpu", "numpy"):
             stack.enter_context(counted(name))
-        stack.enter_context(mock.patch.object(Mesh, "agree_number", agreed))
+        stack.enter_context(mock.patch.object(Mesh, "agree_numbers", agreed))
         stack.enter_context(noted)
         yield
 

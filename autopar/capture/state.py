@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_of_torch
 
 from autopar.capture.reach import HOOKS, LruCache, Reached, is_foreign, reached
 
@@ -32,6 +33,7 @@ _OTHER_TABLES = (
 )  # fmt: skip
 WATCHED_HOOKS = (*HOOKS, "_backward_hooks", "_backward_pre_hooks")
 TABLES = frozenset((*REGISTRIES, *HOOKS, *_OTHER_TABLES))
+_OF_ALL = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 _SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum, range,
 )  # fmt: skip
@@ -134,9 +136,13 @@ class State:
     def take(model: nn.Module, loss: object = None, since: State | None = None) -> State:
         """since: an earlier State of the same model and loss, to be compared with this one."""
         buffers = since.buffers if since is not None else frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
-        code = since.reached if since is not None else reached(model, () if loss is None else (loss,))
+        others = [*(() if loss is None else (loss,)), *(hook for hooks in _hooks_of_all().values() for hook in hooks.values())]
+        code = since.reached if since is not None else reached(model, others)
         walk = _Walk(model, buffers)
         walk.model(model)
+        for table, hooks in _hooks_of_all().items():
+            walk.held.append(Held(table, hooks, dict(hooks)))
+            walk.leaves[table] = Value(f"{len(hooks)} hooks", tuple(map(id, hooks.values())))
         walk.code(code)
         for number, part in enumerate(_bound(loss)):
             walk.visit("loss" if not number else f"loss's part {number}", part, _DEPTH)
@@ -161,6 +167,12 @@ class State:
         """Every container holds again what it held."""
         for held in self.held:
             _put_back(held)
+
+
+def _hooks_of_all() -> dict[str, dict[int, Any]]:
+    """The hooks that torch calls for every module (torch.nn.modules.module.register_module_forward_hook and its like), by table."""
+    found = {f"the hooks of all modules ({name})": getattr(module_of_torch, f"_global_{name}", None) for name in _OF_ALL}
+    return {table: hooks for table, hooks in found.items() if isinstance(hooks, dict)}
 
 
 def _bound(loss: Any) -> list[object]:

@@ -14,6 +14,7 @@ from autopar.axes import cut_order
 from autopar.run import record
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
+from autopar.run.parts import local
 from autopar.run.region import Region, without_unreached
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree
@@ -58,7 +59,7 @@ class _Opened(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.n = gradients, n
         ctx.set_materialize_grads(False)
-        return tuple(v.view_as(v) for v in values[:n])
+        return tuple(v.detach() for v in values[:n])  # which may be written in place, as views may not
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -105,18 +106,31 @@ class Backward:
         outputs, n = self.form.outputs, self.form.manifest.micro_batches
         names = [name for name in values if name in outputs.differentiable]
 
+        before = self._versions()
+
         def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             record.phase(record.BACKWARD)
+            if self._versions() != before:
+                raise RuntimeError(
+                    "parameters were changed between a call of the model and the backward pass of what it returned. Step the optimizer "
+                    "after backward(), or call the model again"
+                )
             run.backward(outputs.cotangents(dict(zip(names, grads, strict=True)), n))
-            found = self._gradients(None)
+            found = self._gradients(None, tuple(grad is not None for grad in grads))
             record.phase(record.OUTSIDE)
             return found
 
         opened = _Opened.apply(gradients, len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))
 
-    def _gradients(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by."""
+    def _versions(self) -> list[int]:
+        """Of a pipeline, in which the stage whose weights autograd finds changed is not the one that has the outputs: how often each
+        parameter was written to. Every rank counts all, also those of which it holds nothing."""
+        return [local(param)._version for _, param in self.trainable] if self.form.mesh.pp.size > 1 else []
+
+    def _gradients(self, factor: Tensor | None, used: tuple[bool, ...] = ()) -> list[Tensor | None]:
+        """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by. used: which outputs the loss
+        depends on, if it is the user's."""
         form, tree, mesh = self.form, self.tree, self.form.mesh
         axes = [mesh.axis(name) for name in cut_order()]
         found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, axes)
@@ -124,8 +138,9 @@ class Backward:
             for value in found.values():
                 value.mul_(factor)
         names = tuple(name for name, _ in self.trainable)
-        if mesh.pp.size > 1 and (names not in form.trained or form.regions):
-            form.trained[names] = frozenset(mesh.collected(sorted(found)))
-        elsewhere = form.trained.get(names, frozenset()) - tree.held.keys()
+        key = names, used
+        if mesh.pp.size > 1 and (key not in form.trained or form.regions):
+            form.trained[key] = frozenset(mesh.collected(sorted(found)))
+        elsewhere = form.trained.get(key, frozenset()) - tree.held.keys()
         of_params = [torch.empty_like(tree.at_rest(name)) if name in elsewhere else found.get(name) for name in names]
         return [*of_params, *self.inputs.collected(factor)]

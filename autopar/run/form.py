@@ -60,7 +60,8 @@ class Form:
         self.outputs = Outputs(manifest, mesh, device, local=local_batch)
         self.computes = computes_of(manifest.params)
         self.calls = 0
-        self.trained: dict[tuple[str, ...], frozenset[str]] = {}  # of those that train, the parameters that have a gradient on any rank
+        # of those that train, and of the outputs that a loss depends on: the parameters that have a gradient on any rank
+        self.trained: dict[tuple[tuple[str, ...], tuple[bool, ...]], frozenset[str]] = {}
         others: Mapping[str, Any] = constants  # submodules stand where tensors do
         self.regions = tuple(r for r in others.values() if isinstance(r, Region))
         self.batch = Batch(manifest, mesh, device, local=local_batch)

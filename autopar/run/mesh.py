@@ -143,17 +143,16 @@ class Mesh:
             record.left()
         return boxed[0]
 
-    def agree_number(self, value: int | None) -> int | None:
-        """As `agree`, for a whole number below 2**64 or None, at the price of one small broadcast between hosts."""
+    def agree_numbers(self, values: tuple[int, int]) -> tuple[int, int]:
+        """As `agree`, for two whole numbers from 0 to below 2**63, at the price of one small broadcast between hosts."""
         if not self.talks:
-            return value
-        number = (value or 0) % 2**64
-        boxed = torch.tensor([value is not None, number >> 32, number & 0xFFFFFFFF], dtype=torch.int64, device="cpu")
+            return values
+        boxed = torch.tensor(values, dtype=torch.int64, device="cpu")
         record.entered(record.AGREEMENT, self.everyone.name)
         dist.broadcast(boxed, src=0, group=self._hosts.group)
         record.left()
-        there, high, low = boxed.tolist()
-        return (high << 32) + low if there else None
+        first, second = boxed.tolist()
+        return first, second
 
     def check_equal(self, value: object, what: str, *, shown: str, remedy: str) -> None:
         """Collective: raise LaunchError on every rank unless the value, as text, is the same on all of them. what, shown, remedy: for the

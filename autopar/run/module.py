@@ -319,11 +319,11 @@ class ParallelModule(StandIn):
     def random_stream(self) -> tuple[int, int]:
         """Where the module's own random numbers are: their seed, and how many calls have been made since it was set. Both begin anew
         where the process's generator has just been seeded."""
-        return self._random.seed, self._random.calls
+        return self._random.stream
 
     @random_stream.setter
     def random_stream(self, stream: tuple[int, int]) -> None:
-        self._random.seed, self._random.calls = stream
+        self._random.stream = stream
 
     @contextlib.contextmanager
     def full_parameters(self, *, write: bool = True) -> Iterator[None]:
@@ -413,7 +413,8 @@ class ParallelModule(StandIn):
         return bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
 
     def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
-        return (*self.manifest.params, *(b for b in self.manifest.buffers if b.persistent and not b.constant and not b.region))
+        kept = (b for b in self.manifest.buffers if b.persistent and not b.constant and not b.region)
+        return (*self.manifest.params, *(b for b in kept if self._tree.stands(b.name)))
 
     def _buffer(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
         return constants[name] if name in constants else self._tree.buffer(name)

@@ -207,9 +207,9 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
         return func(*args)
 
 
-def _alias_of(x: AnyPart) -> PartTensor:
-    """x.data and x.detach(): another part with its memory, and with its count of versions."""
-    alias = part_like(local(x), x._lies)
+def _alias_of(x: AnyPart, here: Tensor | None = None) -> PartTensor:
+    """x.data and x.detach(): another part with its memory, and with its count of versions. here: that memory in autograd's graph."""
+    alias = part_like(local(x) if here is None else here, x._lies)
     vars(alias)["_memory"] = _memory(x)
     return alias
 
@@ -229,7 +229,7 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
             )
     mine = _taken(x, value)
     vars(x).pop(DATA, None)
-    if mine.data_ptr() == local(x).data_ptr():
+    if is_part(value) and _memory(value) is _memory(x):  # type: ignore[arg-type]  # which all ranks see alike, addresses they do not
         return
     if (memory := vars(x).pop("_memory", None)) is not None:
         memory.left = True
@@ -309,6 +309,10 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     others = [x for x in plain if x.dim() > 0]
     if any(x.shape != lies.shape for x in others) or (name in F.SCALES_LIKE and others):
         return NotImplemented
+    with _plain():
+        through_autograd = torch.is_grad_enabled() and any(x.requires_grad for x in parts)
+    if others and not in_place and not through_autograd:
+        return NotImplemented  # with what is whole the result is, for plain.data = ... takes what it is given as it is
 
     def operand(x: Any) -> Any:
         if is_part(x):
@@ -321,6 +325,8 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     found = func(*new_args, **new_kwargs)
     if in_place:
         return args[0]
+    if name in F.MAY_CHANGE_NOTHING and is_part(target) and found.dtype == target.dtype and found.device == target.device:
+        return _alias_of(target, found) if not kwargs.get("copy") else part_like(found, lies)
     return pytree.tree_map_only(Tensor, lambda t: part_like(t, lies), found)
 
 

@@ -161,6 +161,11 @@ class Tree:
             return here
         return found
 
+    def stands(self, name: str) -> bool:
+        """Whether there is something of that name: a buffer that the user has set to None, or deleted, is not there."""
+        place = self.buffers.get(name)
+        return place is None or place.registry.get(place.key) is not None
+
     def begin_step(self) -> None:
         """Look at what may have been done to the parameters since the last call. Raises ValueError, LaunchError."""
         self._check_here()
@@ -201,8 +206,9 @@ class Tree:
                 raise ValueError("full_parameters() within full_parameters(write=False): what is written inside would be lost")
             yield
             return
-        full = {name: lies.gather(self.at_rest(name)) for name, lies in self.lies.items()}
-        before = {name: place.registry[place.key] for name, place in self.buffers.items()}
+        full = {name: lies.gather(self.at_rest(name)) for name, lies in self.lies.items() if self.stands(name)}
+        buffers_now = {name: place for name, place in self.buffers.items() if self.stands(name)}
+        before = {name: place.registry[place.key] for name, place in buffers_now.items()}
         if home:
             full = {name: whole.to(self.lies[name].home) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
@@ -214,7 +220,7 @@ class Tree:
         before_of = {name: _written(param) for name, param in self.params.items()}
         for place, param, _ in self._places:
             place.registry[place.key] = whole[id(param)]
-        for name, place in self.buffers.items():
+        for name, place in buffers_now.items():
             place.registry[place.key] = full[name]
         self.whole, self._writing = True, write
         try:
@@ -226,8 +232,8 @@ class Tree:
                 found = place.registry.get(place.key)
                 if name in self.params or found is not whole[id(param)]:  # under one of its names the user has put another one
                     now[self.names[name]] = found
-            held = {name: place.registry[place.key] for name, place in self.buffers.items()}
-            for name, place in self.buffers.items():
+            held = {name: place.registry[place.key] for name, place in buffers_now.items()}
+            for name, place in buffers_now.items():
                 place.registry[place.key] = before[name]
             for place, param, _ in self._places:
                 place.registry[place.key] = param
