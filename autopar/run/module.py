@@ -33,7 +33,7 @@ from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
-from autopar.run.stand_in import StandIn, runs_as_it_is
+from autopar.run.stand_in import StandIn, has_state_of_its_own, runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
@@ -270,10 +270,15 @@ class ParallelModule(StandIn):
         return self.mesh.dp.rank if self._forms.first.batch.local else 0
 
     # ------------------------------------------------------------------------------------------------------------ state
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Collective: the state_dict of the original model (all aliases, persistent buffers), whole tensors in their own dtypes on the
-        CPU; it loads there with strict=True. rank0_only: the other ranks get an empty dict."""
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Collective: the state_dict of the original model (all aliases, persistent buffers, and what its modules' own methods and hooks
+        make of them), whole tensors in their own dtypes on the CPU; it loads there with strict=True. rank0_only: the other ranks get an
+        empty dict."""
         kept = not rank0_only or self.mesh.rank == 0
+        if self.original is not None and has_state_of_its_own(self.original):
+            with self._tree.as_whole(write=False):
+                found = self.original.state_dict() if kept else {}
+            return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(found))
         full: dict[str, Tensor] = {}
         for spec, tensor in state.assemble(self._persistent(), self._tree.at_rest, self.mesh, self.device):
             if kept:
@@ -292,12 +297,15 @@ class ParallelModule(StandIn):
         specs = [spec for spec in self.manifest.params if spec.trainable]
         return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in state.assemble(specs, here, self.mesh, self.device)}
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Collective: take the state_dict of the original model; rank 0's is given to all, and other ranks may pass None.
 
         Raises ValueError on every rank if names are missing or unknown, or a shape or dtype differs.
         """
         given = dict(state_dict or {})
+        if self.original is not None and has_state_of_its_own(self.original):
+            self._load_by_the_original(self.original, given)
+            return
         specs = self._persistent()
         known = {name: spec.name for spec in specs for name in (spec.name, *_aliases(spec))}
         tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
@@ -306,6 +314,18 @@ class ParallelModule(StandIn):
         with torch.no_grad():
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
                 self._tree.at_rest(spec.name).copy_(self._tree.lies[spec.name].cut(full))
+
+    def _load_by_the_original(self, original: nn.Module, given: dict[str, Any]) -> None:
+        """Collective: by its own load_state_dict, on every rank, of what rank 0 was given; where that raises nothing is taken."""
+        given = self.mesh.agree(given)
+        with self.full_parameters(), torch.no_grad():
+            before = [(t, t.detach().clone()) for t in (*nn.Module.parameters(original), *nn.Module.buffers(original))]
+            try:
+                original.load_state_dict(given)
+            except RuntimeError as error:  # as torch raises for names and shapes
+                for tensor, value in before:
+                    tensor.copy_(value)
+                raise ValueError(f"the state_dict does not fit {self.manifest.model}: {error}") from error
 
     def state_at_rest(self) -> Iterator[AtRest]:
         """This rank's parts of what is in the state_dict of the original: parameters and persistent buffers."""

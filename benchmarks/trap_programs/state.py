@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Normed, Results, batch, program, seeded, trained
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Normed, Results, batch, program, seeded, state, train, trained
 
 KIND = "state"
 
@@ -234,3 +236,83 @@ def spectral_norm(compile: Compile) -> Results:
             self.head = parametrizations.spectral_norm(self.head)
 
     return trained(compile(seeded(Spectral), example_inputs=batch()))
+
+
+class Keeping(Net):
+    """Keeps a counter beside its tensors, leaves a part out of its state_dict and trains the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+@program(KIND)
+def state_of_its_own_in_the_root(compile: Compile) -> Results:
+    """get_extra_state of the model itself is in its state_dict, and comes back with load_state_dict and full_state_dict."""
+    built = seeded(Keeping)
+    built.seen = 3
+    model = compile(built, example_inputs=batch())
+    kept = model.state_dict()
+    whole = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+    fresh = Keeping()
+    fresh.load_state_dict(whole)
+    found = {"in it": kept["_extra_state"], "names": sorted(whole), "fresh": fresh.seen}
+    model.seen = 0
+    model.load_state_dict(kept)
+    return {**found, "again": built.seen, "losses": train(model)}
+
+
+class Overriding(Net):
+    """Gives the names of its head a prefix in its state_dict, and no frozen parameters."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        return {f"model.{name}": value for name, value in found.items() if not name.startswith("blocks.0")}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({name.removeprefix("model."): value for name, value in state_dict.items()}, strict=False)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return (p for name, p in self.named_parameters(recurse=recurse) if not name.startswith("first"))
+
+
+@program(KIND)
+def methods_of_the_root_overridden(compile: Compile) -> Results:
+    """state_dict, load_state_dict and parameters of the model's own class."""
+    model = compile(seeded(Overriding), example_inputs=batch())
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {"names": sorted(state(model)), "count": len(list(model.parameters())), "losses": losses}
+    model.load_state_dict(first)
+    return {**found, "loss": model(*batch()).item(), "state": state(model)}
+
+
+@program(KIND)
+def hooks_on_the_state_dict(compile: Compile) -> Results:
+    """Hooks that rename keys when the state is taken and when it is loaded, of the root and of a part, before and after compiling."""
+
+    def taken(module: Any, found: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [k for k in found if k.startswith(f"{prefix}head")]:
+            found[key.replace("head", "classifier")] = found.pop(key)
+
+    def given(module: Any, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in [k for k in found if k.startswith(f"{prefix}classifier")]:
+            found[key.replace("classifier", "head")] = found.pop(key)
+
+    loaded: list[str] = []
+    built = seeded(Net)
+    built.register_state_dict_post_hook(taken)
+    built.register_load_state_dict_pre_hook(given)
+    model = compile(built, example_inputs=batch())
+    model.register_load_state_dict_post_hook(lambda module, keys: loaded.append("done"))
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = train(model)
+    names = sorted(state(model))
+    model.load_state_dict(first)
+    return {"names": names, "losses": losses, "loaded": loaded, "again": model(*batch()).item(), "state": state(model)}
