@@ -9,7 +9,20 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ["without_checkpointing"]
+__all__ = ["not_kept_for_later", "without_checkpointing"]
+
+
+def not_kept_for_later() -> contextlib.AbstractContextManager[object]:
+    """Inside, torch.utils.checkpoint around a call does not replace what is kept for backward by a promise to run the call again: a stage
+    of a pipeline runs backward within the call, and would begin the call anew, each rank at another time."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None or top[0].__module__ != torch.utils.checkpoint.__name__:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 @contextlib.contextmanager

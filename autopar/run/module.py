@@ -18,6 +18,7 @@ from autopar.run import comm, record, state
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
+from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.dtypes import dtype_named
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.forms import Call, Forms
@@ -166,7 +167,7 @@ class ParallelModule(StandIn):
         if form is None:
             returned = self._of_the_original(args, kwargs)
         else:
-            with without():  # the program has the casts
+            with without(), not_kept_for_later():  # the program has the casts, and says what runs again
                 returned = self._run(form, args, kwargs)
         record.phase(record.OUTSIDE)
         return returned

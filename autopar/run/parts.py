@@ -448,7 +448,8 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         versions = {key: w._version for key, w in known.items()}
         found = func(*whole[0], **whole[1])
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
-            if (changed := known[id(x)])._version != versions[id(x)]:
+            unseen = name in F.WRITES_UNSEEN and not isinstance(x, Part)
+            if (changed := known[id(x)])._version != versions[id(x)] or unseen:
                 with torch.no_grad():
                     local(x).copy_(x._lies.cut(x._lies.agreed(changed)))
                 found = x if found is changed else found

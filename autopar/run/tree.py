@@ -51,6 +51,7 @@ class Tree:
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages
         self.buffers: dict[str, _Place] = {}
         self.constants: dict[str, Tensor] = {}
+        self._parts_of: dict[int, tuple[object, Tensor, Tensor]] = {}  # buffers as the user had them, by id, while parts are made of them
         self._specs = {spec.name: spec for spec in manifest.params}
         self._reduce_dtype = manifest.reduce_dtype
         self._places: list[tuple[_Place, nn.Parameter, str]] = []
@@ -76,6 +77,7 @@ class Tree:
                     self.constants[spec.name] = here
             else:
                 self._take_buffer(spec, here, lies)
+        self._parts_of.clear()
         _trees.add(self)
 
     def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
@@ -101,7 +103,12 @@ class Tree:
         known = place.registry.get(place.key)
         lies.home = known.device if isinstance(known, Tensor) else self._device
         if lies.split and not isinstance(here, FakeTensor):
-            place.registry[place.key] = part_like(here, lies)
+            own = spec.stages, spec.layouts
+            before = self._parts_of.get(id(known)) if isinstance(known, Tensor) else None
+            found = before[1] if before is not None and before[0] == own else part_like(here, lies)  # one tensor under two names is one
+            place.registry[place.key] = found
+            if isinstance(known, Tensor):
+                self._parts_of[id(known)] = own, found, known
         elif isinstance(known, Tensor) and known.shape == here.shape and known.device == here.device and known.dtype == here.dtype:
             with torch.no_grad():
                 known.copy_(here)

@@ -316,3 +316,36 @@ def hooks_on_the_state_dict(compile: Compile) -> Results:
     names = sorted(state(model))
     model.load_state_dict(first)
     return {"names": names, "losses": losses, "loaded": loaded, "again": model(*batch()).item(), "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def original_called_in_training_mode(compile: Compile) -> Results:
+    """The user's own module, called beside what compile returned, moves its running statistics too."""
+    built = seeded(Normed)
+    model = compile(built, example_inputs=batch())
+    losses = train(model)
+    with torch.no_grad():
+        losses += [built(*batch(k)).item() for k in (5, 6)]
+    return {"losses": losses, "later": train(model), "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def buffer_of_two_names(compile: Compile) -> Results:
+    """One running mean that two modules have: both names have it in the state_dict."""
+
+    class Shared(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(HIDDEN))
+            self.blocks[1].register_buffer("mean", self.mean)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(h.mean(dim=0), alpha=0.1)
+            h = self.blocks(h - self.mean)
+            return h - self.blocks[1].mean
+
+    model = compile(seeded(Shared), example_inputs=batch())
+    losses = train(model)
+    return {"losses": losses, "sums": [b.sum().item() for b in model.buffers()], "state": state(model), "now": dict(model.state_dict())}

@@ -367,3 +367,36 @@ def frozen_but_the_head(compile: Compile) -> Results:
     model.head.requires_grad_(True)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return {"losses": losses + train(model, optimizer), "state": state(model)}
+
+
+@program(KIND, plans=("dp2mb2",))
+def checkpoint_around_the_whole(compile: Compile) -> Results:
+    """torch.utils.checkpoint around what compile returned, in both of its kinds."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        loss = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), y, use_reentrant=k % 2 == 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+class _Logits(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x)
+
+
+@program(KIND, plans=("dp2mb2",))
+def checkpoint_around_the_logits(compile: Compile) -> Results:
+    """The same where the loss is made outside, with inputs that need no gradient."""
+    model = compile(seeded(_Logits), example_inputs=batch()[:1])
+    optimizer, losses = sgd(model), []
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
