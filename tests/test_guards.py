@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.guards import Guards
+from autopar.run.grad_mode import with_gradients
 
 pytestmark = pytest.mark.pure
 
@@ -170,6 +171,63 @@ def test_equal_values_in_other_objects_are_no_change_and_are_compared_once(monke
     assert len(taken) == 1
     model.history[1].append(4)  # the new objects are watched
     assert "history[1]" in str(guards.changed())
+
+
+def test_slots_that_are_filled_and_emptied_are_changes() -> None:
+    model = nn.CrossEntropyLoss()
+    guards = Guards.take(model)
+    model.weight = torch.ones(3)
+    assert "_buffers from the names (none) to the names weight" in str(guards.changed())
+    guards = Guards.take(model)
+    model.weight = torch.zeros(3)
+    assert guards.changed() is None
+    model.weight = None
+    assert "_buffers from the names weight to the names (none)" in str(guards.changed())
+    layer = nn.Linear(2, 2, bias=False)
+    guards = Guards.take(layer)
+    layer.bias = nn.Parameter(torch.zeros(2))
+    assert "_parameters from the names weight to the names weight, bias" in str(guards.changed())
+
+
+def test_hooks_of_all_modules_are_watched() -> None:
+    model = Net()
+    guards = Guards.take(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "the hooks of all modules (forward_hooks) from 0 hooks to 1 hooks" in str(guards.changed())
+    finally:
+        handle.remove()
+    assert guards.changed() is None
+
+
+class AsksForGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).square().mean()
+        return y * 3.0 if torch.is_grad_enabled() else y + 1.0 if torch.is_inference_mode_enabled() else y
+
+
+def test_a_forward_that_asks_whether_gradients_are_wanted_is_captured_for_each_answer() -> None:
+    model, x = AsksForGradients(), torch.randn(4, 2)
+    captured = capture(model, (x,))
+    assert captured.guards is not None and captured.guards.changed() is None
+    with torch.no_grad():
+        assert "whether gradients are wanted" in str(captured.guards.changed())
+        with with_gradients():
+            other = capture(model, (x,))
+        assert other.guards is not None and other.guards.changed() is None
+    with torch.inference_mode():
+        assert "to torch.inference_mode()" in str(other.guards.changed())
+        with with_gradients():
+            third = capture(model, (x,))
+    assert len({str(c.program.ops) for c in (captured, other, third)}) == 3
+    assert torch.is_grad_enabled.__module__ != "autopar.capture.around"
+    plain = capture(nn.Sequential(nn.Linear(2, 2), nn.Flatten(0)), (x,), loss=torch.sum)
+    with torch.no_grad():
+        assert plain.guards is not None and plain.guards.changed() is None
 
 
 def test_recurrent_layers_may_get_other_parameters() -> None:

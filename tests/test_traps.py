@@ -17,12 +17,13 @@ from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import PLANS, USUAL, Judge, Outcome, _described, _stopped, differences, run_program
 
 PROGRAMS_HERE = (
-    "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "another_mask_in_evaluation", "batch_norm",
-    "clipped_norm", "clipped_norm_by_the_module", "figures_of_states", "flag_switches_a_branch", "frozen_midway", "grad_scaler",
+    "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "another_mask_in_evaluation", "backup_of_rows",
+    "batch_norm", "branch_of_the_grad_mode", "checkpoint_around_the_whole", "clipped_norm", "clipped_norm_by_the_module",
+    "figures_of_states", "flag_switches_a_branch", "frozen_midway", "generator_set_back", "grad_scaler", "heads_trained_in_turns",
     "hook_that_scales_after_compile", "hooked_steps", "label_smoothing_with_ignored_labels", "labels_of_another_dtype_later", "lamb",
-    "lion", "loss_in_a_dict", "low_rank_adapters", "optimizer_before_compile", "parts_of_a_sequence", "samples_repeated",
-    "scale_annealed_from_one", "some_norms_frozen_midway", "targets_as_an_input", "two_models_in_turns", "unused_layers_switched_on",
-    "weights_drawn_anew",
+    "lion", "loss_in_a_dict", "low_rank_adapters", "mask_taken_away", "methods_of_the_root_overridden", "optimizer_before_compile",
+    "original_called_in_training_mode", "parts_of_a_sequence", "samples_repeated", "scale_annealed_from_one", "some_norms_frozen_midway",
+    "targets_as_an_input", "two_models_in_turns", "unused_layers_switched_on", "weights_drawn_anew",
 )  # fmt: skip
 
 
