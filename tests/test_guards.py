@@ -200,6 +200,16 @@ def test_hooks_of_all_modules_are_watched() -> None:
     assert guards.changed() is None
 
 
+def test_the_default_dtype_is_watched() -> None:
+    guards, before = Guards.take(Net()), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert "torch.get_default_dtype(), in which its forward may make tensors" in str(guards.changed())
+    finally:
+        torch.set_default_dtype(before)
+    assert guards.changed() is None
+
+
 class AsksForGradients(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class Guards:
         self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str], mode: GradMode | None = None
     ) -> None:
         self._model, self._loss, self._state, self._ignored, self._mode = model, loss, state, ignored, mode
-        self._modules = list(model.modules())
+        self._modules, self._dtype = list(model.modules()), torch.get_default_dtype()
         self._index(state)
 
     @staticmethod
@@ -56,6 +56,8 @@ class Guards:
         """None if everything is as it was; else what changed, from what to what."""
         if self._mode is not None and self._mode != (called := as_called()):
             return f"whether gradients are wanted, which its forward asks for: from {self._mode} to {called}"
+        if self._dtype is not (dtype := torch.get_default_dtype()):
+            return f"torch.get_default_dtype(), in which its forward may make tensors: from {self._dtype} to {dtype}"
         if self._same_objects():
             return None
         now = State.take(self._model, self._loss, self._state)

@@ -40,6 +40,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     local = lowered.program
     used = used_on(lowered)
     homes = _homes(program, used)
+    writers = {buffer: stage.index for stage in lowered.stages for buffer, _ in stage.mutations}
     parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.shard).items() if p.in_parts}
     readers = [(r, op.target) for op in program.ops for r in refs(op)]
     only = {r for r, target in readers if target == REGION} - {r for r, target in readers if target != REGION}
@@ -70,7 +71,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             constant=b.fqn is None or b.region,
             region=b.region,
             layouts=_layouts(b.layouts),
-            stages=used.get(b.value, homes.get(b.value, (0,))),
+            stages=(stages := used.get(b.value, homes.get(b.value, (0,)))),
+            written=writers.get(b.value) if len(stages) > 1 else None,
         )
         for b in local.buffers
     )

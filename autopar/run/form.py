@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir import Layout
+from autopar.run import comm
 from autopar.run.buckets import computes_of
 from autopar.run.dtypes import dtype_named
 from autopar.run.inputs import Batch, micro_batch
@@ -72,6 +73,12 @@ class Form:
         for stage in self.stages.values():
             stage.mesh = mesh
         self.wanted = frozenset(name for stage in self.stages.values() for name in keywords(stage.forward))
+        # buffers that other stages hold than the one that changes them: the name, the writing rank, the ranks that hold it
+        written = [spec for spec in manifest.buffers if spec.written is not None and len(mesh.pp_ranks(spec.stages)) > 1]
+        axes = {stages: mesh.holding(stages) for stages in sorted({spec.stages for spec in written})}
+        writers = {spec.name: mesh.pp.ranks[manifest.places[spec.written or 0]] for spec in written}
+        self._written = [(spec.name, writers[spec.name], axes[spec.stages]) for spec in written]
+        self._read_here = frozenset(name for name, writer in writers.items() if writer != mesh.rank)
         self.pipeline: Pipeline | None = None
         if mesh.pp.size > 1:
             self.pipeline = Pipeline(
@@ -84,6 +91,18 @@ class Form:
         for r in self.regions:
             r.reached = set()
         return [(r, r.reached) for r in self.regions]
+
+    def copied(self) -> frozenset[str]:
+        """Buffers that this rank reads and is given anew at the end of forward, while backward may still need what they were."""
+        return self._read_here if self.open else frozenset()
+
+    def spread(self, buffer: Callable[[str], Tensor]) -> None:
+        """Collective, at the end of forward: what a stage has written to a buffer is in that of the others."""
+        for name, writer, axis in self._written:
+            if axis.rank >= 0:
+                with torch.no_grad():
+                    here = buffer(name)
+                    here.copy_(comm.broadcast_(here.contiguous(), writer, axis))
 
     @property
     def open(self) -> bool:

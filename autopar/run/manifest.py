@@ -41,7 +41,8 @@ class ParamSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferSpec:
     """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict). region: the name stands
-    for a submodule of the model that the stages run as it is written, which is given with the tensors."""
+    for a submodule of the model that the stages run as it is written, which is given with the tensors. written: the stage that changes
+    it, where others hold it too: they are given the new value at the end of a step; None else."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class BufferSpec:
     region: bool = False
     layouts: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[int, ...] = (0,)
+    written: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

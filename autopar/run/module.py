@@ -191,6 +191,7 @@ class ParallelModule(StandIn):
             where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
             leaves=tree.leaves,
             passes=manifest.micro_batches,
+            copied=form.copied(),
         )
         rest = Backward(
             form=form, tree=tree, step=step, trainable=[(name, p) for name, p in tree.params.items() if p.requires_grad],
@@ -210,6 +211,7 @@ class ParallelModule(StandIn):
                 loss = form.run(parts, step, made)
         for stage in form.stages.values():
             del stage.weights  # so that gathered copies live no longer than the step
+        form.spread(tree.buffer)
         if run is None:
             comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)
         if not differentiates:

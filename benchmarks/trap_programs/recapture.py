@@ -308,3 +308,22 @@ def hook_of_all_modules(compile: Compile) -> Results:
         handle.remove()
     losses += train(model, optimizer, steps=1)
     return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def default_dtype_changed(compile: Compile) -> Results:
+    """torch.set_default_dtype after compiling: the forward rounds what it makes."""
+
+    class Making(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            return super().hidden(x) * torch.full((), 1 / 3).double()
+
+    model, given = compile(seeded(Making), example_inputs=batch()), batches()
+    losses = train(model, inputs=given)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        losses += train(model, inputs=given)
+    finally:
+        torch.set_default_dtype(before)
+    return {"losses": losses + train(model, inputs=given), "state": state(model)}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Normed, Results, batch, program, seeded, state, train, trained
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Normed, Results, batch, program, seeded, sgd, state, train, trained
 
 KIND = "state"
 
@@ -349,3 +349,82 @@ def buffer_of_two_names(compile: Compile) -> Results:
     model = compile(seeded(Shared), example_inputs=batch())
     losses = train(model)
     return {"losses": losses, "sums": [b.sum().item() for b in model.buffers()], "state": state(model), "now": dict(model.state_dict())}
+
+
+class TwoViews(nn.Module):
+    """One encoder, with batch norms and a running centre, is called for two views of a sample: in a pipeline on two stages."""
+
+    def __init__(self, with_loss: bool = True) -> None:
+        super().__init__()
+        self.with_loss = with_loss
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())
+        self.predictor = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 32))
+        self.register_buffer("centre", torch.full((32,), 0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        one = self.encoder(x)
+        first = one * self.centre  # which backward needs as it was
+        self.centre = 0.9 * self.centre + 0.1 * one.detach().mean(dim=0)
+        two = self.encoder(0.5 * x + 0.1) * (1.0 + self.centre)
+        self.centre = 0.8 * self.centre + 0.2 * two.detach().mean(dim=0)
+        self.calls += 1
+        found = self.predictor(first), self.predictor(two), one, two
+        return similarity(*found) if self.with_loss else found
+
+
+def similarity(p: Tensor, q: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    return -F.cosine_similarity(p, two.detach(), dim=-1).mean() - F.cosine_similarity(q, one.detach(), dim=-1).mean()
+
+
+@program(KIND, plans=("dp2tp2", "hybrid3"))
+def two_views_through_one_encoder(compile: Compile) -> Results:
+    """The loss is the model's; afterwards it is evaluated with its running statistics."""
+    model = compile(seeded(TwoViews), example_inputs=batch()[:1])
+    losses = train(model, steps=4, inputs=[batch(k)[:1] for k in range(4)])
+    model.eval()
+    with torch.no_grad():
+        return {"losses": losses, "evaluated": model(batch(9)[0]).item(), "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2", "hybrid3"))
+def two_views_and_a_loss_outside(compile: Compile) -> Results:
+    """The same, where backward comes after all of forward."""
+    model = compile(seeded(TwoViews, with_loss=False), example_inputs=batch()[:1])
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for k in range(4):
+        optimizer.zero_grad()
+        loss = similarity(*model(batch(k)[0]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+class MovingTarget(nn.Module):
+    """The target of its encoder is in buffers, which the forward moves towards the encoder's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
+        self.predictor = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        for k in (0, 2):
+            self.register_buffer(f"target{k}", self.encoder[k].weight.detach().clone())
+
+    def target(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return F.linear(torch.tanh(F.linear(x, self.target0)), self.target2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = -F.cosine_similarity(self.predictor(self.encoder(x)), self.target(x + 0.1), dim=-1).mean()
+        loss = loss - F.cosine_similarity(self.predictor(self.encoder(0.5 * x)), self.target(x), dim=-1).mean()
+        with torch.no_grad():
+            for k in (0, 2):
+                setattr(self, f"target{k}", 0.9 * getattr(self, f"target{k}") + 0.1 * self.encoder[k].weight)
+        return loss
+
+
+@program(KIND, plans=("dp2tp2", "hybrid3"))
+def target_moved_by_the_forward(compile: Compile) -> Results:
+    model = compile(seeded(MovingTarget), example_inputs=batch()[:1])
+    return trained(model, sgd(model, 0.3), inputs=[batch(k)[:1] for k in range(5)])
