@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.ir import S
-from autopar.run import WorkerPool
+from autopar.run import WorkerPool, random_numbers
 from autopar.run.collectives import _shared
 from autopar.run.mesh import Mesh
 from autopar.run.slices import cut_spans, local_slice
@@ -94,12 +94,18 @@ def step_of(pins: dict[str, Any], precision: str) -> tuple[dict[str, int], dict[
 
 @contextlib.contextmanager
 def counting(noted: Reads) -> Iterator[None]:
-    """Counts reads; not those of agreements between hosts, whose tensors are on the CPU on any machine."""
-    agree = Mesh.agree_numbers
+    """Counts reads; not those of agreements between hosts and of the process's generator, which are on the CPU on any machine."""
+    agree, state = Mesh.agree_numbers, random_numbers._state
 
     def agreed(self: Mesh, values: tuple[int, int]) -> tuple[int, int]:
         before = Counter(noted.found)
         found = agree(self, values)
+        noted.found = before
+        return found
+
+    def state_of_the_generator() -> int:
+        before = Counter(noted.found)
+        found = state()
         noted.found = before
         return found
 
@@ -116,6 +122,7 @@ def counting(noted: Reads) -> Iterator[None]:
         for name in ("tolist", "cpu", "numpy"):
             stack.enter_context(counted(name))
         stack.enter_context(mock.patch.object(Mesh, "agree_numbers", agreed))
+        stack.enter_context(mock.patch.object(random_numbers, "_state", state_of_the_generator))
         stack.enter_context(noted)
         yield
 
