@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import re
 from collections.abc import Callable
 from itertools import repeat
@@ -207,6 +208,19 @@ def test_the_default_dtype_is_watched() -> None:
         assert "torch.get_default_dtype(), in which its forward may make tensors" in str(guards.changed())
     finally:
         torch.set_default_dtype(before)
+    assert guards.changed() is None
+
+
+class ReadsTheEnvironment(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() * float(os.environ.get("A_SCALE_OF_A_TEST", "1"))
+
+
+def test_an_environment_that_the_forward_reads_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards, unread = Guards.take(ReadsTheEnvironment()), Guards.take(Net())
+    monkeypatch.setenv("A_SCALE_OF_A_TEST", "0.5")
+    assert "os.environ" in str(guards.changed()) and unread.changed() is None
+    monkeypatch.delenv("A_SCALE_OF_A_TEST")
     assert guards.changed() is None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import os
 import random
 import weakref
 from collections import OrderedDict, deque
@@ -144,6 +145,8 @@ class State:
             walk.held.append(Held(table, hooks, dict(hooks)))
             walk.leaves[table] = Value(f"{len(hooks)} hooks", tuple(map(id, hooks.values())))
         walk.code(code)
+        if code.names & {"environ", "getenv"}:
+            walk.visit("os.environ", vars(os.environ)["_data"], _DEPTH)
         for number, part in enumerate(_bound(loss)):
             walk.visit("loss" if not number else f"loss's part {number}", part, _DEPTH)
         return State(walk.leaves, walk.versions, tuple(walk.held), code, buffers)

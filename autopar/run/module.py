@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
@@ -78,6 +79,7 @@ class ParallelModule(StandIn):
     debug: bool
     _tree: Tree
     _modules_of_original: tuple[nn.Module, ...]
+    _parametrized: bool
     _buckets: tuple[Bucket, ...]
     _of_a_pass: tuple[Bucket, ...]
     _units: Units
@@ -125,6 +127,7 @@ class ParallelModule(StandIn):
         if original is not None:
             self._stands_for(original)
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
+        keep["_parametrized"] = original is not None and any(map(parametrize.is_parametrized, original.modules()))
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
         tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}
         keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
@@ -158,6 +161,11 @@ class ParallelModule(StandIn):
         debug mode of every call).
         """
         close_steps()
+        if self._parametrized and getattr(parametrize, "_cache_enabled", False):
+            raise ValueError(
+                f"{self.manifest.model} was called inside of torch.nn.utils.parametrize.cached(), which keeps what its weights are "
+                f"computed to. Call it outside: the plan says what is kept"
+            )
         record.step(self._calls + 1)
         record.phase(record.FORWARD)
         self._tree.begin_step()

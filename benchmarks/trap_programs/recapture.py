@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from benchmarks._traps_kit import HIDDEN, WIDTH, Block, Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
 
@@ -327,3 +329,39 @@ def default_dtype_changed(compile: Compile) -> Results:
     finally:
         torch.set_default_dtype(before)
     return {"losses": losses + train(model, inputs=given), "state": state(model)}
+
+
+@program(KIND)
+def environment_that_the_forward_reads(compile: Compile) -> Results:
+    """os.environ in the model's forward, changed between the steps."""
+
+    class Reading(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x, y) * float(os.environ.get("A_SCALE_OF_A_TRAP", "1"))
+
+    model = compile(seeded(Reading), example_inputs=batch())
+    losses = train(model)
+    os.environ["A_SCALE_OF_A_TRAP"] = "0.5"
+    losses += train(model)
+    del os.environ["A_SCALE_OF_A_TRAP"]
+    return {"losses": losses, "later": train(model), "state": state(model)}
+
+
+@program(KIND)
+def weights_cached_around_a_call(compile: Compile) -> Results:
+    """torch.nn.utils.parametrize.cached() around a call that uses a weight with spectral norm twice."""
+
+    class Spectral(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = parametrizations.spectral_norm(nn.Linear(HIDDEN, HIDDEN))
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.twice(torch.tanh(self.twice(super().hidden(x))))
+
+    model = compile(seeded(Spectral), example_inputs=batch())
+    losses = []
+    for given in batches():
+        with parametrize.cached():
+            losses.append(model(*given).item())
+    return {"losses": losses}
