@@ -20,21 +20,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_of_torch
 
 from autopar.capture.reach import HOOKS, LruCache, Reached, is_foreign, reached
+from autopar.run import hooks
 
 __all__ = ["ABSENT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "Opaque", "State", "describe", "same"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OTHER_TABLES = (
-    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-    "_non_persistent_buffers_set", "_is_full_backward_hook",
+    "_backward_hooks", "_backward_pre_hooks", *hooks.OF_STATE, "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set", "_is_full_backward_hook",
 )  # fmt: skip
-WATCHED_HOOKS = (*HOOKS, "_backward_hooks", "_backward_pre_hooks")
+WATCHED_HOOKS = hooks.OF_CALLS
 TABLES = frozenset((*REGISTRIES, *HOOKS, *_OTHER_TABLES))
-_OF_ALL = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 _SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum, range,
 )  # fmt: skip
@@ -137,13 +135,14 @@ class State:
     def take(model: nn.Module, loss: object = None, since: State | None = None) -> State:
         """since: an earlier State of the same model and loss, to be compared with this one."""
         buffers = since.buffers if since is not None else frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
-        others = [*(() if loss is None else (loss,)), *(hook for hooks in _hooks_of_all().values() for hook in hooks.values())]
+        of_all = {f"the hooks of all modules ({table[1:]})": found for table, found in hooks.of_all_modules().items()}
+        others = [*(() if loss is None else (loss,)), *(hook for found in of_all.values() for hook in found.values())]
         code = since.reached if since is not None else reached(model, others)
         walk = _Walk(model, buffers)
         walk.model(model)
-        for table, hooks in _hooks_of_all().items():
-            walk.held.append(Held(table, hooks, dict(hooks)))
-            walk.leaves[table] = Value(f"{len(hooks)} hooks", tuple(map(id, hooks.values())))
+        for path, found in of_all.items():
+            walk.held.append(Held(path, found, dict(found)))
+            walk.leaves[path] = Value(f"{len(found)} hooks", tuple(map(id, found.values())))
         walk.code(code)
         if code.names & {"environ", "getenv"}:
             walk.visit("os.environ", vars(os.environ)["_data"], _DEPTH)
@@ -170,12 +169,6 @@ class State:
         """Every container holds again what it held."""
         for held in self.held:
             _put_back(held)
-
-
-def _hooks_of_all() -> dict[str, dict[int, Any]]:
-    """The hooks that torch calls for every module (torch.nn.modules.module.register_module_forward_hook and its like), by table."""
-    found = {f"the hooks of all modules ({name})": getattr(module_of_torch, f"_global_{name}", None) for name in _OF_ALL}
-    return {table: hooks for table, hooks in found.items() if isinstance(hooks, dict)}
 
 
 def _bound(loss: Any) -> list[object]:

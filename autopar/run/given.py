@@ -34,11 +34,8 @@ class _Given(NamedTuple):
     address: int
 
 
-def note(x: Any, attribute: str, value: Tensor, memory: Memory | None = None) -> None:
-    """x, a parameter or gradient, was given a value. memory: of a value that is another part; then it is the parameter's that it is of."""
-    if memory is not None:
-        vars(x)[attribute] = memory
-        return
+def note(x: Any, attribute: str, value: Tensor) -> None:
+    """x, a parameter or gradient, was given a whole value. (Of a value that is another part its Memory is noted in the same place.)"""
     with _plain():
         base = value._base if value._is_view() else value
         if base is not None and not base.is_inference():

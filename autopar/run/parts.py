@@ -15,7 +15,6 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from autopar.run import function_names as F
 from autopar.run.given import DATA, GRAD, Memory, note
 from autopar.run.lies import Lies
 from autopar.run.reductions import Power, Root, Whole, any_of, extreme
-from autopar.run.views import Source, sharing, writes
+from autopar.run.views import Source, no_parameter_of, sharing, write_whole, writes
 
 __all__ = [
     "AnyPart", "Part", "PartTensor", "as_part", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
@@ -98,11 +97,10 @@ class Part(_Parted, nn.Parameter):
     """A parameter of which this rank holds a part."""
 
     def detach(self) -> Tensor:
-        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # torch's own words for this say nothing of what to do
-            raise TypeError(
-                f"nn.Parameter of {self._lies.name}: each rank holds a part of it, of which no other parameter can be made. Prune, "
-                f"normalise or parametrise the model before it is compiled, or compile the changed model"
-            )
+        no_parameter_of(
+            f"nn.Parameter of {self._lies.name}: each rank holds a part of it, of which no other parameter can be made. Prune, normalise "
+            f"or parametrise the model before it is compiled, or compile the changed model"
+        )
         return super().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -235,8 +233,10 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
         memory.left = True
     with _plain():
         func(x, mine.to(x.device))
-    if not is_part(value) or value._lies is not x._lies:  # type: ignore[attr-defined]
-        note(x, DATA, value, _memory(value) if is_part(value) else None)  # type: ignore[arg-type]
+    if not is_part(value):
+        note(x, DATA, value)
+    elif value._lies is not x._lies:  # type: ignore[attr-defined]
+        vars(x)[DATA] = _memory(value)  # type: ignore[arg-type]
 
 
 def _of_shape(value: Tensor, lies: Lies) -> Tensor:
@@ -450,8 +450,7 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
             unseen = name in F.WRITES_UNSEEN and not isinstance(x, Part)
             if (changed := known[id(x)])._version != versions[id(x)] or unseen:
-                with torch.no_grad():
-                    local(x).copy_(x._lies.cut(x._lies.agreed(changed)))
+                write_whole(local(x), x._lies, changed)
                 found = x if found is changed else found
             elif found is not None:
                 found = sharing(found, [_source(x, changed)])
@@ -467,5 +466,5 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else _whole(x), (args, kwargs))
         func(*whole[0], **whole[1])
         target = whole[1]["out"] if written is out else _target(whole[0])
-        local(written).copy_(lies.cut(lies.agreed(_of_shape(target, lies))))
+        write_whole(local(written), lies, _of_shape(target, lies))
     return out if written is out else args[0]

@@ -12,24 +12,21 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_of_torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from autopar.run import hooks
 
 __all__ = ["StandIn", "has_state_of_its_own", "runs_as_it_is"]
 
 # What Python looks for in the class: of a container (nn.Sequential) its parts are taken by number, counted and gone through.
 _OF_CONTAINERS = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
-# What a class may have its own of, which says what state and which parameters the model has.
-_OF_STATE = (
-    "state_dict", "load_state_dict", "get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict", "parameters",
-    "named_parameters", "buffers", "named_buffers", "children", "named_children", "get_parameter", "get_buffer", "get_submodule",
-    "zero_grad", "requires_grad_",
+# What a class may have its own of, which says what state the model has, and which parameters.
+_ITS_STATE = ("state_dict", "load_state_dict", "get_extra_state", "_save_to_state_dict", "_load_from_state_dict")
+_ITS_OWN = (
+    *_ITS_STATE, "set_extra_state", "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
+    "get_parameter", "get_buffer", "get_submodule", "zero_grad", "requires_grad_",
 )  # fmt: skip
-_ITS_OWN = ("state_dict", "load_state_dict", "get_extra_state", "_save_to_state_dict", "_load_from_state_dict")
-_HOOKS_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_GLOBAL_HOOKS = tuple(getattr(module_of_torch, f"_global{name}", {}) for name in _HOOKS_OF_CALLS)
 
 
 def runs_as_it_is(holder: type, name: str, *, compiler: bool = False) -> None:
@@ -49,7 +46,7 @@ _DONE: set[Any] = set()
 
 def has_state_of_its_own(model: nn.Module) -> bool:
     """Whether the state_dict of a model may be other than its parameters and persistent buffers under their names."""
-    return any(any(vars(m)[table] for table in _HOOKS_OF_STATE) or _overridden(type(m), _ITS_OWN) for m in model.modules())
+    return any(any(vars(m)[table] for table in hooks.OF_STATE) or _overridden(type(m), _ITS_STATE) for m in model.modules())
 
 
 def _overridden(kind: type, names: Iterable[str]) -> list[str]:
@@ -110,7 +107,7 @@ class StandIn(nn.Module):
             )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_wrapping()
-        if any(_GLOBAL_HOOKS) and not any(map(self.__dict__.get, _HOOKS_OF_CALLS)):
+        if any(hooks.of_all_modules().values()) and not any(map(self.__dict__.get, hooks.OF_CALLS)):
             return self.forward(*args, **kwargs)  # the hooks of all modules are in what it runs
         return super().__call__(*args, **kwargs)
 
@@ -131,10 +128,10 @@ class StandIn(nn.Module):
     def _stands_for(self, original: nn.Module) -> None:
         """From now on this is the original's; of a container it is one, and it has the state that the original's class and hooks say."""
         self.__dict__["original"] = original
-        self.__dict__.update((name, original.__dict__[name]) for name in _HOOKS_OF_STATE)
+        self.__dict__.update((name, original.__dict__[name]) for name in hooks.OF_STATE)
         kind: Any = type(self)
         of_container = [name for name in _OF_CONTAINERS if hasattr(type(original), name)]
-        if found := (*of_container, *_overridden(type(original), _OF_STATE)):
+        if found := (*of_container, *_overridden(type(original), _ITS_OWN)):
             self.__class__ = _with_methods(kind, found)
 
     def _repr_html_(self) -> str:

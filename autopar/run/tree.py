@@ -51,7 +51,6 @@ class Tree:
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages
         self.buffers: dict[str, _Place] = {}
         self.constants: dict[str, Tensor] = {}
-        self._parts_of: dict[int, tuple[object, Tensor, Tensor]] = {}  # buffers as the user had them, by id, while parts are made of them
         self._specs = {spec.name: spec for spec in manifest.params}
         self._reduce_dtype = manifest.reduce_dtype
         self._places: list[tuple[_Place, nn.Parameter, str]] = []
@@ -67,6 +66,7 @@ class Tree:
 
     def take(self, specs: Iterable[tuple[ParamSpec | BufferSpec, Tensor]]) -> None:
         """Keep this rank's parts of the whole tensors."""
+        parts: dict[int, tuple[object, Tensor, Tensor]] = {}  # of buffers, by the id of the tensor that the user had
         for spec, full in specs:
             lies = Lies(spec, self._mesh)
             here = lies.cut(full).clone(memory_format=torch.contiguous_format)
@@ -76,8 +76,7 @@ class Tree:
                 if lies.holds:
                     self.constants[spec.name] = here
             else:
-                self._take_buffer(spec, here, lies)
-        self._parts_of.clear()
+                self._take_buffer(spec, here, lies, parts)
         _trees.add(self)
 
     def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
@@ -98,17 +97,18 @@ class Tree:
         if lies.holds:
             self.held[spec.name] = hold(spec, param, self._mesh, self._tied.get(spec.stages), self._reduce_dtype)
 
-    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
+    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies, parts: dict[int, tuple[object, Tensor, Tensor]]) -> None:
+        """parts: those made so far: one tensor under two names stays one where both lie alike."""
         place = self._place(spec.name, "_buffers")
         known = place.registry.get(place.key)
         lies.home = known.device if isinstance(known, Tensor) else self._device
         if lies.split and not isinstance(here, FakeTensor):
             own = spec.stages, spec.layouts
-            before = self._parts_of.get(id(known)) if isinstance(known, Tensor) else None
-            found = before[1] if before is not None and before[0] == own else part_like(here, lies)  # one tensor under two names is one
+            before = parts.get(id(known))
+            found = before[1] if before is not None and before[0] == own else part_like(here, lies)
             place.registry[place.key] = found
             if isinstance(known, Tensor):
-                self._parts_of[id(known)] = own, found, known
+                parts[id(known)] = own, found, known
         elif isinstance(known, Tensor) and known.shape == here.shape and known.device == here.device and known.dtype == here.dtype:
             with torch.no_grad():
                 known.copy_(here)

@@ -16,7 +16,7 @@ from autopar.run import function_names as F
 from autopar.run.given import Memory
 from autopar.run.lies import Lies
 
-__all__ = ["Gathered", "Source", "sharing", "written_back", "writes"]
+__all__ = ["Gathered", "Source", "no_parameter_of", "sharing", "write_whole", "writes"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -68,23 +68,28 @@ class Gathered(Tensor):
             found = args[0].detach() if func == _DATA else func(*args, **kwargs)  # whose writes .data would hide
             for source, version in zip(sources, before, strict=True):
                 if source.whole._version != version:
-                    written_back(source)
+                    write_whole(source.part, source.lies, source.whole)
+                    source.version = source.part._version  # of all views of this copy
         return found if any(found is x for x in views) else sharing(found, sources)
 
     def detach(self) -> Tensor:
-        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # torch's own words for this say nothing of what to do
-            raise TypeError(
-                f"nn.Parameter of a view of {self._source.lies.name}: each rank holds a part of that, whose memory no other parameter can "
-                f"share. Give it a copy: tensor.clone()"
-            )
+        no_parameter_of(
+            f"nn.Parameter of a view of {self._source.lies.name}: each rank holds a part of that, whose memory no other parameter can "
+            f"share. Give it a copy: tensor.clone()"
+        )
         return super().detach()
 
 
-def written_back(source: Source) -> None:
-    """Collective: what stands in the copy, as rank 0 has it, is the parameter's."""
+def no_parameter_of(why: str) -> None:
+    """In detach: TypeError if nn.Parameter asks for it, whose own words for what it lacks say nothing of what to do."""
+    if sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
+        raise TypeError(why)
+
+
+def write_whole(part: Tensor, lies: Lies, whole: Tensor) -> None:
+    """Collective: the whole, as rank 0 has it, is written to the part here."""
     with torch.no_grad():
-        source.part.copy_(source.lies.cut(source.lies.agreed(source.whole)))
-    source.version = source.part._version  # of all views of this copy
+        part.copy_(lies.cut(lies.agreed(whole)))
 
 
 def sharing(found: Any, sources: Sequence[Source]) -> Any:
