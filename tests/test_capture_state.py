@@ -420,6 +420,7 @@ REFUSED: dict[Callable[..., Tensor], str] = {
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda f: f.__name__)
 def test_other_state_is_refused(fn: Callable[..., Tensor], device: str) -> None:
     model, inputs = build(fn, device)
+    random.seed(0)  # one in fifty draws would take the other branch of a rare one
     before, drawn = snapshot(model), random.getstate()
     with pytest.raises(CaptureError, match=REFUSED[fn]) as refused:
         capture(model, inputs)
