@@ -23,8 +23,8 @@ PROGRAMS_HERE = (
     "hook_that_scales_after_compile", "hooked_steps", "label_smoothing_with_ignored_labels", "labels_of_another_dtype_later", "lamb",
     "lion", "loss_in_a_dict", "low_rank_adapters", "mask_taken_away", "methods_of_the_root_overridden", "optimizer_before_compile",
     "original_called_in_training_mode", "parts_of_a_sequence", "samples_repeated", "scale_annealed_from_one", "some_norms_frozen_midway",
-    "targets_as_an_input", "two_models_in_turns", "two_views_and_a_loss_outside", "two_views_through_one_encoder",
-    "unused_layers_switched_on", "weights_drawn_anew",
+    "target_moved_and_a_loss_outside", "target_moved_by_the_forward", "targets_as_an_input", "two_models_in_turns",
+    "two_views_and_a_loss_outside", "two_views_through_one_encoder", "unused_layers_switched_on", "weights_drawn_anew",
 )  # fmt: skip
 
 

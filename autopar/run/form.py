@@ -76,9 +76,7 @@ class Form:
         # buffers that other stages hold than the one that changes them: the name, the writing rank, the ranks that hold it
         written = [spec for spec in manifest.buffers if spec.written is not None and len(mesh.pp_ranks(spec.stages)) > 1]
         axes = {stages: mesh.holding(stages) for stages in sorted({spec.stages for spec in written})}
-        writers = {spec.name: mesh.pp.ranks[manifest.places[spec.written or 0]] for spec in written}
-        self._written = [(spec.name, writers[spec.name], axes[spec.stages]) for spec in written]
-        self._read_here = frozenset(name for name, writer in writers.items() if writer != mesh.rank)
+        self._written = [(spec.name, mesh.pp.ranks[manifest.places[spec.written or 0]], axes[spec.stages]) for spec in written]
         self.pipeline: Pipeline | None = None
         if mesh.pp.size > 1:
             self.pipeline = Pipeline(
@@ -92,12 +90,9 @@ class Form:
             r.reached = set()
         return [(r, r.reached) for r in self.regions]
 
-    def copied(self) -> frozenset[str]:
-        """Buffers that this rank reads and is given anew at the end of forward, while backward may still need what they were."""
-        return self._read_here if self.open else frozenset()
-
     def spread(self, buffer: Callable[[str], Tensor]) -> None:
-        """Collective, at the end of forward: what a stage has written to a buffer is in that of the others."""
+        """Collective, at the end of forward: what a stage has written to a buffer is in that of the others. (Backward does not read them:
+        capture has it read copies of a buffer that the forward changes.)"""
         for name, writer, axis in self._written:
             if axis.rank >= 0:
                 with torch.no_grad():

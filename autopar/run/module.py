@@ -199,7 +199,6 @@ class ParallelModule(StandIn):
             where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
             leaves=tree.leaves,
             passes=manifest.micro_batches,
-            copied=form.copied(),
         )
         rest = Backward(
             form=form, tree=tree, step=step, trainable=[(name, p) for name, p in tree.params.items() if p.requires_grad],

@@ -86,8 +86,8 @@ class Step:
     held: canonical name -> parameter; names: every name (aliases too) -> canonical name; buffer: the current tensor of a
     buffer or constant by name. computes: which are cast before they are used. of_a_pass: the buckets that are reduced in every backward
     pass. where_used: the parameters that are gathered where they are used. leaves: those that no step has. passes: how many micro-batches
-    each gradient is the sum of, over the stages of this rank that use the parameter. copied: buffers of which a read gives a copy. With
-    gradients off (torch.no_grad) nothing is prepared for backward.
+    each gradient is the sum of, over the stages of this rank that use the parameter. With gradients off (torch.no_grad) nothing is prepared
+    for backward.
     """
 
     def __init__(
@@ -102,10 +102,8 @@ class Step:
         where_used: GatheredWhereUsed,
         leaves: Leaves,
         passes: int = 1,
-        copied: frozenset[str] = frozenset(),
     ) -> None:
         self._held, self._names, self._buffer, self._computes, self._where_used = held, names, buffer, computes, where_used
-        self._copied = copied
         self._buckets, self._of_a_pass = tuple(buckets), tuple(of_a_pass)
         self._passes = {name: passes * len(one.stages) for name, one in held.items()}
         self._bucket_of, self._left = _places(self._buckets), [sum(self._passes[h.spec.name] for h in b.held) for b in buckets]
@@ -132,7 +130,7 @@ class Step:
         canonical = self._names.get(name)
         if canonical is None:
             buffer = self._buffer(name)
-            return buffer.clone() if _buffers_kept.get() or name in self._copied else buffer
+            return buffer.clone() if _buffers_kept.get() else buffer
         leaf = self._leaf(canonical)
         if self._held[canonical].gathered_when_used:
             return self._where_used.read(canonical, leaf)
