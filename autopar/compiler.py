@@ -37,7 +37,6 @@ from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
 from autopar.run.launch import default_device, join_process_group
-from autopar.run.left_out import leave_out
 from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
@@ -276,7 +275,6 @@ def compile(  # noqa: A001  (the field's word)
             returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
             local_batch=local_batch,
         )  # fmt: skip
-        leave_out(model, captured.written)
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
         if expected is not None:

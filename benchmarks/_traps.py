@@ -6,9 +6,11 @@ from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import chains as _chains
 from benchmarks.trap_programs import changes as _changes
 from benchmarks.trap_programs import edges as _edges
+from benchmarks.trap_programs import elsewhere as _elsewhere
 from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import idioms as _idioms
+from benchmarks.trap_programs import left as _left
 from benchmarks.trap_programs import memory as _memory
 from benchmarks.trap_programs import modules as _modules
 from benchmarks.trap_programs import objects as _objects
@@ -30,5 +32,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _evaluation, _holders, _idioms, _memory, _modules, _objects, _optimizers, _outputs, _parts
-del _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped
+del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _holders, _idioms, _left, _memory, _modules, _objects
+del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns
+del _wrapped

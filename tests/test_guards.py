@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import operator
 import os
 import re
+import threading
 from collections.abc import Callable
 from itertools import repeat
 from types import SimpleNamespace
@@ -205,7 +207,7 @@ def test_the_default_dtype_is_watched() -> None:
     guards, before = Guards.take(Net()), torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
-        assert "torch.get_default_dtype(), in which its forward may make tensors" in str(guards.changed())
+        assert "torch.get_default_dtype(), on which what its forward computes may depend: from torch.float32 to" in str(guards.changed())
     finally:
         torch.set_default_dtype(before)
     assert guards.changed() is None
@@ -221,6 +223,61 @@ def test_an_environment_that_the_forward_reads_is_watched(monkeypatch: pytest.Mo
     monkeypatch.setenv("A_SCALE_OF_A_TEST", "0.5")
     assert "os.environ" in str(guards.changed()) and unread.changed() is None
     monkeypatch.delenv("A_SCALE_OF_A_TEST")
+    assert guards.changed() is None
+
+
+class Options:
+    scale = 1.0
+    table = {"a": 1.0}  # noqa: RUF012
+
+    def now(self) -> float:
+        return self.scale * FACTOR
+
+
+class Further(Options):
+    pass
+
+
+FACTOR = 1.0
+CONTEXT = contextvars.ContextVar("context", default=1.0)
+THREAD = threading.local()
+
+
+class ReadsElsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = Further()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = 2.0 if torch.are_deterministic_algorithms_enabled() else Options.table["a"]
+        return x.mean() * found * self.options.now() * CONTEXT.get() * THREAD.scale
+
+
+def test_classes_objects_contexts_and_threads_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    THREAD.scale = 1.0
+    guards, unread = Guards.take(ReadsElsewhere()), Guards.take(Net())
+    changes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: monkeypatch.setattr(Options, "scale", 0.5), "Options.scale from 1.0 to 0.5"),
+        (lambda: monkeypatch.setattr(Further, "scale", 0.5, raising=False), "Further.scale from nothing to 0.5"),
+        (lambda: monkeypatch.setattr(Options, "now", lambda _: 1.0), "Options.now"),
+        (lambda: monkeypatch.setitem(Options.table, "a", 2.0), "Options.table['a'] from 1.0 to 2.0"),
+        (lambda: monkeypatch.setitem(globals(), "FACTOR", 2.0), "FACTOR of"),
+        (lambda: monkeypatch.setattr(THREAD, "scale", 2.0), f"THREAD of {__name__}.scale from 1.0 to 2.0"),
+    ]
+    for change, said in changes:
+        assert guards.changed() is None
+        change()
+        assert said in str(guards.changed())
+        monkeypatch.undo()
+    token = CONTEXT.set(0.5)
+    assert "CONTEXT of" in str(guards.changed()) and ".get() from 1.0 to 0.5" in str(guards.changed())
+    CONTEXT.reset(token)
+    assert guards.changed() is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "torch.are_deterministic_algorithms_enabled()" in str(guards.changed()) and unread.changed() is None
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert guards.changed() is None
 
 

@@ -98,11 +98,11 @@ def observed(
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
     no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
     if trainable is not None:
-        return call_twice(model, loss, inputs, start, trainable, compare=True, outputs=outputs)
+        return call_twice(model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs)
     if not found.changes:
         return None
     try:
-        return call_twice(model, loss, inputs, start)
+        return call_twice(model, loss, inputs, start, traced=found.changes)
     except CaptureError as e:
         if e.__cause__ is None:
             raise

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
 from autopar.capture.export import objective_of
+from autopar.capture.left import Left, left_by
+from autopar.capture.once import Followed, numbers_once, refuse_once
 from autopar.capture.source import first_line
 from autopar.capture.state import ABSENT, Change, Opaque, State
 from autopar.errors import CaptureError
@@ -51,11 +53,12 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
-    and none reads before that."""
+    and none reads before that. left: what a call leaves of both."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
     written: tuple[str, ...]
+    left: Left
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -71,15 +74,15 @@ def differentiated(inputs: Inputs) -> list[torch.Tensor]:
 
 def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
-    *, reseed: bool = True, compare: bool = False, outputs: bool = False,
+    *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
 ) -> Calls:  # fmt: skip
-    """Calls the model twice, and leaves everything as it was. start: a State of it now. compare: gradients are taken, of `parameters`
-    and of the inputs that require one. outputs: what else the model returns is kept too. reseed: Python and numpy draw as they do for
-    the program that is compared; else as the caller has set them.
+    """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
+    gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
+    Python and numpy draw as they do for the program that is compared; else as the caller has set them.
 
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs.
     """
-    calls, states = [], [start]
+    calls, states, writes = [], [start], [_writes(model)]
     with _as_before(model, start):
         for number in (0, 1):
             given = copied(inputs)
@@ -98,12 +101,40 @@ def call_twice(
             others = tuple(t.detach().clone() for t in taken_apart(output, result, own_loss=own)[1]) if outputs else ()
             calls.append(Call(loss=result.detach(), gradients=found[:n], of_inputs=found[n:], buffers=buffers, returned=others))
             states.append(State.take(model, loss, start))
+            writes.append(_writes(model))
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         written = refuse_changing(type(model).__name__, first.changes(second), read)
         moved = {c.path for c in first.changes(second)}
         settled = tuple(c for c in start.changes(first) if c.path not in moved)
-    return Calls(calls=tuple(calls), settled=settled, written=written)
+        left = left_by(start, first, written, traced)
+    once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
+    once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
+    refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *_computed(model, loss, inputs, start, once, calls[0])])
+    return Calls(calls=tuple(calls), settled=settled, written=written, left=left)
+
+
+def _writes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of each buffer, which tensor it is, and how often it was written to."""
+    return {name: (id(b), b._version if not b.is_inference() else 0) for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def _computed(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, paths: list[str], call: Call
+) -> list[str]:
+    """Which of some tensors, made by the first call and kept by the second, hold what it computes from inputs, from parameters that train
+    or from buffers that change."""
+    if not paths:
+        return []
+    with _as_before(model, start):
+        given = copied(inputs)
+        others = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in paths}
+        moving = [b for name, b in others.items() if not b.is_meta and not torch.equal(b, call.buffers[name])]
+        watch = Followed([*pytree.tree_leaves(given), *(p for p in model.parameters() if p.requires_grad), *moving])
+        with torch.enable_grad(), seeded(0, inputs), watch, as_called():
+            model(*given[0], **given[1])
+        made = {**dict(model.named_buffers(remove_duplicate=False)), **State.take(model, loss, start).tensors}
+        return [path for path in paths if watch.has(made.get(path))]
 
 
 def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[str, ...]:

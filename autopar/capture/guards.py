@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from itertools import repeat
 from types import CellType, FunctionType
 from typing import Any
@@ -16,11 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state import ABSENT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, State
+from autopar.capture.left import Left
+from autopar.capture.state import ABSENT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, State, child, value_of
 from autopar.run.grad_mode import GradMode, as_called
 
 __all__ = ["Guards"]
 
+_SETTINGS = {
+    name: getattr(torch, name)
+    for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "get_num_threads")
+}  # of the process, which a forward may ask for
 _SAID = 3  # changes that a message names
 _UNWATCHED = TABLES | {"training"}
 
@@ -29,10 +35,12 @@ class Guards:
     """The picture of a model and its loss at the moment of capture."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str], mode: GradMode | None = None
-    ) -> None:
-        self._model, self._loss, self._state, self._ignored, self._mode = model, loss, state, ignored, mode
-        self._modules, self._dtype = list(model.modules()), torch.get_default_dtype()
+        self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str], mode: GradMode | None = None,
+        left: Left | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._loss, self._state, self._ignored, self._mode, self._left = model, loss, state, ignored, mode, left
+        self._modules = list(model.modules())
+        self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name == "get_default_dtype" or name in state.reached.names]
         self._index(state)
 
     @staticmethod
@@ -42,11 +50,20 @@ class Guards:
 
     def without(self, paths: Iterable[str]) -> Guards:
         """The same without what the forward itself writes."""
-        return Guards(self._model, self._loss, self._state, self._ignored | frozenset(paths), self._mode)
+        return Guards(self._model, self._loss, self._state, self._ignored | frozenset(paths), self._mode, self._left)
+
+    def leaving(self, left: Left) -> Guards:
+        """The same of a model whose forward leaves that."""
+        return Guards(self._model, self._loss, self._state, self._ignored, self._mode, left)
 
     def called_in(self, mode: GradMode) -> Guards:
         """The same of a model whose code asks whether gradients are wanted, and was told so."""
-        return Guards(self._model, self._loss, self._state, self._ignored, mode)
+        return Guards(self._model, self._loss, self._state, self._ignored, mode, self._left)
+
+    def leave(self) -> None:
+        """After a call: what the forward leaves in attributes and containers is there."""
+        if self._left is not None:
+            self._left.put()
 
     def modes(self) -> tuple[bool, ...]:
         """The training flag of every module, now."""
@@ -56,14 +73,15 @@ class Guards:
         """None if everything is as it was; else what changed, from what to what."""
         if self._mode is not None and self._mode != (called := as_called()):
             return f"whether gradients are wanted, which its forward asks for: from {self._mode} to {called}"
-        if self._dtype is not (dtype := torch.get_default_dtype()):
-            return f"torch.get_default_dtype(), in which its forward may make tensors: from {self._dtype} to {dtype}"
+        for ask, before in self._answers:
+            if (now := ask()) != before:
+                return f"torch.{ask.__name__}(), on which what its forward computes may depend: from {before} to {now}"
         if self._same_objects():
             return None
-        now = State.take(self._model, self._loss, self._state)
-        found = [change for change in self._state.changes(now) if self._counts(change)]
+        later = State.take(self._model, self._loss, self._state)
+        found = [change for change in self._state.changes(later) if self._counts(change)]
         if not found:  # equal values, in other objects
-            self._index(now)
+            self._index(later)
             return None
         more = f" and {len(found) - _SAID} more" if len(found) > _SAID else ""
         return "; ".join(map(str, found[:_SAID])) + more
@@ -101,7 +119,7 @@ class Guards:
         self._lists: list[Any] = []
         self._positions: list[int] = []
         self._elements: list[Any] = []
-        self._cells: list[CellType] = []
+        self._cells: list[CellType | ContextVar[Any]] = []
         self._cell_contents: list[Any] = []
         self._owners: list[type | FunctionType] = []
         self._attributes: list[str] = []
@@ -115,7 +133,9 @@ class Guards:
 
     def _add(self, held: Held) -> None:
         holder, items = held.holder, held.items
-        if isinstance(holder, CellType):
+        if held.path in self._ignored:
+            return
+        if isinstance(holder, (CellType, ContextVar)):
             self._cells.append(holder)
             self._cell_contents.append(items)
         elif isinstance(holder, (type, FunctionType)):
@@ -123,6 +143,8 @@ class Guards:
             self._owners += [holder] * len(pairs)
             self._attributes += [k for k, _ in pairs]
             self._attribute_values += [v for _, v in pairs]
+            if isinstance(holder, type):
+                self._containers.append(vars(holder))
         elif isinstance(items, dict):
             if held.table in REGISTRIES[:2]:
                 self._registries += [holder] * len(items)
@@ -131,6 +153,8 @@ class Guards:
             elif held.table and held.table not in (*WATCHED_HOOKS, "_modules"):
                 return
             pairs = [(k, v) for k, v in items.items() if held.keys is not None or k not in _UNWATCHED]
+            if self._ignored:
+                pairs = [(k, v) for k, v in pairs if child(held, k) not in self._ignored]
             self._dicts += [holder] * len(pairs)
             self._keys += [k for k, _ in pairs]
             self._values += [v for _, v in pairs]
@@ -145,7 +169,9 @@ class Guards:
             self._containers.append(holder)
 
 
-def _content(cell: CellType) -> object:
+def _content(cell: CellType | ContextVar[Any]) -> object:
+    if isinstance(cell, ContextVar):
+        return value_of(cell)
     try:
         return cell.cell_contents
     except ValueError:

@@ -157,7 +157,8 @@ def _captured(
     if written:
         listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
-    guards = guards.without((*written, *(c.path for c in (calls.settled if calls is not None else ()))))
+    if calls is not None:
+        guards = guards.without((*written, *(c.path for c in calls.settled))).leaving(calls.left)
     if around.asked:
         guards = guards.called_in(around.mode)
     if program.outputs:

@@ -1,8 +1,9 @@
-"""The Python code that a model's forward and its loss can run, and the names that this code reads."""
+"""The Python code that a model's forward and its loss can run, the names that this code reads, and the classes whose attributes it may."""
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,13 +24,14 @@ _WRAPPERS = (staticmethod, classmethod)
 class Reached:
     """functions: those that may run, each once. names: what they read as global, attribute or string. caches: functions with an
     lru_cache beside them. scopes: for the globals of each file (and for modules used as `settings.x`), the dict, its name, and the
-    names that are read there."""
+    names that are read there. classes: the user's, of objects and used by name, apart from those of modules."""
 
     def __init__(self) -> None:
         self.functions: list[FunctionType] = []
         self.names: set[str] = set()
         self.caches: list[Any] = []
         self.scopes: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self.classes: dict[type, None] = {}  # in order
 
 
 def is_foreign(module_name: object) -> bool:
@@ -53,8 +55,8 @@ class _Search:
         for module in model.modules():
             for cls in type(module).__mro__:
                 self._class(cls)
-            for function in (*_callables(vars(module)), *(h for table in HOOKS for h in vars(module)[table].values())):
-                self._add(function)
+            for value in (*_values(vars(module)), *(h for table in HOOKS for h in vars(module)[table].values())):
+                self._add(value)
         for function in self.methods.get("forward", ()):
             self._add(function)
 
@@ -80,7 +82,17 @@ class _Search:
             if isinstance(value, LruCache):
                 self.found.caches.append(value)
 
+    def _object(self, cls: type) -> None:
+        """A class that is used by name, or that of an object: its attributes are read, and its methods run, where the names are."""
+        for base in cls.__mro__:
+            if base not in self.classes and not is_foreign(base.__module__) and not issubclass(base, (nn.Module, enum.Enum)):
+                self.found.classes[base] = None
+                self._class(base)
+
     def _add(self, value: object) -> None:
+        kind = value if isinstance(value, type) else type(value)
+        if not is_foreign(kind.__module__):
+            self._object(kind)
         for function in _functions(value, 3):
             if id(function) not in self.seen and not is_foreign(function.__module__):
                 self.seen.add(id(function))
@@ -93,9 +105,13 @@ class _Search:
         self._scope(function.__globals__, str(function.__module__), names, set(_stored(function.__code__)))
         for cell in function.__closure__ or ():
             try:
-                self._add(cell.cell_contents)
-            except ValueError:  # an empty cell
+                found = cell.cell_contents
+            except ValueError:  # it is empty
                 continue
+            for value in (found, *_inside(found)):
+                self._add(value)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(value)
 
     def _names(self, names: set[str]) -> None:
         new = names - self.found.names
@@ -115,8 +131,9 @@ class _Search:
             if isinstance(value, ModuleType):
                 if not is_foreign(value.__name__):
                     self._scope(vars(value), value.__name__, names, set())
-            elif not isinstance(value, type):
-                self._add(value)
+            else:
+                for one in (value, *_inside(value)):
+                    self._add(one)
         read |= stored
 
 
@@ -140,13 +157,17 @@ def _functions(value: object, depth: int) -> Iterator[FunctionType]:
         yield from _functions(value.__wrapped__, depth - 1)
 
 
-def _callables(attributes: dict[str, Any]) -> Iterator[object]:
-    """The functions among the attributes of a module, and in containers there."""
+def _values(attributes: dict[str, Any]) -> Iterator[object]:
+    """The attributes of a module, and what is in containers there."""
     for value in attributes.values():
-        if type(value) in (list, tuple, dict):
-            yield from value.values() if isinstance(value, dict) else value
-        else:
-            yield value
+        yield value
+        yield from _inside(value)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if type(value) is dict:
+        return list(value.values())
+    return value if isinstance(value, (list, tuple)) and type(value) in (list, tuple) else ()
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -11,9 +11,11 @@ import functools
 import itertools
 import os
 import random
+import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +26,10 @@ from torch import nn
 from autopar.capture.reach import HOOKS, LruCache, Reached, is_foreign, reached
 from autopar.run import hooks
 
-__all__ = ["ABSENT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "Opaque", "State", "describe", "same"]
+__all__ = [
+    "ABSENT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "Opaque", "State", "child", "describe", "is_plain", "put_back",
+    "same", "value_of",
+]  # fmt: skip
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OTHER_TABLES = (
@@ -40,6 +45,7 @@ _CODE = (
     FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, LruCache, functools.partial, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
 )  # fmt: skip
+_NAMESPACES = (SimpleNamespace, threading.local)
 _DEPTH = 8  # containers and objects within one another
 _ITEMS = 2000  # of one container: longer ones are compared by identity and length
 
@@ -92,8 +98,8 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One container as it was. items: its contents. keys: those that are looked at, of a dict; None for all. table: which of the
-    tables of a module it is ('_buffers', '_forward_hooks'), if it is one."""
+    """One container as it was. path: ends with a dot where its items are attributes. items: its contents. keys: those that are looked
+    at, of a dict; None for all. table: which of the tables of a module it is ('_buffers', '_forward_hooks'), if it is one."""
 
     path: str
     holder: Any
@@ -168,7 +174,16 @@ class State:
     def restore(self) -> None:
         """Every container holds again what it held."""
         for held in self.held:
-            _put_back(held)
+            put_back(held)
+
+
+def child(held: Held, key: Any) -> str:
+    """The path of one of the items of a container."""
+    if held.keys is not None:
+        return f"{key} of {held.path}"
+    if isinstance(held.holder, type):
+        return f"{held.path}.{key}"
+    return f"{held.path}{key}" if held.path.endswith(".") or not held.path else f"{held.path}[{_key(key)}]"
 
 
 def _bound(loss: Any) -> list[object]:
@@ -197,8 +212,17 @@ def describe(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def value_of(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return ABSENT
+
+
 def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
     """A shallow copy of what a container holds."""
+    if isinstance(holder, ContextVar):
+        return value_of(holder)
     if isinstance(holder, CellType):
         try:
             return holder.cell_contents
@@ -222,18 +246,19 @@ def _base(holder: Any) -> Any:
     return next(base for base in (OrderedDict, dict, list, tuple, deque, set, frozenset) if isinstance(holder, base))
 
 
-def _put_back(held: Held) -> None:
+def put_back(held: Held) -> None:
+    """The container holds again what is written there; of a Held with keys, under these."""
     holder, items = held.holder, held.items
     now = contents(holder, held.keys)
-    if isinstance(holder, CellType):
+    if isinstance(holder, (CellType, ContextVar)):
         if now is not items and items is not ABSENT:
-            holder.cell_contents = items
+            holder.set(items) if isinstance(holder, ContextVar) else setattr(holder, "cell_contents", items)
         return
     if isinstance(items, dict):
         if len(now) == len(items) and all(now.get(k, ABSENT) is v for k, v in items.items()):
             return
         if isinstance(holder, (type, FunctionType)):
-            for key in now.keys() - items.keys():
+            for key in now.keys() - items.keys() if held.keys is None else ():
                 delattr(holder, key)
             for key, value in items.items():
                 if now.get(key, ABSENT) is not value:
@@ -294,19 +319,27 @@ class _Walk:
                 continue
             if isinstance(value, _CODE) and hasattr(type(module), name):
                 self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
-            elif foreign and not _plain(value):
+            elif foreign and not is_plain(value):
                 continue
             self.visit(f"{prefix}{name}", value, _DEPTH)
         for cls in type(module).__mro__:
-            if cls not in self.classes and not is_foreign(cls.__module__):
-                self.classes.add(cls)
-                self.held.append(Held(cls.__name__, cls, contents(cls)))
-                for key, value in contents(cls).items():
-                    if isinstance(value, FunctionType):
-                        self.leaves[f"{cls.__name__}.{key}"] = Opaque(value)
-                    self.visit(f"{cls.__name__}.{key}", value, _DEPTH)
+            if not is_foreign(cls.__module__):
+                self._class(cls)
+
+    def _class(self, cls: type) -> None:
+        if cls in self.classes:
+            return
+        self.classes.add(cls)
+        found = contents(cls)
+        self.held.append(Held(cls.__name__, cls, found))
+        for key, value in found.items():
+            if isinstance(value, FunctionType):
+                self.leaves[f"{cls.__name__}.{key}"] = Opaque(value)
+            self.visit(f"{cls.__name__}.{key}", value, _DEPTH)
 
     def code(self, code: Reached) -> None:
+        for cls in code.classes:
+            self._class(cls)
         for scope, module, names in code.scopes.values():
             keys = frozenset(k for k in names if not isinstance(scope.get(k), _CODE))
             self.held.append(Held(module, scope, contents(scope, keys), keys))
@@ -319,18 +352,18 @@ class _Walk:
                 if id(cell) in self.seen or isinstance(found, _CODE) or found is ABSENT:
                     continue
                 self.seen.add(id(cell))
-                self.held.append(Held(name, cell, found))
-                self.visit(f"{variable}, which {name} closes over", found, _DEPTH)
+                self.held.append(Held(f"{variable}, which {name} closes over", cell, found))
+                self.visit(self.held[-1].path, found, _DEPTH)
             self.held.append(Held(name, function, contents(function)))
             self.visit(f"the defaults of {name}", function.__defaults__ or (), _DEPTH)
             if function.__kwdefaults__:
                 self.visit(f"the keyword defaults of {name}", function.__kwdefaults__, _DEPTH)
             self.visit(f"the attributes of {name}", {k: v for k, v in vars(function).items() if k != "__wrapped__"}, _DEPTH)
-            self.held.append(Held(name, vars(function), dict(vars(function))))
+            self.held.append(Held(f"the attributes of {name}", vars(function), dict(vars(function))))
 
     def visit(self, path: str, value: object, depth: int) -> None:
         """Adds the leaves of a value."""
-        if _plain(value):
+        if is_plain(value):
             self.leaves[path] = value
         elif id(value) in self.registered:
             self.leaves[path] = REGISTERED
@@ -371,11 +404,16 @@ class _Walk:
                 self.visit(f"{path}.{key}", found, depth - 1)
             self._module(f"{path}.", value)
             return
-        elif not is_foreign(type(value).__module__) or isinstance(value, SimpleNamespace) or type(value).__name__ == "Namespace":
+        elif isinstance(value, ContextVar):
+            self.held.append(Held(path, value, contents(value)))
+            if self.held[-1].items is not ABSENT:
+                self.visit(f"{path}.get()", self.held[-1].items, depth - 1)
+            return
+        elif not is_foreign(type(value).__module__) or isinstance(value, _NAMESPACES) or type(value).__name__ == "Namespace":
             own = vars(value) if hasattr(value, "__dict__") else None
             items = [(f"{path}.{k}", v) for k, v in own.items()] if isinstance(own, dict) else []
             if isinstance(own, dict):
-                self.held.append(Held(path, own, dict(own)))
+                self.held.append(Held(f"{path}.", own, dict(own)))
             slots = [s for cls in type(value).__mro__ for s in _as_tuple(vars(cls).get("__slots__", ()))]
             items += [(f"{path}.{s}", getattr(value, s)) for s in slots if s not in ("__dict__", "__weakref__") and hasattr(value, s)]
         if items is None or depth == 0:
@@ -387,7 +425,8 @@ class _Walk:
             self.visit(name, item, depth - 1)
 
 
-def _plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Whether it is compared by its value: a number, a string, None, a dtype, a tuple of such."""
     return isinstance(value, _SIMPLE) or (type(value) is tuple and all(isinstance(x, _SIMPLE) for x in value))
 
 

@@ -38,9 +38,11 @@ class Emitted(Protocol):
 
 
 class Guards(Protocol):
-    """What capture has frozen of the user's program."""
+    """What capture has frozen of the user's program, and what its forward leaves behind."""
 
     def changed(self) -> str | None: ...
+
+    def leave(self) -> None: ...
 
 
 class Form:

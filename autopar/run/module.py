@@ -219,6 +219,8 @@ class ParallelModule(StandIn):
         for stage in form.stages.values():
             del stage.weights  # so that gathered copies live no longer than the step
         form.spread(tree.buffer)
+        if form.guards is not None:
+            form.guards.leave()
         if run is None:
             comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)
         if not differentiates:

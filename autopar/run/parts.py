@@ -434,6 +434,10 @@ def _memory(x: AnyPart) -> Memory:
     return found
 
 
+def _is_size(x: object) -> bool:
+    return isinstance(x, torch.Size)  # which would come back as a tuple, and `p.new(size)` takes that for elements
+
+
 def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective: the function of whole tensors. What it writes to a part goes back into the parts, as rank 0 has written it."""
     out = kwargs.get("out")
@@ -444,7 +448,7 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         return _view(func, args[0], args[1:], kwargs)
     if not is_part(written):
         known: dict[int, Tensor] = {}
-        whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), _whole(x)), (args, kwargs))
+        whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), _whole(x)), (args, kwargs), is_leaf=_is_size)
         versions = {key: w._version for key, w in known.items()}
         found = func(*whole[0], **whole[1])
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
@@ -463,7 +467,7 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     lies = written._lies
     with torch.no_grad():
-        whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else _whole(x), (args, kwargs))
+        whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else _whole(x), (args, kwargs), is_leaf=_is_size)
         func(*whole[0], **whole[1])
         target = whole[1]["out"] if written is out else _target(whole[0])
         write_whole(local(written), lies, _of_shape(target, lies))

@@ -261,3 +261,18 @@ def slow_copy_mixed_every_way(compile: Compile) -> Results:
             k.set_(torch.maximum(q, k))
             k.data = torch.where(k > 0, q, k)
     return {"found": found, "slow": {name: t.detach().clone() for name, t in slow.state_dict().items()}, "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def noise_in_new_tensors_of_its_size(compile: Compile) -> Results:
+    """`p.data.new(p.size()).normal_()` takes the size for a size, and a list for elements."""
+    model = _net(compile)
+    losses = train(model, steps=1)
+    torch.manual_seed(5)
+    shapes = []
+    for p in model.parameters():
+        noise = p.data.new(p.size()).normal_(0, 0.01)
+        shapes += [list(noise.shape), list(p.data.new([1.0, 2.0]).shape), list(p.data.new(3).shape)]
+        p.data.add_(noise)
+        p.grad.data.add_(p.grad.data.new(p.grad.shape).normal_(0, 0.01))
+    return {"losses": losses, "shapes": shapes, "later": train(model), "state": state(model)}

@@ -1,0 +1,133 @@
+"""What a call of the original leaves in attributes and containers, for the parallel module to leave after a call too: the numbers, strings
+and lists that its code sets, and a LeftOut in the place of each tensor.
+
+A cache is not left: a tensor that is made once, and what says that it is there. The program needs none, and the original makes it again
+where it runs itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from autopar.capture.state import ABSENT, TABLES, Change, Held, Opaque, State, child, is_plain, put_back, same
+from autopar.run.left_out import LeftOut
+
+__all__ = ["Left", "is_read", "left_by"]
+
+_READS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
+_KEPT = object()  # what stays as it was
+class Left:
+    """held: attributes and containers, and what a call leaves in them."""
+
+    def __init__(self, held: tuple[Held, ...] = ()) -> None:
+        self._held = held
+
+    def put(self) -> None:
+        for held in self._held:
+            put_back(held)
+
+
+def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change]) -> Left:
+    """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
+    what the trace of a call changed: a number that is another there is computed from values of the inputs."""
+    return Left(tuple(_Comparison(start, first, written, {c.path: c.after for c in traced}).held()))
+
+
+class _Comparison:
+    def __init__(self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object]) -> None:
+        self._start, self._first, self._written, self._traced = start, first, written, traced
+        self._paths = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
+        made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
+        self._caches = not made <= set(written)
+
+    def held(self) -> Iterator[Held]:
+        before = {id(held.holder): held for held in self._start.held}
+        for held in self._first.held:
+            known = before.get(id(held.holder))
+            if known is None or held.table or isinstance(held.holder, FunctionType):
+                continue
+            if isinstance(held.holder, (CellType, ContextVar)):
+                if held.items is not known.items and is_plain(value := self._left(held.items, held.path)):
+                    yield Held(held.path, held.holder, value)
+            elif isinstance(held.items, dict):
+                changed = self._entries(held, known)
+                if changed:
+                    yield Held(held.path, held.holder, changed, frozenset(changed))
+            elif isinstance(held.items, tuple) and list(map(id, held.items)) != list(map(id, known.items)):
+                if (items := self._items(held, known)) is not None:
+                    yield Held(held.path, held.holder, items)
+
+    def _entries(self, held: Held, known: Held) -> dict[Any, Any]:
+        changed = {k: v for k, v in held.items.items() if known.items.get(k, ABSENT) is not v and k not in TABLES and k != "training"}
+        left = {key: self._left(value, child(held, key)) for key, value in changed.items() if value is not ABSENT}
+        if not isinstance(held.holder, type):
+            left |= dict.fromkeys(known.items.keys() - held.items.keys(), ABSENT)
+        return {key: value for key, value in left.items() if value is not _KEPT}
+
+    def _items(self, held: Held, known: Held) -> tuple[Any, ...] | None:
+        """What is left in a list that calls change; None for a cache."""
+        before = set(map(id, known.items))
+        paths = [child(held, i) for i in range(len(held.items))]
+        left = [value if id(value) in before else self._left(value, path) for value, path in zip(held.items, paths, strict=True)]
+        if not any(map(self._is_written, paths)) and any(value is _KEPT for value in left):
+            return None
+        return tuple(LeftOut(path) if value is _KEPT else value for value, path in zip(left, paths, strict=True))
+
+    def _left(self, value: Any, path: str) -> Any:
+        if id(value) in self._paths:
+            return LeftOut(path if path in self._written else self._paths[id(value)])
+        if is_plain(value):
+            return self._plain(value, path)
+        inner: list[Any] = []
+        if type(value) in (list, tuple, deque):
+            inner = [self._left(x, f"{path}[{i}]") for i, x in enumerate(value)]
+        elif type(value) in (dict, OrderedDict):
+            held = Held(path, value, value)
+            inner = [self._left(x, child(held, key)) for key, x in value.items()]
+        else:
+            return LeftOut(path) if self._is_written(path) else _KEPT
+        if any(x is _KEPT for x in inner):
+            return LeftOut(path) if self._is_written(path) else _KEPT
+        return type(value)(zip(value, inner, strict=True)) if isinstance(value, dict) else type(value)(inner)
+
+    def _plain(self, value: object, path: str) -> object:
+        if not same(self._first.leaves.get(path, ABSENT), value):
+            return _KEPT
+        if same(self._start.leaves.get(path, ABSENT), value):
+            return value
+        if path not in self._traced:  # a submodule that runs as it is written sets it itself, from its part of the batch
+            return _KEPT if is_read(path, self._start) else LeftOut(path)
+        if not same(self._traced[path], value):
+            return LeftOut(path)
+        return _KEPT if self._caches and is_read(path, self._start) else value
+
+    def _is_written(self, path: str) -> bool:
+        return any(w == path or w.startswith((f"{path}.", f"{path}[")) for w in self._written)
+
+
+def is_read(path: str, state: State) -> bool:
+    """Whether code of the forward may read what stands at a path."""
+    names = set(re.findall(r"\w+", path.rpartition(".")[2]))
+    return any(name in names for function in state.reached.functions for name in _read_in(function.__code__))
+
+
+def _object(leaf: object) -> object:
+    return leaf.value if isinstance(leaf, Opaque) else leaf
+
+
+def _read_in(code: CodeType) -> Iterator[str]:
+    """The names that code reads, and the strings in it, which may be names or keys."""
+    yield from (str(i.argval) for i in dis.get_instructions(code) if i.opcode in _READS)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _read_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant

@@ -1,0 +1,180 @@
+"""What a call leaves in attributes and containers is left after a call of the program too, or stands there as left out; what only the first
+call computes is refused; caches are neither."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.capture.guards import Guards
+from autopar.capture.once import Followed
+from autopar.errors import CaptureError
+from autopar.run.left_out import LeftOut
+
+pytestmark = pytest.mark.pure
+
+BATCH, DIM = 4, 6
+LAST: dict[str, Any] = {"size": 0}
+TASK = "none"
+
+
+class Model(nn.Module):
+    def __init__(self, fn: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("shift", torch.zeros(DIM))
+        self.sizes: list[Any] = []
+        self.recent: deque[Any] = deque(maxlen=2)
+        self.table: dict[str, Any] = {}
+        self.options = SimpleNamespace(size=0)
+        self.ready, self.made, self.number = False, None, 1.0
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self, x).pow(2).sum()
+
+
+def build(fn: Callable[[Any, Tensor], Tensor]) -> tuple[Model, Guards]:
+    torch.manual_seed(0)
+    model = Model(fn)
+    guards = capture(model, (torch.randn(BATCH, DIM),)).guards
+    assert guards is not None and guards.changed() is None
+    return model, guards
+
+
+def everything(m: Any, x: Tensor) -> Tensor:
+    global TASK
+    h = m.linear(x)
+    m.size, m.pair, m.options.size, TASK = len(x), (tuple(x.shape), "a"), x.shape[1], "mean"
+    m.sizes.clear()
+    m.sizes.append([len(x), h])
+    m.recent.extend((h, len(x)))
+    m.table["h"], m.table["names"] = h, OrderedDict(a=1, b=[h])
+    m.nothing, LAST["size"] = None, len(x)
+    m.share = h.mean().item()
+    return h
+
+
+def left_out(value: object, path: str) -> bool:
+    return isinstance(value, LeftOut) and path in repr(value)
+
+
+def test_what_a_call_sets_is_there_after_it_and_tensors_are_left_out() -> None:
+    global TASK
+    model, guards = build(everything)
+    assert not hasattr(model, "size") and model.sizes == [] and LAST["size"] == 0 and TASK == "none"
+    try:
+        for _ in range(2):  # also where the user has changed it
+            guards.leave()
+            assert (model.size, model.pair, model.options.size, TASK) == (BATCH, ((BATCH, DIM), "a"), DIM, "mean")
+            assert model.nothing is None and LAST["size"] == BATCH
+            assert len(model.sizes) == 1 and model.sizes[0][0] == BATCH and left_out(model.sizes[0][1], "sizes[0][1]")
+            assert left_out(model.recent[0], "recent[0]") and model.recent[1] == BATCH and model.recent.maxlen == 2
+            assert left_out(model.table["h"], "table['h']") and list(model.table["names"]) == ["a", "b"]
+            assert model.table["names"]["a"] == 1 and left_out(model.table["names"]["b"][0], "table['names']['b'][0]")
+            assert left_out(model.share, "share")
+            assert guards.changed() is None
+            model.sizes.clear()
+            model.size, model.table["h"], LAST["size"] = 0, 0, 3
+    finally:
+        TASK = "none"
+        LAST["size"] = 0
+
+
+def cached(m: Any, x: Tensor) -> Tensor:
+    if not m.ready:
+        m.made, m.ready = torch.arange(DIM) * 0.5, True
+    m.size = len(x)
+    return m.linear(x * m.made)
+
+
+def test_a_cache_and_its_flag_are_not_left() -> None:
+    model, guards = build(cached)
+    guards.leave()
+    assert (model.ready, model.made, model.size) == (False, None, BATCH)
+
+
+def test_what_stands_for_a_tensor_refuses_to_be_used() -> None:
+    value: Any = LeftOut("a.last")
+    uses: list[Callable[[], object]] = [
+        lambda: value == 1, lambda: value != "a", lambda: value + 1, lambda: 1 + value, lambda: value.mean(), lambda: torch.mean(value),
+        lambda: sum([value]), lambda: value[0], lambda: 1 in value, lambda: f"{value:.2f}", lambda: bool(value), lambda: value(),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(AttributeError, match=r"a\.last: the original's forward leaves there what it computes.*outputs='all'"):
+            use()
+    assert {value: 1} and "not left" in repr(value)
+
+
+# -------------------------------------------------------------------------------------------------- what only the first call does
+def mean_kept(m: Any, x: Tensor) -> Tensor:
+    if m.made is None:
+        m.made = x.mean(0).detach()
+    return m.linear(x - m.made)
+
+
+def mean_in_a_buffer(m: Any, x: Tensor) -> Tensor:
+    if not m.ready:
+        m.shift.copy_(x.mean(0))
+        m.ready = True
+    return m.linear(x - m.shift)
+
+
+def buffer_assigned(m: Any, x: Tensor) -> Tensor:
+    if not m.ready:
+        m.shift, m.ready = x.detach().mean(0), True
+    return m.linear(x - m.shift)
+
+
+def norm_of_the_weights(m: Any, x: Tensor) -> Tensor:
+    if m.made is None:
+        m.made = m.linear.weight.detach().norm()
+    return m.linear(x) / m.made
+
+
+def number_kept(m: Any, x: Tensor) -> Tensor:
+    if not m.ready:
+        m.number, m.ready = x.std().item(), True
+    return m.linear(x) / m.number
+
+
+@pytest.mark.parametrize("fn", [mean_kept, mean_in_a_buffer, buffer_assigned, norm_of_the_weights, number_kept], ids=lambda f: f.__name__)
+def test_what_the_first_call_computes_and_later_ones_keep_is_refused(fn: Callable[..., Tensor]) -> None:
+    model = Model(fn)
+    with pytest.raises(CaptureError, match="the first call of Model computes (made|shift|number) from its batch or its weights") as caught:
+        capture(model, (torch.randn(BATCH, DIM),))
+    assert "call the model once on its first batch before compiling it" in str(caught.value)
+    first, x = torch.randn(BATCH, DIM), torch.randn(BATCH, DIM)
+    with torch.no_grad():
+        model(first)
+    kept = model.made, model.shift.clone(), model.number
+    captured = capture(model, (x,))  # which compares it with the model
+    assert captured.guards is not None and captured.guards.changed() is None
+    assert model.made is kept[0] and torch.equal(model.shift, kept[1]) and model.number == kept[2]
+
+
+def zeros_of_its_shape(m: Any, x: Tensor) -> Tensor:
+    if m.made is None:
+        m.made = torch.zeros_like(x) + x.new_ones(DIM) + m.shift
+    return m.linear(x) + m.made
+
+
+def test_a_cache_of_shapes_and_constants_is_none_of_that() -> None:
+    build(zeros_of_its_shape)
+
+
+def test_what_is_computed_from_tensors_is_followed_through_memory() -> None:
+    x, other, buffer = torch.randn(3), torch.randn(3), torch.zeros(3)
+    with Followed([x]) as followed:
+        a = (x * 2).detach() + 0
+        b, c, d = (x + other)[1:].view(-1), other * 2, torch.empty_like(x).fill_(1)
+        buffer[:2].copy_(x[:2])
+    assert followed.has(b) and followed.has(buffer) and not followed.has(c) and not followed.has(d) and not followed.has(other)
+    assert not followed.has(3) and followed.has(a)
