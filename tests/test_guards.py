@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import gc
 import operator
 import os
 import re
 import threading
+import weakref
+from collections import UserDict
 from collections.abc import Callable
 from itertools import repeat
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,7 +45,8 @@ class Child(nn.Linear):
         self.rate, self.names, self.pair = 0.5, {"a", "b"}, (1, (2.0, "x"))
 
     def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
-        return super().forward(x) * self.rate + shift
+        rate = self.rate if "a" in self.names and self.kind == "child" else self.pair[0]
+        return super().forward(x) * rate + shift
 
 
 class Net(nn.Module):
@@ -54,7 +59,8 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        return helper(self.drop(self.child(x))) * self.config.alpha * getattr(self, "optional", 1.0)
+        x = helper(self.drop(self.child(x))) * self.config.alpha * getattr(self, "optional", 1.0) * self.weights + self.steps
+        return x * self.history[0] * self.table["a"]["b"] * self.config.inner.beta[0]
 
 
 def build() -> tuple[Net, Callable[[Tensor], Tensor], Guards, dict[str, Any]]:
@@ -146,6 +152,136 @@ def test_a_hook_that_is_removed_is_a_change() -> None:
     guards = Guards.take(model)
     handle.remove()
     assert "child._forward_hooks" in str(guards.changed())
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Held:
+    """Reaches its numbers in many ways."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.inner = {"a": [Slotted()]}
+
+    def method(self) -> float:
+        return self.inner["a"][0].scale * self.scale
+
+
+class OfMany(nn.Module):
+    @property
+    def factor(self) -> float:
+        return 1.0
+
+    @staticmethod
+    def static() -> float:
+        return 1.0
+
+    def __init__(self, held: Held, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        super().__init__()
+        self.partial = functools.partial(helper)
+        self.bound, self.reference, self.act, self.builtin = held.method, weakref.ref(held), torch.tanh, {"a": 1.0}.get
+        self.array, self.wide, self.names = numpy.ones(2), numpy.ones(3), {"a"}
+        self.optimizer, self.schedule = optimizer, schedule
+        self.proxy, self.data = MappingProxyType({"a": 1.0}), UserDict(a=1.0)
+        self.prior = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
+        self.by_name, self.which = 1.0, "by_name"
+        self.count, self.log, self.best = 0, [0.0], {"loss": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = [self.bound(), self.reference().scale, self.builtin("a"), self.array[0], self.proxy["a"], self.data["a"], self.factor]
+        numbers += [self.optimizer.param_groups[0]["lr"], self.schedule.get_last_lr()[0], getattr(self, self.which), self.static()]
+        x = self.act(self.partial(x)) + self.prior.log_prob(x) * ("a" in self.names)
+        return torch.log(x.abs() + 1).sum() * sum(numbers)
+
+
+@pytest.fixture
+def of_many() -> tuple[OfMany, Held]:
+    held = Held()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    return OfMany(held, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)), held
+
+
+IN_MANY_WAYS: dict[str, tuple[Callable[[OfMany, Held], object], str]] = {
+    "keyword of a partial": (lambda m, h: m.partial.keywords.update(k=1), "partial.keywords"),
+    "partial": (lambda m, h: setattr(m, "partial", functools.partial(helper)), "partial from partial to another partial"),
+    "slot, deep": (lambda m, h: setattr(h.inner["a"][0], "scale", 2.0), "scale from 1.0 to 2.0"),
+    "attribute in front of the class's": (lambda m, h: setattr(h, "scale", 2.0), "scale from nothing to 2.0"),
+    "bound method": (lambda m, h: setattr(m, "bound", Held().method), "bound from method to another method"),
+    "function": (lambda m, h: setattr(m, "act", torch.relu), "act from builtin_function_or_method to another"),
+    "function by another": (lambda m, h: setattr(m, "act", lambda x: x), "act from builtin_function_or_method to function"),
+    "array in place": (lambda m, h: m.array.fill(2.0), "array from array of 16 bytes to another"),
+    "set of as many": (lambda m, h: (m.names.clear(), m.names.add("b")), "names from set of 1 to another set of 1"),
+    "learning rate": (lambda m, h: m.optimizer.param_groups[0].update(lr=0.2), r"optimizer.param_groups\[0\]\['lr'\] from 0.1 to 0.2"),
+    "schedule": (lambda m, h: m.schedule._last_lr.__setitem__(0, 0.2), r"schedule._last_lr\[0\] from 0.1 to 0.2"),
+    "behind a proxy": (lambda m, h: gc.get_referents(m.proxy)[0].update(a=2.0), r"proxy\['a'\] from 1.0 to 2.0"),
+    "dict of the user": (lambda m, h: m.data.update(a=2.0), r"data.data\['a'\] from 1.0 to 2.0"),
+    "distribution": (lambda m, h: m.prior.scale.fill_(2.0), "prior.scale, written in place"),
+    "name in data": (lambda m, h: setattr(m, "by_name", 2.0), "by_name from 1.0 to 2.0"),
+    "behind a method of a dict": (lambda m, h: m.builtin.__self__.update(a=2.0), r"builtin.__self__\['a'\] from 1.0 to 2.0"),
+    "property": (lambda m, h: setattr(OfMany, "factor", property(lambda _: 2.0)), "OfMany.factor from property to another property"),
+    "static method": (lambda m, h: setattr(OfMany, "static", staticmethod(lambda: 2.0)), "OfMany.static from staticmethod to another"),
+}
+
+
+@pytest.mark.parametrize("what", IN_MANY_WAYS)
+def test_what_code_reaches_in_many_ways_is_watched(what: str, of_many: tuple[OfMany, Held], monkeypatch: pytest.MonkeyPatch) -> None:
+    change, says = IN_MANY_WAYS[what]
+    before = {name: vars(OfMany)[name] for name in ("factor", "static")}
+    guards = Guards.take(of_many[0])
+    try:
+        for _ in range(2):
+            assert guards.changed() is None
+        change(*of_many)
+        found = guards.changed()
+        assert found is not None and re.search(says, found), found
+    finally:
+        for name, value in before.items():
+            setattr(OfMany, name, value)
+
+
+def test_what_no_code_reads_is_the_users_own_affair(of_many: tuple[OfMany, Held]) -> None:
+    """A counter of steps, a history, the best loss: the forward reads none, though torch.log is called as one of them."""
+    model, held = of_many
+    guards = Guards.take(model)
+    taken = []
+    for step in range(3):
+        model.count += 1
+        model.log.append(0.5)
+        model.best["loss"] = float(step)
+        held.note = step  # type: ignore[attr-defined]
+        model.wide.fill(step)
+        before = guards._values
+        assert guards.changed() is None
+        taken.append(guards._values is not before)
+    assert taken == [True, False, False], "a picture is taken once, for the attribute that is new"
+
+
+class ByMadeNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate_1, self.other = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * getattr(self, f"rate_{x.dim()}")
+
+
+class ByAllNames(ByMadeNames):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * sum(v for k, v in vars(self).items() if k.startswith("rate"))
+
+
+@pytest.mark.parametrize("kind", [ByMadeNames, ByAllNames])
+def test_where_code_makes_names_all_attributes_are_watched(kind: type[ByMadeNames]) -> None:
+    model = kind()
+    guards = Guards.take(model)
+    model.rate_1 = 2.0
+    assert "rate_1 from 1.0 to 2.0" in str(guards.changed())
 
 
 def test_what_the_runtime_and_training_do_is_no_change() -> None:

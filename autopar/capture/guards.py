@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from itertools import repeat
-from types import CellType, FunctionType
+from types import CellType
 from typing import Any
 
 import torch
@@ -40,13 +40,14 @@ class Guards:
     ) -> None:  # fmt: skip
         self._model, self._loss, self._state, self._ignored, self._mode, self._left = model, loss, state, ignored, mode, left
         self._modules = list(model.modules())
-        self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name == "get_default_dtype" or name in state.reached.names]
+        asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
+        self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
         self._index(state)
 
     @staticmethod
     def take(model: nn.Module, loss: Callable[..., Any] | None = None) -> Guards:
         """All that the forward and the loss may read beside parameters, buffers and inputs, as it is now."""
-        return Guards(model, loss, State.take(model, loss), frozenset())
+        return Guards(model, loss, State.take(model, loss).of_what_is_read(model, loss), frozenset())
 
     def without(self, paths: Iterable[str]) -> Guards:
         """The same without what the forward itself writes."""
@@ -89,12 +90,7 @@ class Guards:
     # ---------------------------------------------------------------------------------------------------------- private
     def _counts(self, change: Change) -> bool:
         path = change.path
-        if any(path == ignored or path.startswith((f"{ignored}[", f"{ignored}.")) for ignored in self._ignored):
-            return False
-        if change.before is not ABSENT:
-            return True
-        name = path.rpartition(".")[2].partition("[")[0]  # of a new attribute: one that no code reads is the user's own affair
-        return name in self._state.reached.names or name in WATCHED_HOOKS or name == "forward"
+        return not any(path == ignored or path.startswith((f"{ignored}[", f"{ignored}.")) for ignored in self._ignored)
 
     def _same_objects(self) -> bool:
         return (
@@ -106,6 +102,8 @@ class Guards:
             and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
             and [t._version for t in self._tensors] == self._versions
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
+            and all(map(operator.eq, self._sets, self._members))
+            and [array.tobytes() for array in self._arrays] == self._bytes
         )
 
     def _index(self, state: State) -> None:
@@ -121,7 +119,9 @@ class Guards:
         self._elements: list[Any] = []
         self._cells: list[CellType | ContextVar[Any]] = []
         self._cell_contents: list[Any] = []
-        self._owners: list[type | FunctionType] = []
+        self._owners: list[Any] = []
+        self._sets: list[Any] = []
+        self._members: list[frozenset[Any]] = []
         self._attributes: list[str] = []
         self._attribute_values: list[Any] = []
         for held in state.held:
@@ -130,6 +130,8 @@ class Guards:
         self._empty = [registry.get(name, ABSENT) is None for registry, name in zip(self._registries, self._names, strict=True)]
         self._tensors: list[torch.Tensor] = [state.tensors[path] for path in state.versions]
         self._versions = list(state.versions.values())
+        self._arrays = state.arrays
+        self._bytes = [array.tobytes() for array in self._arrays]
 
     def _add(self, held: Held) -> None:
         holder, items = held.holder, held.items
@@ -138,8 +140,9 @@ class Guards:
         if isinstance(holder, (CellType, ContextVar)):
             self._cells.append(holder)
             self._cell_contents.append(items)
-        elif isinstance(holder, (type, FunctionType)):
-            pairs = [(k, v) for k, v in items.items() if getattr(holder, k, ABSENT) is v]
+        elif isinstance(items, dict) and not isinstance(holder, dict):
+            found = [(k, getattr(holder, k, ABSENT)) for k in items if child(held, k) not in self._ignored]
+            pairs = [(k, v) for k, v in found if getattr(holder, k, ABSENT) is v]  # not so of class methods
             self._owners += [holder] * len(pairs)
             self._attributes += [k for k, _ in pairs]
             self._attribute_values += [v for _, v in pairs]
@@ -166,7 +169,8 @@ class Guards:
             self._positions += range(len(items))
             self._elements += items
         else:
-            self._containers.append(holder)
+            self._sets.append(holder)
+            self._members.append(items)
 
 
 def _content(cell: CellType | ContextVar[Any]) -> object:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import capturing
@@ -116,6 +117,11 @@ def _captured(
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: submodules that run as they are written, and why."""
     args, kwargs = example
+    if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
+        raise CaptureError(
+            f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of {type(model).__name__} get a shape in the first call\n"
+            f"  what to do: call the model once on a batch before compiling it"
+        )
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     given = args, kwargs

@@ -5,33 +5,85 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import os
+import site
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "is_foreign", "reached"]
+__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "is_foreign", "reached"]
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
+_INSTALLED = {os.path.realpath(path) for path in site.getsitepackages()} | set(site.getsitepackages())
+_FEW = 200
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _WRAPPERS = (staticmethod, classmethod)
+# Methods that run without being named.
+_IMPLICIT = frozenset(
+    f"__{name}__"
+    for name in (
+        "call", "getattr", "getattribute", "getitem", "get", "len", "iter", "next", "contains", "bool", "float", "int", "index", "enter",
+        "exit", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "matmul", "rmatmul", "torch_function",
+    )
+)  # fmt: skip
+_ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "attrgetter", "eval", "exec", "getmembers"})  # attributes by no name
+_MADE = frozenset({"FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BUILD_STRING", "BINARY_OP"})  # of a name
 
 
 class Reached:
-    """functions: those that may run, each once. names: what they read as global, attribute or string. caches: functions with an
-    lru_cache beside them. scopes: for the globals of each file (and for modules used as `settings.x`), the dict, its name, and the
-    names that are read there. classes: the user's, of objects and used by name, apart from those of modules."""
+    """functions: those that may run, each once. names: what they read as global, attribute or string. asked: what they read as an attribute
+    of a module of Python or torch alone. caches: functions with an lru_cache beside them. scopes: for the globals of each file (and for
+    modules used as `settings.x`), the dict, its name, and the names that are read there. classes: the user's, of objects and used by name,
+    apart from those of modules. wide: classes of whose objects any attribute may be read, by a name that code makes or by none;
+    everywhere: of all. by_data: names may stand in the user's data."""
 
     def __init__(self) -> None:
         self.functions: list[FunctionType] = []
         self.names: set[str] = set()
+        self.asked: set[str] = set()
         self.caches: list[Any] = []
         self.scopes: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self.classes: dict[type, None] = {}  # in order
+        self.wide: set[type] = set()
+        self.everywhere = self.by_data = False
+
+
+class Reads:
+    """Which attributes of an object may be read. data: strings that the user's objects hold."""
+
+    def __init__(self, code: Reached, data: Iterable[str]) -> None:
+        self._code, self._names = code, code.names | (set(data) if code.by_data else set()) | {"forward"}
+        self._of_classes: dict[type, frozenset[str] | None] = {}
+
+    def of(self, cls: type, attributes: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Those that may be read of the attributes of an object of a class."""
+        if cls not in self._of_classes:
+            self._of_classes[cls] = self._beside(cls)
+        more = self._of_classes[cls]
+        if more is None:
+            return dict(attributes)
+        return {k: v for k, v in attributes.items() if k in self._names or k in more or not isinstance(k, str)}
+
+    def _beside(self, cls: type) -> frozenset[str] | None:
+        """What methods of Python and torch read, which are not followed; None for anything."""
+        if self._code.everywhere or not self._code.wide.isdisjoint(cls.__mro__):
+            return None
+        if not issubclass(cls, nn.Module) and any(is_installed(base.__module__) for base in cls.__mro__ if not is_foreign(base.__module__)):
+            return None  # whose methods are not followed
+        foreign = [base for base in cls.__mro__ if is_foreign(base.__module__) and base not in (object, nn.Module)]
+        methods = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
+        pending, found = [name for name in methods if name in self._names or name in _IMPLICIT], set[str]()
+        while pending:
+            for function in _functions(methods[pending.pop()], 3):
+                new = set(_names(function.__code__)) - found
+                found |= new
+                pending += new & methods.keys()
+        return frozenset(found)
 
 
 def is_foreign(module_name: object) -> bool:
@@ -39,10 +91,17 @@ def is_foreign(module_name: object) -> bool:
     return str(module_name).partition(".")[0] in _FOREIGN
 
 
-def reached(model: nn.Module, others: Iterable[object]) -> Reached:
+@functools.cache
+def is_installed(module_name: str) -> bool:
+    """Whether code of this module lies among the installed packages: what keeps settings in its classes is the user's code."""
+    file = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    return bool(file) and any(file.startswith(f"{folder}{os.sep}") for folder in _INSTALLED)
+
+
+def reached(model: nn.Module, others: Iterable[object], objects: Iterable[object] = ()) -> Reached:
     """What the forward of the model and the given functions may run: methods are followed by their names, functions by what the
-    globals and closures hold. Code of Python and torch is not followed."""
-    return _Search(model).run(others)
+    globals and closures hold. Code of Python and torch is not followed. objects: functions and classes that are known to be there."""
+    return _Search(model).run(others, objects)
 
 
 class _Search:
@@ -50,17 +109,20 @@ class _Search:
         self.found = Reached()
         self.pending: list[FunctionType] = []
         self.seen: set[int] = set()
-        self.methods: dict[str, list[object]] = {}
+        self.methods: dict[str, list[tuple[type, object]]] = {}
+        self.owners: dict[int, type] = {}  # of a function
         self.classes: set[type] = set()
         for module in model.modules():
             for cls in type(module).__mro__:
                 self._class(cls)
             for value in (*_values(vars(module)), *(h for table in HOOKS for h in vars(module)[table].values())):
                 self._add(value)
-        for function in self.methods.get("forward", ()):
-            self._add(function)
+        for cls, function in self.methods.get("forward", ()):
+            self._add(function, cls)
 
-    def run(self, others: Iterable[object]) -> Reached:
+    def run(self, others: Iterable[object], objects: Iterable[object]) -> Reached:
+        for value in objects:
+            self._add(value)
         for other in others:
             self._add(other)
             if not isinstance(other, FunctionType) and not is_foreign(type(other).__module__):
@@ -76,32 +138,40 @@ class _Search:
             return
         self.classes.add(cls)
         for name, value in vars(cls).items():
-            if name in self.found.names:
-                self._add(value)
-            self.methods.setdefault(name, []).append(value)
+            if name in self.found.names or name in _IMPLICIT:
+                self._add(value, cls)
+            self.methods.setdefault(name, []).append((cls, value))
             if isinstance(value, LruCache):
                 self.found.caches.append(value)
 
     def _object(self, cls: type) -> None:
         """A class that is used by name, or that of an object: its attributes are read, and its methods run, where the names are."""
         for base in cls.__mro__:
-            if base not in self.classes and not is_foreign(base.__module__) and not issubclass(base, (nn.Module, enum.Enum)):
+            if base in self.classes or is_foreign(base.__module__) or issubclass(base, enum.Enum) or is_installed(base.__module__):
+                continue
+            self._class(base)
+            if issubclass(base, nn.Module):
+                self._names({"forward"})
+            else:
                 self.found.classes[base] = None
-                self._class(base)
 
-    def _add(self, value: object) -> None:
+    def _add(self, value: object, owner: type | None = None) -> None:
         kind = value if isinstance(value, type) else type(value)
         if not is_foreign(kind.__module__):
             self._object(kind)
         for function in _functions(value, 3):
+            if owner is not None:
+                self.owners[id(function)] = owner
             if id(function) not in self.seen and not is_foreign(function.__module__):
                 self.seen.add(id(function))
                 self.pending.append(function)
                 self.found.functions.append(function)
 
     def _visit(self, function: FunctionType) -> None:
-        names = set(_names(function.__code__))
+        names, asked = _read(function)
+        self.found.asked |= asked
         self._names(names)
+        self._unnamed(function, names)
         self._scope(function.__globals__, str(function.__module__), names, set(_stored(function.__code__)))
         for cell in function.__closure__ or ():
             try:
@@ -117,8 +187,19 @@ class _Search:
         new = names - self.found.names
         self.found.names |= new
         for name in new & self.methods.keys():
-            for method in self.methods[name]:
-                self._add(method)
+            for cls, method in self.methods[name]:
+                self._add(method, cls)
+
+    def _unnamed(self, function: FunctionType, names: set[str]) -> None:
+        """Notes whether the function reads attributes by other than their names."""
+        made, from_data = _getattr(function.__code__) if names & {"getattr", "hasattr"} else (False, False)
+        self.found.by_data |= from_data
+        if made or names & _ALL_AT_ONCE:
+            owner = self.owners.get(id(function))
+            if owner is not None:
+                self.found.wide.add(owner)
+            elif not is_installed(function.__module__):
+                self.found.everywhere = True
 
     def _scope(self, scope: dict[str, Any], name: str, names: set[str], stored: set[str]) -> None:
         if id(scope) not in self.found.scopes:
@@ -164,19 +245,95 @@ def _values(attributes: dict[str, Any]) -> Iterator[object]:
         yield from _inside(value)
 
 
-def _inside(value: object) -> Iterable[object]:
-    if type(value) is dict:
-        return list(value.values())
-    return value if isinstance(value, (list, tuple)) and type(value) in (list, tuple) else ()
+def _inside(value: object, depth: int = 3) -> Iterator[object]:
+    """What containers hold, of which there are not many."""
+    if type(value) not in (dict, list, tuple) or depth == 0 or len(value) > _FEW:  # type: ignore[arg-type]
+        return
+    for item in list(value.values()) if isinstance(value, dict) else value:  # type: ignore[attr-defined]
+        yield item
+        yield from _inside(item, depth - 1)
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """All names and strings in code."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
+        else:
+            yield from (x for x in (constant if isinstance(constant, (tuple, frozenset)) else (constant,)) if _is_name(x))
+
+
+def _is_name(constant: object) -> bool:
+    return isinstance(constant, str) and constant.isidentifier()
+
+
+def _read(function: FunctionType) -> tuple[set[str], set[str]]:
+    """The names in a function, apart from those that are only attributes of modules of Python and torch (`torch.log`), and these."""
+    elsewhere, of_modules = set[str](), set[str]()
+    base: dict[str, Any] | None = None
+    for kind, name in _loads(function.__code__):
+        if kind == "global":
+            elsewhere.add(name)
+            base = _module(function.__globals__.get(name))
+        elif kind == "attribute" and base is not None:
+            of_modules.add(name)
+            base = _module(base.get(name))
+        else:
+            elsewhere.add(name)
+            base = None
+    asked = of_modules - elsewhere
+    return {name for name in _names(function.__code__) if name not in asked}, asked
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
+    """In order, the names that code and what is defined in it load: a global, an attribute of what was loaded before, or another."""
+    found = []
+    chained = False
+    for one in _codes(code):
+        for i in dis.get_instructions(one):
+            if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                found.append(("global", i.argval))
+                chained = True
+            elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                found.append(("attribute" if chained else "other", i.argval))
+            elif i.opcode in dis.hasname:
+                found.append(("other", i.argval))
+                chained = False
+            else:
+                chained &= i.opname in ("PUSH_NULL", "CACHE", "PRECALL", "EXTENDED_ARG")
+    return tuple(found)
+
+
+def _module(value: object) -> dict[str, Any] | None:
+    return vars(value) if isinstance(value, ModuleType) and is_foreign(value.__name__) else None
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _getattr(code: CodeType) -> tuple[bool, bool]:
+    """Of the calls of getattr and hasattr in code: whether one is given a name that is made there, and one that is held elsewhere."""
+    made = from_data = False
+    for one in _codes(code):
+        depth, calls = 0, list[tuple[int, bool]]()  # of the stack below each open call; whether a string has been loaded for it
+        for i in dis.get_instructions(one):
+            if i.opname == "LOAD_GLOBAL" and i.argval in ("getattr", "hasattr"):
+                calls.append((depth, False))
+            elif calls and i.opname == "LOAD_CONST" and isinstance(i.argval, str):
+                calls[-1] = calls[-1][0], True
+            elif calls and i.opname in _MADE:
+                made = True
+            depth += dis.stack_effect(i.opcode, i.arg, jump=False)
+            if calls and i.opname.startswith("CALL") and depth <= calls[-1][0] + 1:
+                from_data |= not calls.pop()[1]
+    return made, from_data
 
 
 def _stored(code: CodeType) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import itertools
 import os
 import random
@@ -17,13 +18,13 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.capture.reach import HOOKS, LruCache, Reached, is_foreign, reached
+from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign, reached
 from autopar.run import hooks
 
 __all__ = [
@@ -128,33 +129,39 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """leaves: path -> value. versions: of the plain tensors among them. held: every container, with its contents. reached: the code
-    that was looked at. buffers: the names of the buffers that hold a tensor; of others that do later, the tensors are leaves."""
+    """leaves: path -> value. versions: of the plain tensors among them. held: every container, with its contents. arrays: those of numpy
+    that are compared by their bytes. reached: the code that was looked at. buffers: the names of the buffers that hold a tensor; of others
+    that do later, the tensors are leaves. reads: what code may read, if nothing else is in the picture; None if all is."""
 
     leaves: Mapping[str, object]
     versions: Mapping[str, int]
     held: tuple[Held, ...]
+    arrays: tuple[Any, ...]
     reached: Reached
     buffers: frozenset[str]
+    reads: Reads | None = None
 
     @staticmethod
     def take(model: nn.Module, loss: object = None, since: State | None = None) -> State:
         """since: an earlier State of the same model and loss, to be compared with this one."""
-        buffers = since.buffers if since is not None else frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
-        of_all = {f"the hooks of all modules ({table[1:]})": found for table, found in hooks.of_all_modules().items()}
-        others = [*(() if loss is None else (loss,)), *(hook for found in of_all.values() for hook in found.values())]
-        code = since.reached if since is not None else reached(model, others)
-        walk = _Walk(model, buffers)
-        walk.model(model)
-        for path, found in of_all.items():
-            walk.held.append(Held(path, found, dict(found)))
-            walk.leaves[path] = Value(f"{len(found)} hooks", tuple(map(id, found.values())))
-        walk.code(code)
-        if code.names & {"environ", "getenv"}:
-            walk.visit("os.environ", vars(os.environ)["_data"], _DEPTH)
-        for number, part in enumerate(_bound(loss)):
-            walk.visit("loss" if not number else f"loss's part {number}", part, _DEPTH)
-        return State(walk.leaves, walk.versions, tuple(walk.held), code, buffers)
+        if since is not None:
+            return _pictured(model, loss, since.buffers, since.reached, since.reads)
+        buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
+        hooks_of_all = [hook for found in hooks.of_all_modules().values() for hook in found.values()]
+        others = [*(() if loss is None else (loss,)), *hooks_of_all]
+        known: dict[int, object] = {}
+        while True:  # objects that are found have methods, which read other objects
+            code = reached(model, others, known.values())
+            found: dict[int, object] = {}
+            state = _pictured(model, loss, buffers, code, None, found)
+            if found.keys() <= known.keys():
+                return state
+            known |= found
+
+    def of_what_is_read(self, model: nn.Module, loss: object = None) -> State:
+        """The same picture of what code may read, and of the functions there: to be watched."""
+        reads = Reads(self.reached, {x for x in self.leaves.values() if isinstance(x, str)})
+        return _pictured(model, loss, self.buffers, self.reached, reads)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -179,11 +186,31 @@ class State:
 
 def child(held: Held, key: Any) -> str:
     """The path of one of the items of a container."""
-    if held.keys is not None:
+    if held.keys is not None and isinstance(held.holder, dict):
         return f"{key} of {held.path}"
     if isinstance(held.holder, type):
         return f"{held.path}.{key}"
     return f"{held.path}{key}" if held.path.endswith(".") or not held.path else f"{held.path}[{_key(key)}]"
+
+
+def _pictured(
+    model: nn.Module, loss: object, buffers: frozenset[str], code: Reached, reads: Reads | None, found: dict[int, object] | None = None
+) -> State:
+    """found: takes the functions and the classes of objects that the model and the loss hold."""
+    walk = _Walk(model, buffers, reads)
+    walk.model(model)
+    for number, part in enumerate(_bound(loss)):
+        walk.visit("loss" if not number else f"loss's part {number}", part, _DEPTH)
+    if found is not None:
+        found |= walk.found
+    for path, table in hooks.of_all_modules().items():
+        path = f"the hooks of all modules ({path[1:]})"
+        walk.held.append(Held(path, table, dict(table)))
+        walk.leaves[path] = Value(f"{len(table)} hooks", tuple(map(id, table.values())))
+    walk.code(code)
+    if (code.names | code.asked) & {"environ", "getenv"}:
+        walk.visit("os.environ", vars(os.environ)["_data"], _DEPTH)
+    return State(walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, buffers, reads)
 
 
 def _bound(loss: Any) -> list[object]:
@@ -201,7 +228,7 @@ def same(a: object, b: object) -> bool:
     if type(a) is not type(b) or isinstance(a, torch.Tensor):
         return False
     if isinstance(a, Opaque) and isinstance(b, Opaque):
-        return a.value is b.value
+        return a.value is b.value or (isinstance(a.value, MethodType) and a.value == b.value)
     return bool(a == b) or (a != a and b != b)
 
 
@@ -232,6 +259,8 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
         return {"__defaults__": holder.__defaults__, "__kwdefaults__": holder.__kwdefaults__}
     if isinstance(holder, type):
         return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
+    if keys is not None and not isinstance(holder, dict):
+        return {k: getattr(holder, k, ABSENT) for k in keys}
     if type(holder) is dict and keys is None:
         return holder.copy()
     if isinstance(holder, dict):
@@ -257,11 +286,11 @@ def put_back(held: Held) -> None:
     if isinstance(items, dict):
         if len(now) == len(items) and all(now.get(k, ABSENT) is v for k, v in items.items()):
             return
-        if isinstance(holder, (type, FunctionType)):
+        if not isinstance(holder, dict):
             for key in now.keys() - items.keys() if held.keys is None else ():
                 delattr(holder, key)
             for key, value in items.items():
-                if now.get(key, ABSENT) is not value:
+                if now.get(key, ABSENT) is not value and value is not ABSENT:
                     setattr(holder, key, value)
             return
         base = _base(holder)
@@ -281,8 +310,12 @@ def put_back(held: Held) -> None:
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, buffers: frozenset[str]) -> None:
-        self.buffers = buffers
+    """reads: only what code may read is looked at, and functions are compared; None: everything is, and may be put back."""
+
+    def __init__(self, model: nn.Module, buffers: frozenset[str], reads: Reads | None) -> None:
+        self.buffers, self.reads = buffers, reads
+        self.found: dict[int, object] = {}  # of what the model and the loss hold
+        self.arrays: list[Any] = []
         self.leaves: dict[str, object] = {}
         self.versions: dict[str, int] = {}
         self.held: list[Held] = []
@@ -294,9 +327,13 @@ class _Walk:
         for name, module in model.named_modules():
             self._module(f"{name}." if name else "", module)
 
+    def _of(self, cls: type, attributes: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Those of the attributes of an object that are looked at."""
+        return dict(attributes) if self.reads is None else self.reads.of(cls, attributes)
+
     def _module(self, prefix: str, module: nn.Module) -> None:
         own = vars(module)
-        self.held.append(Held(prefix, own, dict(own)))
+        self.held.append(Held(prefix, own, self._of(type(module), own)))
         foreign = is_foreign(type(module).__module__)
         for table in REGISTRIES:
             self.held.append(Held(prefix, own[table], dict(own[table]), table=table))
@@ -314,7 +351,7 @@ class _Walk:
         for table in (*HOOKS, *_OTHER_TABLES):
             if isinstance(x := own.get(table), (dict, set)):
                 self.held.append(Held(prefix, x, contents(x), table=table))
-        for name, value in own.items():
+        for name, value in self._of(type(module), own).items():
             if name == "training" or name in TABLES:
                 continue
             if isinstance(value, _CODE) and hasattr(type(module), name):
@@ -330,18 +367,19 @@ class _Walk:
         if cls in self.classes:
             return
         self.classes.add(cls)
-        found = contents(cls)
+        found = self._of(cls, contents(cls))
         self.held.append(Held(cls.__name__, cls, found))
         for key, value in found.items():
-            if isinstance(value, FunctionType):
+            if isinstance(value, FunctionType):  # a method, which is followed where its name is read
                 self.leaves[f"{cls.__name__}.{key}"] = Opaque(value)
-            self.visit(f"{cls.__name__}.{key}", value, _DEPTH)
+            else:
+                self.visit(f"{cls.__name__}.{key}", value, _DEPTH)
 
     def code(self, code: Reached) -> None:
         for cls in code.classes:
             self._class(cls)
         for scope, module, names in code.scopes.values():
-            keys = frozenset(k for k in names if not isinstance(scope.get(k), _CODE))
+            keys = frozenset(names if self.reads else (k for k in names if not isinstance(scope.get(k), _CODE)))
             self.held.append(Held(module, scope, contents(scope, keys), keys))
             for key in keys & scope.keys():
                 self.visit(f"{key} of {module}", scope[key], _DEPTH)
@@ -349,7 +387,7 @@ class _Walk:
             name = function.__qualname__.replace(".<locals>", "")
             for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 found = contents(cell)
-                if id(cell) in self.seen or isinstance(found, _CODE) or found is ABSENT:
+                if id(cell) in self.seen or (isinstance(found, _CODE) and not self.reads) or found is ABSENT:
                     continue
                 self.seen.add(id(cell))
                 self.held.append(Held(f"{variable}, which {name} closes over", cell, found))
@@ -369,17 +407,48 @@ class _Walk:
             self.leaves[path] = REGISTERED
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value)
-        elif isinstance(value, _CODE) or id(value) in self.seen:
+        elif isinstance(value, _CODE):
+            self._callable(path, value, depth)
+        elif id(value) in self.seen:
             return
         elif (known := _by_value(value)) is not None:
             self.leaves[path] = known
+            if type(value).__module__ == "numpy":
+                self.arrays.append(value)
         else:
             self._container(path, value, depth)
+
+    def _callable(self, path: str, value: Any, depth: int) -> None:
+        """A function, a class or a reference, and what it is bound to."""
+        if self.reads is not None:
+            self.leaves[path] = Opaque(value)
+        if id(value) in self.seen or depth == 0:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, functools.partial):
+            self.visit(f"{path}.func", value.func, depth - 1)
+            self.visit(f"{path}.args", list(value.args), depth - 1)
+            self.visit(f"{path}.keywords", value.keywords, depth - 1)
+        elif isinstance(value, weakref.ref):
+            if (target := value()) is not None:
+                self.visit(f"{path}()", target, depth - 1)
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            if not isinstance(value.__self__, (ModuleType, type, type(None))):
+                self.visit(f"{path}.__self__", value.__self__, depth - 1)
+        if isinstance(value, (FunctionType, MethodType)) or (isinstance(value, type) and not is_foreign(value.__module__)):
+            self.found[id(value)] = value
 
     def _tensor(self, path: str, value: torch.Tensor) -> None:
         self.leaves[path] = value
         if not value.is_inference():
             self.versions[path] = value._version
+
+    def _is_open(self, value: Any) -> bool:
+        """Whether the attributes of an object are looked at: those of Python's and torch's own are where code reads them."""
+        cls = type(value)
+        if not is_foreign(cls.__module__) or isinstance(value, _NAMESPACES) or cls.__name__ == "Namespace":
+            return True
+        return self.reads is not None and _root(cls) in ("torch", "collections") and hasattr(value, "__dict__")
 
     def _container(self, path: str, value: Any, depth: int) -> None:
         items: list[tuple[str, object]] | None = None
@@ -409,13 +478,24 @@ class _Walk:
             if self.held[-1].items is not ABSENT:
                 self.visit(f"{path}.get()", self.held[-1].items, depth - 1)
             return
-        elif not is_foreign(type(value).__module__) or isinstance(value, _NAMESPACES) or type(value).__name__ == "Namespace":
+        elif isinstance(value, MappingProxyType):
+            self.visit(path, gc.get_referents(value)[0], depth - 1)
+            return
+        elif self._is_open(value):
+            cls = type(value)
+            if not is_foreign(cls.__module__):
+                self.found[id(cls)] = cls
             own = vars(value) if hasattr(value, "__dict__") else None
-            items = [(f"{path}.{k}", v) for k, v in own.items()] if isinstance(own, dict) else []
+            items = []
             if isinstance(own, dict):
-                self.held.append(Held(f"{path}.", own, dict(own)))
-            slots = [s for cls in type(value).__mro__ for s in _as_tuple(vars(cls).get("__slots__", ()))]
-            items += [(f"{path}.{s}", getattr(value, s)) for s in slots if s not in ("__dict__", "__weakref__") and hasattr(value, s)]
+                shown = self._of(cls, own)
+                items = [(f"{path}.{k}", v) for k, v in shown.items()]
+                self.held.append(Held(f"{path}.", own, shown))
+            slots = {s for base in cls.__mro__ for s in _as_tuple(vars(base).get("__slots__", ()))} - {"__dict__", "__weakref__"}
+            if slots:
+                filled = self._of(cls, {s: x for s in sorted(slots) if (x := getattr(value, s, ABSENT)) is not ABSENT})
+                items += [(f"{path}.{s}", x) for s, x in filled.items()]
+                self.held.append(Held(f"{path}.", value, filled, frozenset(filled)))
         if items is None or depth == 0:
             self.leaves[path] = Opaque(value)
             return
@@ -423,6 +503,10 @@ class _Walk:
         self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
         for name, item in items:
             self.visit(name, item, depth - 1)
+
+
+def _root(cls: type) -> str:
+    return str(cls.__module__).partition(".")[0]
 
 
 def is_plain(value: object) -> bool:

@@ -1,13 +1,19 @@
-"""Programs whose forward reads what stands outside of the model, which then changes: classes of settings, objects, contexts, threads."""
+"""Programs whose forward reads what stands outside of its tensors, which then changes: settings, objects, functions, contexts, threads."""
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
+import types
+import weakref
+from collections import ChainMap, UserDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._traps_kit import Compile, Net, Results, batch, program, seeded, sgd, state, train
@@ -153,3 +159,237 @@ def local_of_the_thread(compile: Compile) -> Results:
 def deterministic_algorithms_asked_for(compile: Compile) -> Results:
     model = seeded(Scaled, lambda: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
     return _twice(compile, model, lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False))
+
+
+# ------------------------------------------------------------------------------------------------- reached in many ways
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def now(self) -> float:
+        return self.scale
+
+
+def _set(holder: Any, name: str, value: float = 0.5) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What changes a number, which is 1, and what takes that back."""
+    if hasattr(holder, "__setitem__"):
+        return lambda: holder.__setitem__(name, value), lambda: holder.__setitem__(name, 1.0)
+    return lambda: setattr(holder, name, value), lambda: setattr(holder, name, 1.0)
+
+
+@program(KIND)
+def object_with_slots(compile: Compile) -> Results:
+    held = Slotted()
+    return _twice(compile, seeded(Scaled, lambda: held.scale), *_set(held, "scale"))
+
+
+@program(KIND)
+def method_of_an_object_as_an_attribute(compile: Compile) -> Results:
+    held = Slotted()
+    return _twice(compile, seeded(Scaled, held.now), *_set(held, "scale"))
+
+
+@program(KIND)
+def keyword_of_a_partial(compile: Compile) -> Results:
+    def scale(k: float) -> float:
+        return k
+
+    find = functools.partial(scale, k=1.0)
+    return _twice(compile, seeded(Scaled, find), *_set(find.keywords, "k"))
+
+
+@program(KIND)
+def reference_to_an_object(compile: Compile) -> Results:
+    held = Schedule()
+    held.last = 1
+    reference = weakref.ref(held)
+    return _twice(compile, seeded(Scaled, lambda: reference().last), *_set(held, "last"))
+
+
+@program(KIND)
+def array_changed_in_place(compile: Compile) -> Results:
+    held = numpy.ones(2)
+    return _twice(compile, seeded(Scaled, lambda: float(held[0])), lambda: held.fill(0.5), lambda: held.fill(1.0))
+
+
+@program(KIND)
+def set_of_names_of_the_same_size(compile: Compile) -> Results:
+    held = {"a"}
+
+    def swap(a: str, b: str) -> Callable[[], Any]:
+        return lambda: (held.discard(a), held.add(b))
+
+    return _twice(compile, seeded(Scaled, lambda: 1.0 if "a" in held else 0.5), swap("a", "b"), swap("b", "a"))
+
+
+@program(KIND)
+def dicts_behind_others(compile: Compile) -> Results:
+    under = {"k": 1.0}
+    proxy, chain, own = types.MappingProxyType(under), ChainMap({"z": 1.0}, under), UserDict(k=1.0)
+
+    def change() -> None:
+        under["k"], chain.maps[0]["z"], own["k"] = 0.5, 0.25, 3.0
+
+    def back() -> None:
+        under["k"] = chain.maps[0]["z"] = own["k"] = 1.0
+
+    return _twice(compile, seeded(Scaled, lambda: proxy["k"] * chain["z"] * own["k"]), change, back)
+
+
+@program(KIND)
+def learning_rate_in_the_loss(compile: Compile) -> Results:
+    """The forward reads the optimizer's param_groups and the scheduler's last rate."""
+    held = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(held, 1, gamma=0.5)
+
+    def change() -> None:
+        held.step()
+        schedule.step()
+
+    def back() -> None:
+        held.param_groups[0]["lr"] = 1.0
+
+    return _twice(compile, seeded(Scaled, lambda: held.param_groups[0]["lr"] + schedule.get_last_lr()[0]), change, back)
+
+
+class Acted(Net):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.act(super().hidden(x))
+
+
+@program(KIND)
+def activation_replaced(compile: Compile) -> Results:
+    """A function of torch, another, and one of the user's, under an attribute."""
+    model = seeded(Acted, torch.tanh)
+    made = compile(model, example_inputs=batch())
+    optimizer, losses = sgd(made), []
+    for act in (torch.tanh, F.relu, lambda x: 2 * x, torch.tanh):
+        made.act = act
+        losses += train(made, optimizer, steps=2)
+    return {"losses": losses, "state": state(made)}
+
+
+@program(KIND)
+def activation_in_a_table(compile: Compile) -> Results:
+    held: dict[str, Any] = {"a": torch.tanh}
+    model = seeded(Acted, lambda x: held["a"](x))
+    return _twice(compile, model, lambda: held.update(a=F.relu), lambda: held.update(a=torch.tanh))
+
+
+@program(KIND)
+def function_rebound_in_a_closure(compile: Compile) -> Results:
+    act = torch.tanh
+
+    def change(to: Any) -> None:
+        nonlocal act
+        act = to
+
+    return _twice(compile, seeded(Acted, lambda x: act(x)), lambda: change(F.relu), lambda: change(torch.tanh))
+
+
+def _helper(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+@program(KIND)
+def function_of_the_file_replaced(compile: Compile) -> Results:
+    def change(to: Any) -> None:
+        globals()["_helper"] = to
+
+    known = _helper
+    return _twice(compile, seeded(Acted, lambda x: _helper(x)), lambda: change(F.relu), lambda: change(known))
+
+
+@program(KIND)
+def property_of_the_class_replaced(compile: Compile) -> Results:
+    class Own(Net):
+        scale = property(lambda _: 1.0)
+
+        @staticmethod
+        def other() -> float:
+            return 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return super().forward(x, y) * self.scale * self.other()
+
+    made = compile(seeded(Own), example_inputs=batch())
+    optimizer = sgd(made)
+    losses = train(made, optimizer)
+    Own.scale = property(lambda _: 0.5)
+    losses += train(made, optimizer)
+    Own.other = staticmethod(lambda: 3.0)
+    return {"losses": losses + train(made, optimizer), "state": state(made)}
+
+
+@program(KIND)
+def prior_replaced(compile: Compile) -> Results:
+    """A distribution: its scale is another, is written in place, and then it is another itself."""
+
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prior = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            h = self.hidden(x)
+            return F.cross_entropy(self.head(h), y) - 0.1 * self.prior.log_prob(h).mean()
+
+    made = compile(seeded(Own), example_inputs=batch())
+    optimizer = sgd(made)
+    losses = train(made, optimizer)
+    made.prior.scale = torch.full((), 2.0)
+    losses += train(made, optimizer)
+    made.prior.scale.fill_(3.0)
+    losses += train(made, optimizer)
+    made.prior = torch.distributions.Normal(torch.ones(()), torch.ones(()))
+    return {"losses": losses + train(made, optimizer), "state": state(made)}
+
+
+class Counted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.history, self.best = 0, [0.0], {"loss": 9.0}
+
+
+@program(KIND)
+def counters_that_no_code_reads(compile: Compile) -> Results:
+    """More steps than forms are kept: a counter, a history and the best loss, kept on the model by the loop."""
+    model = seeded(Counted)
+    made = compile(model, example_inputs=batch())
+    optimizer, losses = sgd(made), []
+    for index in range(80):
+        losses += train(made, optimizer, inputs=[batch(index)])
+        model.steps += 1
+        model.history.append(losses[-1])
+        made.best["loss"] = min(made.best["loss"], losses[-1])
+    return {"losses": losses[-5:], "steps": made.steps, "best": made.best["loss"], "history": len(made.history), "state": state(made)}
+
+
+@program(KIND)
+def layer_that_takes_its_shape_from_the_batch(compile: Compile) -> Results:
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LazyLinear(16)
+
+    made = compile(seeded(Own), example_inputs=batch())
+    return {"losses": train(made), "state": state(made)}
+
+
+@program(KIND, remedy_of="layer_that_takes_its_shape_from_the_batch")
+def layer_that_has_taken_its_shape(compile: Compile) -> Results:
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LazyLinear(16)
+
+    model = seeded(Own)
+    model(*batch())
+    made = compile(model, example_inputs=batch())
+    return {"losses": train(made), "state": state(made)}
