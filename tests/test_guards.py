@@ -490,6 +490,20 @@ def test_a_module_as_loss() -> None:
     assert "loss.weight, written in place" in str(guards.changed())
 
 
+def test_the_mode_of_a_module_beside_the_model_is_watched() -> None:
+    beside, criterion = nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.1))
+    model = Net()
+    model.config.alpha = [beside]  # which the forward reads
+    guards = Guards.take(model, criterion)
+    for module, said in ((beside, "config.alpha[0].training from True to False"), (criterion, "loss.training from True to False")):
+        module.eval()
+        assert said in str(guards.changed())
+        module.train()
+        assert guards.changed() is None
+    model.eval()  # of the model's own modules `modes` says it
+    assert guards.changed() is None
+
+
 def test_containers_that_load_on_access_are_not_asked() -> None:
     class Loading(dict):  # type: ignore[type-arg]
         def __getitem__(self, key: object) -> object:

@@ -49,9 +49,9 @@ class _Comparison:
         self._caches = not made <= set(written)
 
     def held(self) -> Iterator[Held]:
-        before = {id(held.holder): held for held in self._start.held}
+        before = {(id(held.holder), held.keys): held for held in self._start.held}
         for held in self._first.held:
-            known = before.get(id(held.holder))
+            known = before.get((id(held.holder), held.keys))
             if known is None or held.table or isinstance(held.holder, FunctionType):
                 continue
             if isinstance(held.holder, (CellType, ContextVar)):

@@ -122,6 +122,7 @@ def _captured(
             f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of {type(model).__name__} get a shape in the first call\n"
             f"  what to do: call the model once on a batch before compiling it"
         )
+    _check_leaves(type(model).__name__, example)
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
     given = args, kwargs
@@ -275,6 +276,16 @@ def _batch_size(shapes: list[tuple[int, ...]]) -> tuple[int | None, tuple[str, .
     most = [size for size, count in counts.items() if count == max(counts.values())]
     doubt = f"inputs: their first dims have the sizes {', '.join(map(str, counts))}; {most[0]} is taken to be the global batch"
     return most[0], (doubt,) if len(most) > 1 else ()
+
+
+def _check_leaves(name: str, inputs: Inputs) -> None:
+    for path, leaf in pytree.tree_leaves_with_path(inputs):
+        if not (leaf is None or isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, str) or isinstance(leaf, float)):
+            raise CaptureError(
+                f"input {'.'.join(map(str, leaf_path(path)))} of {name} is a {type(leaf).__name__}, and a program is given tensors, "
+                f"numbers, strings, and tuples, lists and dicts of these\n  what to do: give the model what stands in it (mode.value, "
+                f"vars(options), torch.as_tensor(array)), or keep it in an attribute of the model, which is watched"
+            )
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -471,6 +471,8 @@ class _Walk:
             self.seen.add(id(value))
             for key, found in (*value._parameters.items(), *value._buffers.items(), *value._modules.items()):
                 self.visit(f"{path}.{key}", found, depth - 1)
+            self.held.append(Held(f"{path}.", vars(value), {"training": value.training}, frozenset({"training"})))
+            self.leaves[f"{path}.training"] = value.training  # not among the modes of the model
             self._module(f"{path}.", value)
             return
         elif isinstance(value, ContextVar):

@@ -184,7 +184,7 @@ class Batch:
     def _check_constant(self, path: Path, value: object) -> None:
         if path in self._constants:
             captured = self._constants[path]
-            if isinstance(value, Tensor) or value != captured:
+            if isinstance(value, Tensor) or not (value == captured or (value != value and captured != captured)):  # nan is as nan
                 raise ValueError(f"input {_text(path)} was {captured!r} when the model was captured, and is fixed; got {value!r}")
         elif value is not None:
             known = ", ".join(_text(self._by_name(spec.path)) for spec in self._manifest.inputs)

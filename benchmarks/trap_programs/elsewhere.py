@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import enum
 import functools
 import threading
 import types
@@ -349,6 +350,51 @@ def prior_replaced(compile: Compile) -> Results:
     losses += train(made, optimizer)
     made.prior = torch.distributions.Normal(torch.ones(()), torch.ones(()))
     return {"losses": losses + train(made, optimizer), "state": state(made)}
+
+
+class WithTeacher(Net):
+    """Its teacher is in a list, so that it is none of its modules; its distance to it is learned."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.teachers = [teacher]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        with torch.no_grad():
+            wanted = self.teachers[0](x)
+        return super().forward(x, y) + F.mse_loss(self.logits(x), wanted)
+
+
+@program(KIND)
+def mode_of_a_module_beside_the_model(compile: Compile) -> Results:
+    """A teacher in a list is put into training mode, in which it drops everything."""
+    teacher = seeded(lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout(1.0))).eval()
+    return _twice(compile, seeded(WithTeacher, teacher), teacher.train, teacher.eval)
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    HALVED = 2
+
+
+class Moded(Net):
+    mode = Mode.PLAIN
+
+    def forward(self, x: Tensor, y: Tensor, mode: Mode | None = None) -> Any:
+        return super().forward(x, y) * (0.5 if Mode.HALVED in (mode, self.mode) else 1.0)
+
+
+@program(KIND)
+def mode_as_an_input(compile: Compile) -> Results:
+    """A member of an Enum is an argument of the call."""
+    made = compile(seeded(Moded), example_inputs=(*batch(), Mode.PLAIN))
+    return {"losses": train(made, inputs=[(*batch(0), Mode.PLAIN), (*batch(1), Mode.HALVED)]), "state": state(made)}
+
+
+@program(KIND, remedy_of="mode_as_an_input")
+def mode_as_an_attribute(compile: Compile) -> Results:
+    model = seeded(Moded)
+    return _twice(compile, model, lambda: setattr(model, "mode", Mode.HALVED), lambda: setattr(model, "mode", Mode.PLAIN))
 
 
 class Counted(Net):
