@@ -15,8 +15,6 @@ from autopar.run.groups import group_of
 __all__ = ["decided_by_rank_0", "done_by_all", "talking"]
 
 T = TypeVar("T")
-# What preparing ends with where the user's model or wishes are wrong. Anything else is a defect and ends its process.
-_EXPECTED = (errors.AutoparError, ValueError, TypeError, RuntimeError)
 
 
 def talking() -> bool:
@@ -35,20 +33,13 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
     """
     if not talking():
         return make()
-    error: Exception | None = None
-    mine = ("", "")
     try:
         made = make()
         mine = ("", same(made))
-    except _EXPECTED as e:
-        error, mine = e, (type(e).__name__, str(e))
-    found: list[tuple[str, str]] = [mine] * dist.get_world_size()
-    everyone = _everyone()
-    record.entered(record.AGREEMENT)
-    dist.all_gather_object(found, mine, group=everyone)
-    record.left()
-    if error is not None:
-        raise error
+    except Exception as e:
+        _all_gathered((type(e).__name__, str(e)))  # for which the other ranks wait
+        raise
+    found = _all_gathered(mine)
     for rank, (kind, text) in enumerate(found):
         if kind:
             raise LaunchError(f"{what} failed on rank {rank}: {kind}: {text}")
@@ -59,25 +50,37 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
     return made
 
 
+def _all_gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = [mine] * dist.get_world_size()
+    everyone = _everyone()
+    record.entered(record.AGREEMENT)
+    dist.all_gather_object(found, mine, group=everyone)
+    record.left()
+    return found
+
+
 def decided_by_rank_0(make: Callable[[], bytes]) -> bytes:
     """Collective: make() on rank 0 alone; its result, or its error, on every rank."""
     if not talking():
         return make()
-    answer: list[tuple[list[str], str, bytes]] = [([], "", b"")]
-    error: Exception | None = None
+    mine: tuple[list[str], str, bytes] = ([], "", b"")
     if dist.get_rank() == 0:
         try:
-            answer = [([], "", make())]
-        except _EXPECTED as e:
-            error, answer = e, [([kind.__name__ for kind in type(e).__mro__], str(e), b"")]
-    everyone = _everyone()
+            mine = ([], "", make())
+        except Exception as e:
+            _broadcast(([kind.__name__ for kind in type(e).__mro__], str(e), b""))  # for which the other ranks wait
+            raise
+    kinds, text, result = _broadcast(mine)
+    if kinds:
+        known = {"ValueError": ValueError, "TypeError": TypeError} | {name: getattr(errors, name) for name in errors.__all__}
+        same = next((known[kind] for kind in kinds if kind in known), None)
+        raise same(text) if same is not None else LaunchError(f"planning failed on rank 0: {kinds[0]}: {text}")
+    return result
+
+
+def _broadcast(mine: tuple[list[str], str, bytes]) -> tuple[list[str], str, bytes]:
+    answer, everyone = [mine], _everyone()
     record.entered(record.PLANNING)
     dist.broadcast_object_list(answer, src=0, group=everyone)
     record.left()
-    if error is not None:
-        raise error
-    kinds, text, result = answer[0]
-    if kinds:
-        known = {"ValueError": ValueError, "TypeError": TypeError} | {name: getattr(errors, name) for name in errors.__all__}
-        raise next((known[kind] for kind in kinds if kind in known), LaunchError)(text)
-    return result
+    return answer[0]
