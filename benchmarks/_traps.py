@@ -11,6 +11,7 @@ from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import idioms as _idioms
 from benchmarks.trap_programs import left as _left
+from benchmarks.trap_programs import lengths as _lengths
 from benchmarks.trap_programs import memory as _memory
 from benchmarks.trap_programs import modules as _modules
 from benchmarks.trap_programs import objects as _objects
@@ -32,6 +33,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _holders, _idioms, _left, _memory, _modules, _objects
+del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _holders, _idioms, _left, _lengths, _memory, _modules, _objects
 del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns
 del _wrapped

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.compiler import emit, plan_of
+from autopar.errors import Infeasible
 from autopar.planner.moments import batched_inputs, split_into_moments
 from autopar.run import WorkerPool
 from autopar.verify import TOLERANCE, verify
@@ -180,3 +181,72 @@ def test_all_sizes_equal_is_exact(workers: WorkerPool) -> None:
     for made, pins in ((tokens(8, 8, 8, 8), {"dp": 2, "tp": 2, "micro_batches": 2}), (mixing(8, 8, 8), {"dp": 4})):
         report = verify(*made, 4, pins=pins, steps=2, pool=workers)
         assert report.ok and max(report.loss, report.gradient, report.parameter) < TOLERANCE, report
+
+
+class Recurrent(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.layers, self.out = nn.LSTM(8, 8, 2, batch_first=batch_first), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, states: tuple[Tensor, Tensor], y: Tensor | None = None) -> Tensor:
+        h, (last, _) = self.layers(x, states)
+        return self.out(h).square().mean() if y is None else F.cross_entropy(self.out(last[-1]), y)
+
+
+STATES = torch.zeros(2, 12, 8), torch.zeros(2, 12, 8)
+
+
+@pytest.mark.pure
+def test_states_of_layers_do_not_outvote_the_batch() -> None:
+    program = capture(Recurrent(True), (torch.randn(12, 6, 8), STATES), check=False).program
+    assert (program.batch_size, program.batched, program.notes) == (12, ("x",), ())
+
+
+@pytest.mark.pure
+def test_a_batch_behind_the_time_is_that_of_the_labels() -> None:
+    program = capture(Recurrent(False), (torch.randn(6, 12, 8), STATES, torch.zeros(12).long()), check=False).program
+    assert (program.batch_size, program.batched, program.notes) == (12, ("y",), ())
+
+
+@pytest.mark.pure
+def test_where_no_first_dim_is_a_batch_none_is_split() -> None:
+    captured = capture(Recurrent(False), (torch.randn(6, 12, 8), STATES), check=False)
+    said = "inputs: their first dims have the sizes 6, 2; none of them is seen to be the batch, so no plan divides it"
+    assert (captured.program.batch_size, captured.program.notes) == (None, (said,))
+    with pytest.raises(Infeasible, match="no input has a dim that could be the batch"):
+        plan_of(captured, 2, pins={"dp": 2}, cluster="cpu")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_sequences_of_different_lengths_are_no_batches(trained_before: bool) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.out = nn.Linear(8, 8) if trained_before else nn.Identity(), nn.Linear(8, 4)
+
+        def forward(self, parts: list[Tensor], y: Tensor) -> Tensor:
+            whole = nn.utils.rnn.pad_sequence([self.before(x) for x in parts], batch_first=True)
+            return F.cross_entropy(self.out(whole.sum(1)), y)
+
+    program = capture(Padded(), ([torch.randn(2 + k % 3, 8) for k in range(12)], torch.arange(12) % 4), check=False).program
+    assert (program.batch_size, program.batched) == (12, ("y",))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("batch", [1, 4])
+def test_two_masks_as_long_as_the_sequences_are_no_batch(batch: int) -> None:
+    near, far = torch.eye(6, dtype=torch.bool), torch.ones(6, 6, dtype=torch.bool).triu(3)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, near: Tensor, far: Tensor, x: Tensor) -> Tensor:
+            h = torch.tanh(self.inner(x))
+            scores = h @ x.transpose(1, 2)
+            return self.out(torch.where(near, scores, scores * 0.5).masked_fill(far, 0.0) @ h).square().sum()
+
+    program = capture(Masked(), (near, far, torch.randn(batch, 6, 16)), check=False).program
+    assert (program.batch_size, program.batched) == (batch, ("x",))

@@ -339,9 +339,23 @@ class Graph(nn.Module):
         return F.cross_entropy(self.last(x), labels)
 
 
-def test_of_equally_frequent_first_dims_the_first_input_has_the_batch_and_it_is_said() -> None:
+def test_of_equally_frequent_first_dims_that_with_which_more_is_cut_is_the_batch() -> None:
     edges, nodes = torch.randint(0, 6, (2, 20)), torch.randn(6, DIM)
     program = capture(Graph(), (nodes, *edges, torch.randint(0, 4, (6,)))).program
+    assert (program.batch_size, program.notes) == (6, ())
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (self.left(a) @ self.right(b).T).square().mean()
+
+
+def test_of_first_dims_that_cut_as_much_the_first_input_has_the_batch_and_it_is_said() -> None:
+    program = capture(Rows(), (torch.randn(6, DIM), torch.randn(20, DIM))).program
     assert program.batch_size == 6
     assert program.notes == ("inputs: their first dims have the sizes 6, 20; 6 is taken to be the global batch",)
 

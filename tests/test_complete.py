@@ -219,3 +219,19 @@ def test_every_operator_that_computes_is_still_in_one_stage() -> None:
     derived = derived_from_inputs(program)
     placed = [op.name for stage in lower(now.program, found).stages for op in stage.ops if op.name not in derived]
     assert sorted(placed) == sorted(op.name for op in program.ops if op.name not in derived)
+
+
+def test_a_batch_that_does_not_divide_is_refused_where_no_operator_reads_its_parts() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[1].square().mean()
+
+    even, odd = (capture(TimeFirst(), (torch.randn(length, 3, WIDTH),), check=False) for length in (6, 5))
+    plan = plan_of(even, 2, pins={"dp": 2}, cluster="cpu")
+    manifest = load(emit(even, plan)).MANIFEST
+    with pytest.raises(PlanError, match=r"x \[5, 3, 16\] does not divide into 2 parts of the batch"):
+        complete(plan, even.program, odd.program, manifest, load_cluster("cpu"))

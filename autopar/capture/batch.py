@@ -1,9 +1,12 @@
-"""Which inputs hold the batch in their first dim, where not all that have its size do.
+"""Which size the batch has, and which inputs hold it in their first dim.
 
-A mask of [length, length], positions of [length] or weights of [classes] may be as long as the batch by chance. So each input is followed
-alone: cut along its first dim, the operators' rules say along which dims everything after it is cut. Two inputs hold the same dim where
-an operator takes both cut so together; they hold different ones where an operator takes one cut, but never both. One that is multiplied
-with weights before that is left as it is: cutting it divides work (the other side of a contrast).
+Where first dims differ, each size is taken for the batch in turn, and what is then cut is counted: with a batch nearly everything is, with
+the number of layers of a state, the length of a sentence or the number of classes little or nothing.
+
+Not all that have its size hold it: a mask of [length, length], positions of [length] or weights of [classes] may be as long as the batch by
+chance. So each input is followed alone: cut along its first dim, the operators' rules say along which dims everything after it is cut. Two
+inputs hold the same dim where an operator takes both cut so together; they hold different ones where an operator takes one cut, but never
+both. One that is multiplied with weights before that is left as it is: cutting it divides work (the other side of a contrast).
 """
 
 from __future__ import annotations
@@ -16,9 +19,41 @@ from collections.abc import Mapping, Sequence
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import Layout, Op, P, Ref, S, Strategy, TensorType, map_refs, refs
 
-__all__ = ["batched_of", "may_be_confused"]
+__all__ = ["batch_size_of", "batched_of", "may_be_confused"]
 
 Reach = dict[str, set[Layout]]  # value -> how it can be cut
+
+
+def batch_size_of(ops: Sequence[Op], types: Mapping[str, TensorType], inputs: Sequence[str]) -> tuple[int | None, tuple[str, ...]]:
+    """The size of the batch, and what the user should know of the choice. None if no input has dims, or several sizes and none that cuts
+    anything that is trained."""
+    first = {v: types[v].shape[0] for v in inputs if types[v].shape}
+    sizes = list(dict.fromkeys(first.values()))
+    if len(sizes) < 2:
+        return next(iter(sizes), None), ()
+    made = {o for op in ops for o in op.outputs if o is not None}
+    weights = {r for op in ops for r in refs(op)} - made - set(inputs)
+    stated = [
+        [s for s in strategies if not any(x.is_shard and r in weights for r, x in zip(refs(op), s.inputs, strict=True))]
+        for op, strategies in zip(ops, _strategies(ops, types, 1), strict=True)
+    ]
+    trained = [o for op in ops for o in op.outputs if o is not None and types[o].grad]
+    around: dict[str, list[int]] = defaultdict(list)
+    for k, op in enumerate(ops):
+        for v in {*refs(op), *(o for o in op.outputs if o is not None)}:
+            around[v].append(k)
+    if 1 in sizes and sum((1 in types[v].shape) + (types[v].shape[:1] == (1,)) for v in trained) > len(trained):
+        return 1, ()  # which is never cut, and is followed by its size
+    found = dict.fromkeys(sizes, 0)
+    for value, size in first.items():
+        cuts = _together(value, ops, stated, around)
+        found[size] = max(found[size], sum((v in cuts) + (S(0) in cuts.get(v, ())) for v in trained))
+    best = max(sizes, key=lambda size: found[size])
+    said = f"inputs: their first dims have the sizes {', '.join(map(str, sizes))}"
+    if not found[best]:
+        return None, (f"{said}; none of them is seen to be the batch, so no plan divides it",)
+    doubted = any(2 * found[size] > found[best] for size in sizes if size != best)
+    return best, (f"{said}; {best} is taken to be the global batch",) if doubted else ()
 
 
 def may_be_confused(types: Mapping[str, TensorType], size: int) -> bool:
@@ -90,3 +125,22 @@ def _reach(start: str, ops: Sequence[Op], stated: Sequence[tuple[Strategy, ...]]
                     if x.is_shard:
                         found[o].add(x)
     return dict(found)
+
+
+def _together(start: str, ops: Sequence[Op], stated: Sequence[Sequence[Strategy]], around: Mapping[str, Sequence[int]]) -> Reach:
+    """What is cut if an input is cut along its first dim: all that an operator cuts with what is cut already. around: value -> the
+    operators that read or make it."""
+    found: Reach = defaultdict(set, {start: {S(0)}})
+    left = [(start, S(0))]
+    while left:
+        value, layout = left.pop()
+        for k in around[value]:
+            values = [*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)]
+            for s in stated[k]:
+                lie = list(zip(values, (*s.inputs, *s.outputs), strict=True))
+                if (value, layout) in lie:
+                    new = [(v, x) for v, x in lie if x.is_shard and x not in found[v]]
+                    left += new
+                    for v, x in new:
+                        found[v].add(x)
+    return {v: cuts for v, cuts in found.items() if cuts}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.around import capturing
 from autopar.capture.autocast import with_casts
-from autopar.capture.batch import batched_of
+from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, copied
@@ -257,7 +256,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
             f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: check "
             f"requires_grad, and that no torch.no_grad or .detach() stands between parameters and loss"
         )
-    batch, doubt = _batch_size([types[i.value].shape for i in trace.inputs])
+    batch, doubt = batch_size_of(ops, types, [i.value for i in trace.inputs])
     return Program(
         name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
         outputs=tuple(dict.fromkeys(trace.returned)),
@@ -265,17 +264,6 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
         notes=(*trace.notes, *doubt),
     )  # fmt: skip
-
-
-def _batch_size(shapes: list[tuple[int, ...]]) -> tuple[int | None, tuple[str, ...]]:
-    """The size of dim 0 that most tensor inputs with dims share, of equally frequent ones the first input's, and what the user should
-    know of the choice. None if no input has dims."""
-    counts = Counter(shape[0] for shape in shapes if shape)
-    if not counts:
-        return None, ()
-    most = [size for size, count in counts.items() if count == max(counts.values())]
-    doubt = f"inputs: their first dims have the sizes {', '.join(map(str, counts))}; {most[0]} is taken to be the global batch"
-    return most[0], (doubt,) if len(most) > 1 else ()
 
 
 def _check_leaves(name: str, inputs: Inputs) -> None:

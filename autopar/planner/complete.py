@@ -130,6 +130,9 @@ class _Completion:
     def data_axis(self) -> Assignment | None:
         if self.before.data is None:
             return None
+        for value, layout in given_on(self.new, BATCH).items():
+            if not layout.divides(shape := self.new.types[value].shape, n := self.before.data.n):
+                raise PlanError(f"{value} {list(shape)} does not divide into {n} parts of the batch")
         return self.assigned(BATCH, self.old, self.new, self.before.data)
 
     def by_samples(self) -> Assignment:
