@@ -20,6 +20,7 @@ from autopar.catalog.rule import draws
 from autopar.errors import VerificationError
 from autopar.ir import Program
 from autopar.run import ParallelModule
+from autopar.run.inputs import arguments_of
 from autopar.run.precision import computing_in, inputs_in
 
 __all__ = ["check_first_loss", "first_loss"]
@@ -52,16 +53,18 @@ def first_loss(
             f"differ. Switch dropout off for the check, or use `autopar verify`, which does"
         )
     devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
-    given = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), inputs_in(dtype, inputs))
+    given = inputs_in(dtype, arguments_of(inputs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), given)
     with torch.no_grad(), left_as_it_was(model, loss), computing_in(dtype, model):
-        return objective_of(model(**given) if isinstance(given, dict) else model(*given), loss, None)[0].detach().cpu()
+        return objective_of(model(*args, **kwargs), loss, None)[0].detach().cpu()
 
 
 def check_first_loss(module: ParallelModule, inputs: Any, loss: Callable[[Any], Tensor] | None, expected: Tensor) -> None:
     """Collective. VerificationError on every rank if the parallel module's loss is not rank 0's `expected`."""
     wanted = module.mesh.agree(expected.item())
     with torch.no_grad(), _kept(dict(module.named_buffers())):
-        found = objective_of(module(**inputs) if isinstance(inputs, dict) else module(*inputs), loss, None)[0].item()
+        args, kwargs = arguments_of(inputs)
+        found = objective_of(module(*args, **kwargs), loss, None)[0].item()
     error = abs(found - wanted) / max(abs(wanted), 1e-30)
     tolerance = TOLERANCES[expected.dtype]
     if not error <= tolerance:  # NaN too

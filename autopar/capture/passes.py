@@ -52,6 +52,7 @@ from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Buffer, Input, Program, Ref
 from autopar.run.autocast import Autocast
+from autopar.run.inputs import Arguments, arguments_of
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 
@@ -82,7 +83,7 @@ class Captured:
 
 def capture(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Arguments,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     check: bool = True,
@@ -99,7 +100,7 @@ def capture(
     used (`run.precision`); None: nothing is cast. The model is left as it was. Raises CaptureError with the line of
     the model's source and what to do, NoLoss if there is no loss.
     """
-    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    args, kwargs = arguments_of(example_inputs)
     try:
         return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype)
     except OtherGradients as error:

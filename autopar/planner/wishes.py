@@ -19,6 +19,7 @@ from autopar.planner.lower import lower
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.plan_account import UnruledAccount
 from autopar.run.dtypes import PRECISIONS
+from autopar.run.inputs import Arguments, arguments_of
 from autopar.targets import did_you_mean
 from cost_models.cluster import MOST_GPUS
 
@@ -85,14 +86,15 @@ def itemsize_of(program: Program) -> int:
 def check_inputs(model: nn.Module, inputs: object) -> None:
     """WishError unless the example inputs are a tuple or a mapping that the model's forward can be called with."""
     name = type(model).__name__
-    if not isinstance(inputs, tuple | list | Mapping):
+    if not isinstance(inputs, tuple | list | Mapping | Arguments):
         found = type(inputs).__name__
         raise WishError(f"example_inputs must be a tuple of positional or a dict of keyword inputs, not {found}; for one input: (x,)")
     signature = inspect.signature(model.forward)
+    args, kwargs = arguments_of(inputs)
     try:
-        signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+        signature.bind(*args, **kwargs)
     except TypeError as e:
-        given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} by position"
+        given = ", ".join([*([f"{len(args)} by position"] if args or not kwargs else []), *map(str, kwargs)])
         raise WishError(f"the inputs ({given}) do not fit {name}.forward{signature}: {e}") from e
 
 

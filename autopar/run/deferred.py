@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +84,7 @@ class DeferredModule(StandIn):
                 f"local workers with autopar.launch(fn, gpus={self._gpus})"
             )
         if self.compiled is None:
-            keep["_inputs"] = as_example(_names(self.original), args, kwargs)
+            keep["_inputs"] = as_example(args, kwargs)
             with with_gradients():
                 keep["compiled"] = self._finish(self._inputs)
         with with_gradients():
@@ -131,7 +130,3 @@ class DeferredModule(StandIn):
         if original is None or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(original, name)
-
-
-def _names(model: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(model.forward).parameters)

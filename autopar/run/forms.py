@@ -98,7 +98,7 @@ class Forms:
                     f"and pad sequences to a few lengths (autopar.Padding)"
                 )
             self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
-            inputs = as_example(manifest.positional, *first.batch.whole(call.args, call.kwargs))
+            inputs = as_example(*first.batch.whole(call.args, call.kwargs))
             try:
                 emitted, tensors, guards, returned = self.another(inputs, changed or "")
             except (CaptureError, ValueError) as why:

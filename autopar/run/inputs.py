@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Batch", "Shapes", "as_example", "micro_batch"]
+__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch"]
 
 Path = tuple[str | int, ...]
 Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
@@ -191,11 +192,26 @@ class Batch:
             raise TypeError(f"{self._manifest.model} was captured without input {_text(path)}; its inputs are: {known}")
 
 
-def as_example(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call as example inputs: positional ones alone, or all by name; detached where gradients are off."""
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Of one call, some by position and some by name: not all may be given by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def as_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | dict[str, Any] | Arguments:
+    """The arguments of a call as example inputs; detached where gradients are off."""
     if not torch.is_grad_enabled():
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-    return {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
+    return Arguments(args, kwargs) if args and kwargs else kwargs or args
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as a call is given them: by position and by name."""
+    if isinstance(inputs, Arguments):
+        return inputs.args, dict(inputs.kwargs)
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
 def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: int, n: int) -> dict[str, Tensor]:

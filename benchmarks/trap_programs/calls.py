@@ -174,6 +174,38 @@ def keywords_and_positions_in_turns(compile: Compile) -> Results:
     return {"losses": losses, "state": state(model)}
 
 
+class AnyNumber(Net):
+    """Takes any number of tensors, and of keywords."""
+
+    def forward(self, x: Tensor, /, *rest: Tensor, scale: float = 1.0, **more: Tensor) -> Tensor:  # type: ignore[override]
+        return self.logits(x) * scale + sum(rest) + sum(more.values())
+
+
+def _any_number(model: Any) -> Results:
+    (x, y), e = batch(), torch.ones(12, 4).cumsum(1)
+    calls = (lambda: model(x), lambda: model(x, e, 2 * e), lambda: model(x, e, scale=0.5), lambda: model(x, scale=2.0, a=e, b=e * x[:, :1]))
+    optimizer, losses = sgd(model), []
+    for call in (*calls[::-1], *calls):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(call(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(ARGUMENTS)
+def keywords_beside_any_number_of_tensors(compile: Compile) -> Results:
+    """forward(x, /, *rest, scale=1.0, **more), called in all these ways."""
+    return _any_number(compile(seeded(AnyNumber), example_inputs=(batch()[0],)))
+
+
+@program(ARGUMENTS)
+def keywords_beside_any_number_planned_later(compile: Compile) -> Results:
+    """The same, planned on the first call, which has both."""
+    return _any_number(compile(seeded(AnyNumber)))
+
+
 # ------------------------------------------------------------------------------------------------------ inputs
 @program(INPUTS, plans=("dp2tp2", "dp2mb2"))
 def gradient_of_an_input(compile: Compile) -> Results:
