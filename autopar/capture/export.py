@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
-from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
@@ -25,7 +24,7 @@ from autopar.capture.hidden import Hidden
 from autopar.capture.source import in_library
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NoLoss, OtherGradients
-from autopar.run.outputs import Returned, taken_apart
+from autopar.run.outputs import Returned, found_in, taken_apart
 
 __all__ = [
     "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet", "without_key_value_cache",
@@ -108,7 +107,7 @@ def objective_of(output: Any, loss: Callable[[Any], torch.Tensor] | None, output
     try:
         return loss_of(output, loss), True
     except NoLoss:
-        tensors = (x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
+        tensors = (x for x in found_in(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
         sums = [x.sum() for x in tensors] if outputs is not False else []
         if not sums:
             raise
@@ -116,7 +115,9 @@ def objective_of(output: Any, loss: Callable[[Any], torch.Tensor] | None, output
 
 
 def loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    candidates = [output, getattr(output, "loss", None)]
+    candidates = [output]
+    with contextlib.suppress(AttributeError, LookupError):  # of a dict whose items are attributes too
+        candidates.append(output.loss)
     if isinstance(output, Mapping):
         candidates.append(output.get("loss"))
     if isinstance(output, (tuple, list)) and output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Loss", "Outputs", "Returned", "as_returned", "taken_apart"]
+__all__ = ["Loss", "Outputs", "Returned", "as_returned", "found_in", "taken_apart"]
 
 
 # ------------------------------------------------------------------------------------------------------ the loss alone
@@ -84,10 +85,29 @@ class _Made:
     like: Any
     fields: Returned
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the fields."""
-        return tuple(f.name for f in dataclasses.fields(self.like) if f.init)
+    def made(self, fields: Mapping[str, Any]) -> Any:
+        """Another instance."""
+        return dataclasses.replace(self.like, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeDict:
+    """A dict of a class of the user's: its items, and its attributes (None: they are its items)."""
+
+    kind: type[dict[Any, Any]]
+    attributes: Mapping[str, Any] | None
+    fields: Returned
+
+    def made(self, fields: Mapping[Any, Any]) -> Any:
+        """Another instance."""
+        base = OrderedDict if issubclass(self.kind, OrderedDict) else dict
+        found = base.__new__(self.kind)
+        base.update(found, fields)
+        if self.attributes is None:
+            found.__dict__ = found
+        elif self.attributes:
+            vars(found).update(self.attributes)
+        return found
 
 
 _LOSS = object()
@@ -107,7 +127,7 @@ class Returned:
     @property
     def has_loss(self) -> bool:
         """Whether the loss is in it: else a function of the user's makes it."""
-        return any(x is _LOSS or (isinstance(x, _Made) and x.fields.has_loss) for x in self.leaves)
+        return any(x is _LOSS or (isinstance(x, _Made | _MadeDict) and x.fields.has_loss) for x in self.leaves)
 
     def put_together(self, loss: Tensor | None, tensors: Mapping[str, Tensor]) -> Any:
         """The same with these tensors in it."""
@@ -118,14 +138,14 @@ class Returned:
         for here, leaf in zip(self.leaves, pytree.tree_leaves(result), strict=True):
             if here is _LOSS:
                 return leaf
-            if isinstance(here, _Made) and here.fields.has_loss:
-                return here.fields.loss_in({name: getattr(leaf, name) for name in here.names})
+            if isinstance(here, _Made | _MadeDict) and here.fields.has_loss:
+                return here.fields.loss_in(_fields(leaf))
         raise ValueError("there is no loss in what the model returns")
 
     def _filled(self, loss: Tensor | None, tensors: Sequence[Tensor]) -> Any:
         def leaf(x: Any) -> Any:
-            if isinstance(x, _Made):
-                return dataclasses.replace(x.like, **x.fields._filled(loss, tensors))
+            if isinstance(x, _Made | _MadeDict):
+                return x.made(x.fields._filled(loss, tensors))
             return loss if x is _LOSS else tensors[x.index] if isinstance(x, _Place) else x
 
         return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
@@ -148,15 +168,42 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor]) -> Returned:
             tensors.append(leaf)
         elif isinstance(leaf, _CONSTANTS):
             found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
-            found.append(_Made(leaf, _apart(fields, loss, tensors)))
+        elif (fields := _fields(leaf)) is not None:
+            inside = _apart(fields, loss, tensors)
+            found.append(_MadeDict(type(leaf), _attributes(leaf), inside) if isinstance(leaf, dict) else _Made(leaf, inside))
         else:
             raise CaptureError(
                 f"the model returns a {type(leaf).__name__}, which may hold tensors that outputs='all' does not see\n  what to do: return "
                 f"tensors in tuples, lists, dicts or dataclasses, or compile with outputs='loss'"
             )
     return Returned(spec=spec, leaves=tuple(found))
+
+
+def found_in(output: Any) -> Iterator[Any]:
+    """The leaves of what a model returns, in the order in which `taken_apart` has them."""
+    for leaf in pytree.tree_leaves(output):
+        fields = _fields(leaf)
+        yield from (leaf,) if fields is None else found_in(fields)
+
+
+def _fields(leaf: Any) -> dict[Any, Any] | None:
+    """What a record holds: a dataclass instance, or a dict of a class of the user's. None if it is neither."""
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+    if isinstance(leaf, dict) and _attributes(leaf, ()) != ():
+        return dict(leaf)
+    return None
+
+
+def _attributes(leaf: dict[Any, Any], unknown: Any = None) -> Any:
+    """The attributes of a dict of the user's class, None if they are its items. unknown: the answer if it may hold something else."""
+    own = vars(leaf) if type(leaf).__dictoffset__ else {}
+    if own is leaf:
+        return None
+    of_python = next(k for k in type(leaf).__mro__ if k.__module__ in ("builtins", "collections"))
+    slots = any(getattr(k, "__slots__", ()) for k in type(leaf).__mro__)
+    known = of_python in (dict, OrderedDict) and not slots and all(isinstance(x, _CONSTANTS) for x in pytree.tree_leaves(own))
+    return dict(own) if known else unknown
 
 
 class _Ends(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._transformers import load_transformers
-from benchmarks._traps_kit import Compile, InDict, Net, Results, batch, batches, loss_loop, program, seeded, sgd, state, trained
+from benchmarks._traps_kit import Compile, InDict, Net, Results, batch, batches, loss_loop, program, seeded, sgd, state, stepped, trained
 
 KIND = "outputs"
 
@@ -41,6 +41,34 @@ class InRecord(Net):
     def forward(self, x: Tensor, y: Tensor) -> Record:
         logits = self.logits(x)
         return Record(F.cross_entropy(logits, y), logits)
+
+
+class Attributes(dict[str, Any]):
+    """Its items are attributes too."""
+
+    __getattr__ = dict.__getitem__
+
+
+class SameAttributes(dict[str, Any]):
+    """Its attributes are its items."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class InOwnDict(Net):
+    kind: type[dict[str, Any]] = Attributes
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        h = self.hidden(x)
+        logits = self.head(h)
+        loss = {} if y is None else {"loss": F.cross_entropy(logits, y)}
+        return self.kind(logits=logits, levels=self.kind(first=h, both=[h, 2 * h]), **loss)
+
+
+class InSameDict(InOwnDict):
+    kind = SameAttributes
 
 
 class Logits(Net):
@@ -108,6 +136,37 @@ def loss_of_a_named_tuple(compile: Compile) -> Results:
 def loss_of_a_dataclass(compile: Compile) -> Results:
     model = compile(seeded(InRecord), example_inputs=batch())
     return {"losses": loss_loop(model, lambda out: out.loss), "state": state(model)}
+
+
+def _of_an_own_dict(compile: Compile, model: type[InOwnDict]) -> Results:
+    compiled = compile(seeded(model), example_inputs=(batch()[0],))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = compiled(x)
+        assert type(out) is type(out.levels) is model.kind and out.logits is out["logits"]
+        return F.cross_entropy(out.logits, y) + out.levels["both"][1].square().mean()
+
+    return {"losses": stepped(compiled, loss_of), "state": state(compiled)}
+
+
+@program(KIND)
+def outputs_in_a_dict_with_attributes(compile: Compile) -> Results:
+    """class AttrDict(dict): __getattr__ = dict.__getitem__"""
+    return _of_an_own_dict(compile, InOwnDict)
+
+
+@program(KIND)
+def outputs_in_a_dict_that_is_its_attributes(compile: Compile) -> Results:
+    """self.__dict__ = self"""
+    return _of_an_own_dict(compile, InSameDict)
+
+
+@program(KIND, plans=("dp2mb2",))
+def loss_in_a_dict_with_attributes(compile: Compile) -> Results:
+    """The loss is one of the items, and all of them are asked for."""
+    model = compile(seeded(InOwnDict), example_inputs=batch(), outputs="all")
+    first = [model(*given).levels.first.detach().clone() for given in batches()]
+    return {"losses": loss_loop(model, lambda out: out.loss), "first": first, "state": state(model)}
 
 
 @program(KIND)
