@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -569,6 +570,51 @@ def test_function_caches_keep_no_tensor_without_data(device: str) -> None:
         model, (x,) = build(cached_functions)
         values = {**capture(model, (x,)).tensors, again.program.inputs[0].value: x}
         torch.testing.assert_close(run_program(capture(model, (x,)).program, values), model(x))
+
+
+@dataclass(frozen=True)
+class Table:
+    values: Tensor
+
+
+def in_a_closure() -> tuple[nn.Module, Callable[[int], Table]]:
+    @functools.lru_cache
+    def table(n: int) -> Table:
+        return Table(torch.arange(n).sin())
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) + table(DIM).values).square().mean()
+
+    return Cached(), table
+
+
+def in_an_attribute() -> tuple[nn.Module, Callable[[int], Table]]:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.table = nn.Linear(DIM, DIM), functools.cache(lambda n: Table(torch.arange(n).sin()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) + self.table(DIM).values).square().mean()
+
+    model = Cached()
+    return model, model.table
+
+
+@pytest.mark.parametrize("made", [in_a_closure, in_an_attribute])
+def test_function_caches_are_found_where_no_global_names_them(made: Callable[[], tuple[nn.Module, Callable[[int], Table]]]) -> None:
+    model, table = made()
+    x = torch.randn(4, DIM)
+    captured = capture(model, (x,))
+    assert type(table(DIM).values) is Tensor
+    with torch.no_grad():
+        found = run_program(captured.program, {**captured.tensors, captured.program.inputs[0].value: x})
+        torch.testing.assert_close(found, model(x))
 
 
 def test_weight_norm_and_spectral_norm_of_both_kinds() -> None:

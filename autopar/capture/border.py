@@ -3,8 +3,9 @@ refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,13 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
             return True
-        if depth and isinstance(value, (tuple, list, dict)):
-            if _keeps_no_data(list(value.values()) if isinstance(value, dict) else list(value), depth - 1):
-                return True
+        inside: Iterable[Any] = ()
+        if isinstance(value, (tuple, list, dict)):
+            inside = value.values() if isinstance(value, dict) else value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inside = (getattr(value, f.name, None) for f in dataclasses.fields(value))
+        if depth and _keeps_no_data(list(inside), depth - 1):
+            return True
     return False
 
 

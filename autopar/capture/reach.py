@@ -160,6 +160,9 @@ class _Search:
         if not is_foreign(kind.__module__):
             self._object(kind)
         for function in _functions(value, 3):
+            if isinstance(function, LruCache):
+                self.found.caches.append(function)
+                continue
             if owner is not None:
                 self.owners[id(function)] = owner
             if id(function) not in self.seen and not is_foreign(function.__module__):
@@ -218,8 +221,8 @@ class _Search:
         read |= stored
 
 
-def _functions(value: object, depth: int) -> Iterator[FunctionType]:
-    """The functions of Python that a callable is made of."""
+def _functions(value: object, depth: int) -> Iterator[Any]:
+    """The functions of Python that a callable is made of, and their caches."""
     if depth == 0 or value is None:
         return
     if isinstance(value, FunctionType):
@@ -235,6 +238,7 @@ def _functions(value: object, depth: int) -> Iterator[FunctionType]:
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _functions(part, depth - 1)
     elif isinstance(value, LruCache):
+        yield value
         yield from _functions(value.__wrapped__, depth - 1)
 
 

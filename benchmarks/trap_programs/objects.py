@@ -80,6 +80,27 @@ def mask_in_a_cache(compile: Compile) -> Results:
 
 
 @program(KIND)
+def table_in_a_cache_of_a_closure(compile: Compile) -> Results:
+    """A table that functools.lru_cache keeps for each scale, by a function that only the model's class knows."""
+
+    @functools.lru_cache
+    def table(scale: int) -> Tensor:
+        return torch.arange(4.0) * scale
+
+    class Tabled(Net):
+        scale = 1
+
+        def logits(self, x: Tensor) -> Tensor:
+            return super().logits(x) + table(self.scale)
+
+    original = seeded(Tabled)
+    model = compile(original, example_inputs=batch())
+    losses = train(model)
+    original.scale = 3
+    return {"losses": losses + train(model), "table": table(3) + table(1), "state": state(model)}
+
+
+@program(KIND)
 def table_cached_in_the_model(compile: Compile) -> Results:
     """A table of positions made in the first forward and kept in an attribute."""
 
