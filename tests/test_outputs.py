@@ -4,6 +4,7 @@ models without a loss: the user makes one of what they return."""
 from __future__ import annotations
 
 import dataclasses
+import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -160,6 +161,38 @@ def test_what_hides_tensors_is_refused() -> None:
     with pytest.raises(CaptureError, match="returns a Box, which may hold tensors"):
         capture(Boxing(), (x, y), outputs=True)
     assert capture(Boxing(), (x, y)).program.outputs == ()
+
+
+class Views(Talkative):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return {"logits": super().forward(x)["logits"]}.values()
+
+
+class Numbers(Talkative):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Any]:
+        found = super().forward(x, y)
+        return {"loss": found["loss"], "mean": found["logits"].mean().item()}
+
+
+class Drawing(Talkative):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x)["logits"] * random.random()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "model,outputs,says",
+    [
+        (Views, None, "returns a dict_values, which may hold tensors that are not seen\n  what to do: return tensors in tuples, lists"),
+        (Numbers, True, r"a number that it takes from a tensor \(\.item\(\).*\n  what to do: return the tensor, and take \.item\(\)"),
+        (Drawing, None, "depends on random numbers drawn from random"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_of_what_cannot_be_returned_the_reason_is_said(model: type[nn.Module], outputs: bool | None, says: str, device: str) -> None:
+    x, y = torch.randn(8, 8), torch.arange(8) % 4
+    with pytest.raises(CaptureError, match=says):
+        capture(model().to(device), (x, y) if model is Numbers else (x,), outputs=outputs)
 
 
 @pytest.mark.pure

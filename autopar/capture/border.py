@@ -107,7 +107,7 @@ def observed(
     if not found.changes:
         return None
     try:
-        return call_twice(model, loss, inputs, start, traced=found.changes)
+        return call_twice(model, loss, inputs, start, traced=found.changes, outputs=outputs)
     except CaptureError as e:
         if e.__cause__ is None:
             raise
@@ -165,16 +165,24 @@ def _same_constants(a: Trace, b: Trace) -> bool:
     return all(name in a.outside if x.is_meta or y.is_meta else torch.equal(x, y) for name, x, y in pairs)
 
 
+def _same_value(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=1e-5, atol=0.0, equal_nan=True)
+
+
 def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None) -> None:
     """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
+    outputs = found.returned is not None
     if calls is not None:
         with lowest_draws():
-            other = call_twice(model, loss, inputs, start, reseed=False).calls[0]
-        differs = not torch.allclose(other.loss, calls.calls[0].loss, rtol=1e-5, atol=0.0, equal_nan=True)
+            other = call_twice(model, loss, inputs, start, reseed=False, outputs=outputs).calls[0]
+        made = calls.calls[0]
+        differs = not all(map(_same_value, (other.loss, *other.returned), (made.loss, *made.returned)))
     else:
-        plain = traced(model, loss, copied(inputs), start)  # each call by itself, where `found` has one for many
+        plain = traced(model, loss, copied(inputs), start, outputs=outputs)  # each call by itself, where `found` has one for many
         with lowest_draws():
-            again = traced(model, loss, copied(inputs), start)
+            again = traced(model, loss, copied(inputs), start, outputs=outputs)
         none = Regions(model, loss, inputs)  # which need data
         first, second = (flatten(model, call.exported, start, none) for call in (plain, again))
         differs = [t.op for t in first.ops] != [t.op for t in second.ops] or not _same_constants(first, second)

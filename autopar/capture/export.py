@@ -24,7 +24,7 @@ from autopar.capture.hidden import Hidden
 from autopar.capture.source import in_library
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NoLoss, OtherGradients
-from autopar.run.outputs import Returned, found_in, taken_apart
+from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
 __all__ = [
     "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet", "without_key_value_cache",
@@ -110,6 +110,8 @@ def objective_of(output: Any, loss: Callable[[Any], torch.Tensor] | None, output
         tensors = (x for x in found_in(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
         sums = [x.sum() for x in tensors] if outputs is not False else []
         if not sums:
+            if outputs is not False:
+                check_seen(output)
             raise
         return functools.reduce(torch.add, sums), False
 

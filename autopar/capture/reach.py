@@ -80,6 +80,8 @@ class Reads:
         pending, found = [name for name in methods if name in self._names or name in _IMPLICIT], set[str]()
         while pending:
             for function in _functions(methods[pending.pop()], 3):
+                if isinstance(function, LruCache):
+                    continue
                 new = set(_names(function.__code__)) - found
                 found |= new
                 pending += new & methods.keys()

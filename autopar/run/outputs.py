@@ -22,7 +22,7 @@ from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Loss", "Outputs", "Returned", "as_returned", "found_in", "taken_apart"]
+__all__ = ["Loss", "Outputs", "Returned", "as_returned", "check_seen", "found_in", "taken_apart"]
 
 
 # ------------------------------------------------------------------------------------------------------ the loss alone
@@ -172,10 +172,7 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor]) -> Returned:
             inside = _apart(fields, loss, tensors)
             found.append(_MadeDict(type(leaf), _attributes(leaf), inside) if isinstance(leaf, dict) else _Made(leaf, inside))
         else:
-            raise CaptureError(
-                f"the model returns a {type(leaf).__name__}, which may hold tensors that outputs='all' does not see\n  what to do: return "
-                f"tensors in tuples, lists, dicts or dataclasses, or compile with outputs='loss'"
-            )
+            _refuse(leaf)
     return Returned(spec=spec, leaves=tuple(found))
 
 
@@ -184,6 +181,26 @@ def found_in(output: Any) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(output):
         fields = _fields(leaf)
         yield from (leaf,) if fields is None else found_in(fields)
+
+
+def check_seen(output: Any) -> None:
+    """CaptureError if what a model returns can hold tensors that are not seen."""
+    for leaf in found_in(output):
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            _refuse(leaf)
+
+
+def _refuse(leaf: Any) -> NoReturn:
+    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise CaptureError(
+            "the model returns a number that it takes from a tensor (.item(), .tolist(), float(), int() or bool() of it), which a graph "
+            "does not have\n  what to do: return the tensor, and take .item() of what the call returns; or, if you need no more than the "
+            "loss that the model returns, compile with outputs='loss'"
+        )
+    raise CaptureError(
+        f"the model returns a {type(leaf).__name__}, which may hold tensors that are not seen\n  what to do: return tensors in tuples, "
+        f"lists, dicts or dataclasses; or, if you need no more than the loss that the model returns, compile with outputs='loss'"
+    )
 
 
 def _fields(leaf: Any) -> dict[Any, Any] | None:
