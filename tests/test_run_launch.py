@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -127,6 +128,35 @@ def test_under_torchrun_the_module_joins_the_group(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 2 and len(set(losses)) == 1
+
+
+def test_what_one_worker_does_alone_is_named_while_the_others_wait(tmp_path: Path) -> None:
+    script = tmp_path / "logs_alone.py"
+    script.write_text(
+        """
+import torch, torch.distributed as dist, autopar
+
+def train():
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    x = torch.ones(4, 8)
+    model = autopar.compile(layers, 2, example_inputs=(x,), loss=torch.mean, cluster="cpu", pins={"pp": 2})
+    for _ in range(3):  # in the first ones ranks compare their inputs first
+        model(x).backward()
+    if dist.get_rank() == 0:
+        print(max(float(p.norm()) for p in model.parameters()))
+    model(x).backward()
+
+if __name__ == "__main__":
+    autopar.launch(train, gpus=2)
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AUTOPAR_TIMEOUT": "20"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment)
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("autopar: ")]
+    assert re.match(r"autopar: ranks 0, 1 of 2 have waited \d s: ", said) and "logs_alone.py:11" in said, said
+    assert "rank 0 asks for something in which all ranks have a part" in said and "rank 1 has gone on to call the model" in said
+    ended = done.stderr.splitlines()[-1]
+    assert "ranks 0, 1 of 2 have waited 20 s: " in ended and "not under `if rank == 0`" in ended and done.returncode == 1
 
 
 def _called_before(times: int) -> None:

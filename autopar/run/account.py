@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autopar.run import record
 from autopar.run.record import Seen
 
-__all__ = ["culprit", "killed", "wait_of", "whereabouts"]
+__all__ = ["culprit", "killed", "not_by_all", "wait_of", "whereabouts"]
 
 _PLACES = tuple(os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in (record.__file__, dist.__file__))
 
@@ -23,7 +23,7 @@ def culprit(others: Mapping[int, Seen], dead: Set[int], rank: int, own: Seen, wo
     gone = {r: s for r, s in others.items() if r in dead}
     for r, seen in gone.items():
         if seen.state == record.RUNNING:
-            return killed(r, seen, world, _apart(rank, own, {r: seen}))
+            return killed(r, seen, world, _apart(rank, own, {r: seen}) or not_by_all({r: seen, rank: own}))
     for r, seen in others.items():
         if seen.state == record.FAILED:
             return (
@@ -62,6 +62,20 @@ def _apart(rank: int, own: Seen, others: Mapping[int, Seen]) -> str:
     return f"; ranks {min(rank, other)} and {max(rank, other)} are called with inputs of different shapes, or in different modes"
 
 
+def not_by_all(seen: Mapping[int, Seen]) -> str:
+    """What is wrong where some ranks are in a collective of a call of the model, and others in one outside of it."""
+    called = [r for r, s in seen.items() if s.at and s.phase in (record.FORWARD, record.BACKWARD)]
+    apart = [r for r, s in seen.items() if s.at and s.phase == record.OUTSIDE and s.kind != record.PLANNING]
+    if not called or not apart:
+        return ""
+    asks, has = ("asks" if len(apart) == 1 else "ask"), ("has" if len(called) == 1 else "have")
+    return (
+        f"; {_ranks(apart)} {asks} for something in which all ranks have a part (whole parameters or gradients, norms of them, a "
+        f"state_dict), and {_ranks(called)} {has} gone on to call the model: do it on every rank, not under `if rank == 0`, and print or "
+        f"write on one"
+    )
+
+
 def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, waits_s: float) -> str:
     """Which ranks of a machine wait for which. rank: one that waits."""
     waiting = {r: s for r, s in seen.items() if s.waits or r == rank}
@@ -70,8 +84,8 @@ def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, wai
     for r, s in waiting.items():
         by_place.setdefault(f"{s.where}{f' ({s.text})' if s.text else ''}", []).append(r)
     places = [place if len(by_place) == 1 else f"{_ranks(ranks)} {place}" for place, ranks in by_place.items()]
-    text += f" {'; '.join(places)}"
-    text += _apart(rank, seen[rank], seen)
+    text += f"{'' if len(places) == 1 else ':'} {'; '.join(places)}"
+    text += _apart(rank, seen[rank], seen) or not_by_all(seen)
     for r, s in sorted(seen.items()):
         if r not in waiting:
             text += f"; rank {r} {'has ended' if r in dead else 'is'} {s.where}{f' ({s.text})' if s.text and r not in dead else ''}"

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from autopar.errors import LaunchError
 from autopar.run import record, watchdog
+from autopar.run.account import not_by_all
 from autopar.run.groups import release, released_at_exit
 from autopar.run.rendezvous import kept_over_restarts, store_of_this_start
 
@@ -200,14 +201,16 @@ class WorkerPool:
             rank, (summary, text, _) = min(errors.items(), key=lambda one: _blame(*one[1]))  # of equals the first
             raise LaunchError(f"{what} failed on rank {rank} of {self.n}: {summary}\n{text}")
         where = "".join(f"\nrank {rank} was {seen[rank].where}" for rank in sorted(pending.values()) if rank in seen)
-        raise LaunchError(f"{what} did not end within {timeout_s} s on ranks {sorted(pending.values())} of {self.n}{where}")
+        raise LaunchError(
+            f"{what} did not end within {timeout_s} s on ranks {sorted(pending.values())} of {self.n}{where}{not_by_all(seen)}"
+        )
 
     def _last_of(self, rank: int) -> str:
         """What a worker that has died did last."""
-        seen = watchdog.report(self._folder).get(rank)
-        if seen is None:
+        found = watchdog.report(self._folder)
+        if (seen := found.get(rank)) is None:
             return ""
-        return f"; {seen.text}" if seen.state == record.FAILED and seen.text else f", {seen.where}"
+        return f"; {seen.text}" if seen.state in (record.FAILED, record.FOLLOWED) and seen.text else f", {seen.where}{not_by_all(found)}"
 
 
 def _blame(summary: str, text: str, lost: bool) -> int:

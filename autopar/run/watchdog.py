@@ -185,6 +185,8 @@ class Watchdog:
                 signal.set_wakeup_fd(before)
         for end in self._pipe:
             os.close(end)
+        if self._told:
+            (self._folder / "waits").unlink(missing_ok=True)
         self.own.close()
         self._tidy()
         for other in self._others.values():
@@ -353,8 +355,8 @@ class Watchdog:
         return wait_of(seen, dead, self.rank, self.world, waits_s)
 
     def say(self, text: str, what: str = "said") -> None:
-        """Once for each machine. In a pool of workers the process that started them says it."""
-        if not text or self._in_pool:
+        """Once for each machine. In a pool of workers the process that started them says how they ended."""
+        if not text or (self._in_pool and what == "said"):
             return
         try:
             os.close(os.open(self._folder / what, os.O_CREAT | os.O_EXCL))
