@@ -247,3 +247,38 @@ def test_the_source_alone_says_what_it_lacks(workers: WorkerPool) -> None:
     source = emit(found, plan_of(found, 4, cluster="cpu", pins={"dp": 4}))
     for message in workers.run(without_the_model, source):
         assert "layers.0.routed.region_0" in message and "autopar.compile(model, plan=" in message
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True)
+        return self.layer(packed)[1].square().mean()
+
+
+class PackedByAPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Packing()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.part(x, lengths)
+
+
+@pure
+def test_where_the_model_itself_has_what_no_graph_holds_a_submodule_is_recommended() -> None:
+    inputs = torch.randn(4, 3, 4), torch.tensor([3, 3, 2, 1])
+    with pytest.raises(CaptureError, match="move that line, and what it needs, into a submodule of its own"):
+        capture(Packing(), inputs)
+    assert any("part (Packing) runs as it is written" in note for note in capture(PackedByAPart(), inputs).program.notes)
+
+
+@pure
+def test_a_batch_norm_without_momentum_is_told_what_to_do() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(CaptureError, match=r"what to do: a batch norm with momentum=None .*update_bn\(loader, original\)"):
+        capture(model, (torch.randn(8, 4),), outputs=None)
+    assert capture(model.eval(), (torch.randn(8, 4),), outputs=None).program.batch_size == 8

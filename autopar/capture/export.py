@@ -21,7 +21,7 @@ from torch.export.graph_signature import OutputKind
 from autopar.capture.around import as_called
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
-from autopar.capture.source import in_library
+from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
@@ -31,6 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 PREFIX = "model"  # the name of the user's model inside Step
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
@@ -283,6 +284,13 @@ def _cannot(model: nn.Module) -> str:
 
 def _remedy(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
+    ran = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(isinstance(m, _BATCH_NORMS) and m.momentum is None for m in ran):
+        return (
+            "a batch norm with momentum=None weights each batch by 1 / num_batches_tracked, the value of a tensor: give it a momentum "
+            "(torch's default is 0.1); for statistics of all batches load full_state_dict() into the original after training, and call "
+            "torch.optim.swa_utils.update_bn(loader, original)"
+        )
     if "DataDependent" in text or "data-dependent" in text or "unbacked" in text.lower():
         return (
             "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use "

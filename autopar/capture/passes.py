@@ -209,7 +209,7 @@ def _traced(
                 continue
             if isinstance(error, DependsOnValues) and with_islands(model, found.exported, inputs, regions):
                 return found, flatten(model, found.exported, start, regions)
-            raise CaptureError(f"{first}{regions.why_not()}") from first.__cause__
+            raise CaptureError(f"{first}{regions.why_not(first)}") from first.__cause__
 
 
 def _with_stand_ins(

@@ -24,6 +24,7 @@ from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
+from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
 from autopar.capture.source import module_of
@@ -98,8 +99,7 @@ class Regions:
         """Make a region of the smallest submodule around an error of capture; whether there is one."""
         path = error.module if error.module is not None else self._innermost(error.__cause__)
         self.tried += 1
-        leaves = [*self.model.parameters(), *self.model.buffers(), *pytree.tree_leaves(self.inputs)]
-        if self.tried > MOST or path is None or any(isinstance(x, Tensor) and x.device.type == "meta" for x in leaves):
+        if self.tried > MOST or path is None or not self._has_data():
             return False
         line = error.line or _line_of(error.__cause__)
         while path:
@@ -131,11 +131,13 @@ class Regions:
         self.calls[path] = [call]
         return True
 
-    def _innermost(self, error: BaseException | None) -> str | None:
-        """The path of the innermost submodule whose code the error came from."""
+    def _innermost(self, error: BaseException | None, *, users: bool = False) -> str | None:
+        """The path of the innermost submodule whose code the error came from. users: without those of torch."""
         found, trace = None, error.__traceback__ if error is not None else None
         while trace is not None:
-            found = self._paths.get(id(module_of(trace.tb_frame)), found)
+            module = module_of(trace.tb_frame)
+            if not (users and is_foreign(type(module).__module__)):
+                found = self._paths.get(id(module), found)
             trace = trace.tb_next
         return found
 
@@ -165,9 +167,19 @@ class Regions:
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
 
-    def why_not(self) -> str:
-        """Lines to add to the error of capture."""
-        return "".join(f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items())
+    def why_not(self, error: CaptureError | None = None) -> str:
+        """Lines to add to an error of capture."""
+        lines = [f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items()]
+        if error is not None and not lines and self._has_data() and self._innermost(error.__cause__, users=True) == "":
+            lines.append(
+                "\n  or: move that line, and what it needs, into a submodule of its own that takes and returns tensors, of shapes that do "
+                "not depend on values: what no graph holds runs as it is written there"
+            )
+        return "".join(lines)
+
+    def _has_data(self) -> bool:
+        leaves = [*self.model.parameters(), *self.model.buffers(), *pytree.tree_leaves(self.inputs)]
+        return not any(isinstance(x, Tensor) and x.device.type == "meta" for x in leaves)
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:

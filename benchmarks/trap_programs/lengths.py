@@ -69,6 +69,59 @@ def sequences_time_first(compile: Compile) -> Results:
     return trained(compile(seeded(TimeFirst), example_inputs=inputs[0]), inputs=inputs)
 
 
+class Packing(nn.Module):
+    """The last states of sequences [batch, length, width], each of its own length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.layer(packed)[1][-1]
+
+
+class PackedInside(Packing):
+    """The model itself packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(self.out(super().forward(x, lengths)), y)
+
+
+class PackedByAPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.states, self.out = Packing(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.states(x, lengths)), y)
+
+
+def _packed(compile: Compile, model: type[nn.Module]) -> Results:
+    def given(index: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = batch(index)
+        lengths = 3 + (torch.arange(BATCH) * (index + 3)) % 6
+        return (x[:, None] + torch.arange(8.0)[:, None]).masked_fill(torch.arange(8)[:, None] >= lengths[:, None, None], 0.0), lengths, y
+
+    return trained(compile(seeded(model), example_inputs=given(0)), inputs=[given(i) for i in range(3)])
+
+
+@program(KIND)
+def packed_by_the_model(compile: Compile) -> Results:
+    """pack_padded_sequence with lengths of the batch, in the model's own forward."""
+    return _packed(compile, PackedInside)
+
+
+@program(KIND, remedy_of="packed_by_the_model", plans=MORE)
+def packed_by_a_part(compile: Compile) -> Results:
+    """The same in a submodule, which runs as it is written."""
+    return _packed(compile, PackedByAPart)
+
+
 @program(KIND, plans=MORE)
 def list_of_sequences(compile: Compile) -> Results:
     """A list of 12 sequences of different lengths, which the forward pads; each batch has other lengths."""
