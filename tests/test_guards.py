@@ -8,6 +8,7 @@ import gc
 import operator
 import os
 import re
+import sys
 import threading
 import weakref
 from collections import UserDict
@@ -173,6 +174,14 @@ class Held:
         return self.inner["a"][0].scale * self.scale
 
 
+class HookOfMany:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, module: nn.Module, given: Any, found: Tensor) -> Tensor:
+        return found * self.scale
+
+
 class OfMany(nn.Module):
     @property
     def factor(self) -> float:
@@ -192,6 +201,7 @@ class OfMany(nn.Module):
         self.prior = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
         self.by_name, self.which = 1.0, "by_name"
         self.count, self.log, self.best = 0, [0.0], {"loss": 1.0}
+        self.register_forward_hook(HookOfMany())
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = [self.bound(), self.reference().scale, self.builtin("a"), self.array[0], self.proxy["a"], self.data["a"], self.factor]
@@ -224,6 +234,7 @@ IN_MANY_WAYS: dict[str, tuple[Callable[[OfMany, Held], object], str]] = {
     "distribution": (lambda m, h: m.prior.scale.fill_(2.0), "prior.scale, written in place"),
     "name in data": (lambda m, h: setattr(m, "by_name", 2.0), "by_name from 1.0 to 2.0"),
     "behind a method of a dict": (lambda m, h: m.builtin.__self__.update(a=2.0), r"builtin.__self__\['a'\] from 1.0 to 2.0"),
+    "hook": (lambda m, h: setattr(m._forward_hooks[next(iter(m._forward_hooks))], "scale", 2.0), r"_forward_hooks\[0\].scale from 1.0 to"),
     "property": (lambda m, h: setattr(OfMany, "factor", property(lambda _: 2.0)), "OfMany.factor from property to another property"),
     "static method": (lambda m, h: setattr(OfMany, "static", staticmethod(lambda: 2.0)), "OfMany.static from staticmethod to another"),
 }
@@ -274,6 +285,52 @@ class ByMadeNames(nn.Module):
 class ByAllNames(ByMadeNames):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum() * sum(v for k, v in vars(self).items() if k.startswith("rate"))
+
+
+class Lazily(nn.Module):
+    """Makes an object of settings in the first call, and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.held: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.held is None:
+            self.held = SimpleNamespace(scale=1.0)
+        return self.linear(x).sum() * self.held.scale
+
+
+def test_what_the_first_call_makes_may_be_there_or_not_and_is_watched() -> None:
+    model, x = Lazily(), torch.randn(2, DIM)
+    guards = capture(model, (x,)).guards
+    assert guards is not None and model.held is None and guards.changed() is None
+    model(x)
+    assert guards.changed() is None
+    model.held.scale = 0.5
+    assert "held.scale from nothing to 0.5" in str(guards.changed())
+    model.held = None
+    assert guards.changed() is None
+
+
+def test_modules_that_functions_import_and_long_containers_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, array = [1.0] * 3000, numpy.ones(20000)
+
+    def loss(out: Tensor) -> Tensor:
+        from tests import test_guards as here
+
+        return out.sum() * here.TEMPERATURE * table[0] * array[0]
+
+    guards = Guards.take(nn.Linear(DIM, DIM), loss)
+    monkeypatch.setattr(sys.modules["tests.test_guards"], "TEMPERATURE", 5.0)
+    assert "TEMPERATURE of tests.test_guards from 2.0 to 5.0" in str(guards.changed())
+    monkeypatch.undo()
+    table[2999] = 0.0
+    assert "table, which" in str(guards.changed()) and "from list of 3000 to another list of 3000" in str(guards.changed())
+    table[2999] = 1.0
+    assert guards.changed() is None
+    array[19999] = 0.0
+    assert "from array of 160000 bytes" in str(guards.changed())
 
 
 @pytest.mark.parametrize("kind", [ByMadeNames, ByAllNames])

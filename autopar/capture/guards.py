@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.left import Left
-from autopar.capture.state import ABSENT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, State, child, value_of
+from autopar.capture.left import Left, is_read
+from autopar.capture.state import ABSENT, LEFT_OUT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, Opaque, State, child, same, value_of
 from autopar.run.grad_mode import GradMode, as_called
 
 __all__ = ["Guards"]
@@ -34,11 +34,11 @@ _UNWATCHED = TABLES | {"training"}
 class Guards:
     """The picture of a model and its loss at the moment of capture."""
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, state: State, ignored: frozenset[str], mode: GradMode | None = None,
-        left: Left | None = None,
-    ) -> None:  # fmt: skip
-        self._model, self._loss, self._state, self._ignored, self._mode, self._left = model, loss, state, ignored, mode, left
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State) -> None:
+        self._model, self._loss, self._state = model, loss, state
+        self._ignored, self._settled = frozenset[str](), dict[str, Change]()
+        self._mode: GradMode | None = None
+        self._left: Left | None = None
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
@@ -47,19 +47,23 @@ class Guards:
     @staticmethod
     def take(model: nn.Module, loss: Callable[..., Any] | None = None) -> Guards:
         """All that the forward and the loss may read beside parameters, buffers and inputs, as it is now."""
-        return Guards(model, loss, State.take(model, loss).of_what_is_read(model, loss), frozenset())
+        return Guards(model, loss, State.take(model, loss).of_what_is_read(model, loss))
 
-    def without(self, paths: Iterable[str]) -> Guards:
-        """The same without what the forward itself writes."""
-        return Guards(self._model, self._loss, self._state, self._ignored | frozenset(paths), self._mode, self._left)
+    def follow(self, written: Iterable[str], settled: Iterable[Change], left: Left) -> None:
+        """What the forward itself changes is no change. written: what each call makes anew. settled: what the first call made and others
+        keep: it may be as it was before that call, or as it was after; a tensor may be another. left: what a call leaves, to be left by the
+        program too; of that, what no code reads may be anything."""
+        settled = list(settled)
+        anything = {c.path for c in settled if isinstance(c.after, (torch.Tensor, Opaque))}
+        anything |= {c.path for c in settled if left.holds(c.path) and not is_read(c.path, self._state)}
+        self._ignored |= {*written, *anything}
+        self._settled |= {c.path: c for c in settled if c.path not in anything}
+        self._left = left
+        self._index(self._state)
 
-    def leaving(self, left: Left) -> Guards:
-        """The same of a model whose forward leaves that."""
-        return Guards(self._model, self._loss, self._state, self._ignored, self._mode, left)
-
-    def called_in(self, mode: GradMode) -> Guards:
-        """The same of a model whose code asks whether gradients are wanted, and was told so."""
-        return Guards(self._model, self._loss, self._state, self._ignored, mode, self._left)
+    def ask_for(self, mode: GradMode) -> None:
+        """The model's code asks whether gradients are wanted, and was told so."""
+        self._mode = mode
 
     def leave(self) -> None:
         """After a call: what the forward leaves in attributes and containers is there."""
@@ -89,7 +93,12 @@ class Guards:
 
     # ---------------------------------------------------------------------------------------------------------- private
     def _counts(self, change: Change) -> bool:
+        if change.after is LEFT_OUT:
+            return False
         path = change.path
+        settled = self._settled.get(path)
+        if settled is not None and (same(change.after, settled.after) or same(change.after, settled.before)):
+            return False
         return not any(path == ignored or path.startswith((f"{ignored}[", f"{ignored}.")) for ignored in self._ignored)
 
     def _same_objects(self) -> bool:

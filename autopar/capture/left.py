@@ -25,10 +25,13 @@ __all__ = ["Left", "is_read", "left_by"]
 _READS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
 _KEPT = object()  # what stays as it was
 class Left:
-    """held: attributes and containers, and what a call leaves in them."""
+    """held: attributes and containers, and what a call leaves in them. paths: where that is."""
 
-    def __init__(self, held: tuple[Held, ...] = ()) -> None:
-        self._held = held
+    def __init__(self, held: tuple[Held, ...], paths: frozenset[str]) -> None:
+        self._held, self._paths = held, paths
+    def holds(self, path: str) -> bool:
+        """Whether something is left at a path."""
+        return path in self._paths
 
     def put(self) -> None:
         for held in self._held:
@@ -38,7 +41,8 @@ class Left:
 def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change]) -> Left:
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
     what the trace of a call changed: a number that is another there is computed from values of the inputs."""
-    return Left(tuple(_Comparison(start, first, written, {c.path: c.after for c in traced}).held()))
+    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced})
+    return Left(tuple(comparison.held()), frozenset(comparison.paths))
 
 
 class _Comparison:
@@ -47,6 +51,7 @@ class _Comparison:
         self._paths = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
         made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
         self._caches = not made <= set(written)
+        self.paths: set[str] = set()
 
     def held(self) -> Iterator[Held]:
         before = {(id(held.holder), held.keys): held for held in self._start.held}
@@ -56,6 +61,7 @@ class _Comparison:
                 continue
             if isinstance(held.holder, (CellType, ContextVar)):
                 if held.items is not known.items and is_plain(value := self._left(held.items, held.path)):
+                    self.paths.add(held.path)
                     yield Held(held.path, held.holder, value)
             elif isinstance(held.items, dict):
                 changed = self._entries(held, known)
@@ -63,6 +69,7 @@ class _Comparison:
                     yield Held(held.path, held.holder, changed, frozenset(changed))
             elif isinstance(held.items, tuple) and list(map(id, held.items)) != list(map(id, known.items)):
                 if (items := self._items(held, known)) is not None:
+                    self.paths.add(held.path)
                     yield Held(held.path, held.holder, items)
 
     def _entries(self, held: Held, known: Held) -> dict[Any, Any]:
@@ -70,7 +77,9 @@ class _Comparison:
         left = {key: self._left(value, child(held, key)) for key, value in changed.items() if value is not ABSENT}
         if not isinstance(held.holder, type):
             left |= dict.fromkeys(known.items.keys() - held.items.keys(), ABSENT)
-        return {key: value for key, value in left.items() if value is not _KEPT}
+        found = {key: value for key, value in left.items() if value is not _KEPT}
+        self.paths |= {child(held, key) for key in found}
+        return found
 
     def _items(self, held: Held, known: Held) -> tuple[Any, ...] | None:
         """What is left in a list that calls change; None for a cache."""

@@ -165,9 +165,9 @@ def _captured(
         listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
-        guards = guards.without((*written, *(c.path for c in calls.settled))).leaving(calls.left)
+        guards.follow(written, calls.settled, calls.left)
     if around.asked:
-        guards = guards.called_in(around.mode)
+        guards.ask_for(around.mode)
     if program.outputs:
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
         said = f"outputs: {len(program.outputs)} tensors beside the loss, {nbytes} bytes in all, are whole on every rank after a call"

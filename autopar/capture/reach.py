@@ -177,12 +177,17 @@ class _Search:
         self.found.asked |= asked
         self._names(names)
         self._unnamed(function, names)
+        for module in _imported(function):
+            if not is_foreign(module.__name__):
+                self._scope(vars(module), module.__name__, names, set())
         self._scope(function.__globals__, str(function.__module__), names, set(_stored(function.__code__)))
         for cell in function.__closure__ or ():
             try:
                 found = cell.cell_contents
             except ValueError:  # it is empty
                 continue
+            if isinstance(found, ModuleType) and not is_foreign(found.__name__):
+                self._scope(vars(found), found.__name__, names, set())
             for value in (found, *_inside(found)):
                 self._add(value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -292,6 +297,16 @@ def _read(function: FunctionType) -> tuple[set[str], set[str]]:
     return {name for name in _names(function.__code__) if name not in asked}, asked
 
 
+def _imported(function: FunctionType) -> Iterator[ModuleType]:
+    """The modules that a function imports where it runs, of those that are there."""
+    package = function.__globals__.get("__package__") or ""
+    for kind, name in _loads(function.__code__):
+        if kind == "import":
+            found = sys.modules.get(name) or sys.modules.get(f"{package}.{name}".rstrip("."))
+            if isinstance(found, ModuleType):
+                yield found
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
     """In order, the names that code and what is defined in it load: a global, an attribute of what was loaded before, or another."""
@@ -305,7 +320,7 @@ def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
             elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 found.append(("attribute" if chained else "other", i.argval))
             elif i.opcode in dis.hasname:
-                found.append(("other", i.argval))
+                found.append(("import" if i.opname == "IMPORT_NAME" else "other", i.argval))
                 chained = False
             else:
                 chained &= i.opname in ("PUSH_NULL", "CACHE", "PRECALL", "EXTENDED_ARG")

@@ -26,10 +26,11 @@ from torch import nn
 
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign, reached
 from autopar.run import hooks
+from autopar.run.left_out import LeftOut
 
 __all__ = [
-    "ABSENT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "Opaque", "State", "child", "describe", "is_plain", "put_back",
-    "same", "value_of",
+    "ABSENT", "LEFT_OUT", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Change", "Held", "Opaque", "State", "child", "describe", "is_plain",
+    "put_back", "same", "value_of",
 ]  # fmt: skip
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -47,8 +48,9 @@ _CODE = (
     torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
 )  # fmt: skip
 _NAMESPACES = (SimpleNamespace, threading.local)
+_LARGEST = 1 << 20  # bytes of an array that is compared by its contents
 _DEPTH = 8  # containers and objects within one another
-_ITEMS = 2000  # of one container: longer ones are compared by identity and length
+_ITEMS = 2000  # of one container: longer ones are compared as a whole, if their items are plain, else by identity and length
 
 
 class _Absent:
@@ -61,7 +63,13 @@ class _Registered:
         return "a parameter or buffer of the model"
 
 
+class _LeftOut:
+    def __repr__(self) -> str:
+        return "nothing that the parallel module leaves"
+
+
 ABSENT = _Absent()
+LEFT_OUT = _LeftOut()
 REGISTERED = _Registered()
 
 
@@ -348,6 +356,8 @@ class _Walk:
         for table in WATCHED_HOOKS:
             if own[table]:
                 self.leaves[f"{prefix}{table}"] = Value(f"{len(own[table])} hooks", tuple(map(id, own[table].values())))
+                for number, hook in enumerate(own[table].values()):
+                    self.visit(f"{prefix}{table}[{number}]", hook, _DEPTH)
         for table in (*HOOKS, *_OTHER_TABLES):
             if isinstance(x := own.get(table), (dict, set)):
                 self.held.append(Held(prefix, x, contents(x), table=table))
@@ -403,6 +413,8 @@ class _Walk:
         """Adds the leaves of a value."""
         if is_plain(value):
             self.leaves[path] = value
+        elif isinstance(value, LeftOut):
+            self.leaves[path] = LEFT_OUT
         elif id(value) in self.registered:
             self.leaves[path] = REGISTERED
         elif isinstance(value, torch.Tensor):
@@ -498,6 +510,9 @@ class _Walk:
                 filled = self._of(cls, {s: x for s in sorted(slots) if (x := getattr(value, s, ABSENT)) is not ABSENT})
                 items += [(f"{path}.{s}", x) for s, x in filled.items()]
                 self.held.append(Held(f"{path}.", value, filled, frozenset(filled)))
+        if items is None and found is not None and all(map(is_plain, found.values() if isinstance(found, dict) else found)):
+            self.leaves[path] = Value(f"{type(value).__name__} of {len(found)}", found)
+            return
         if items is None or depth == 0:
             self.leaves[path] = Opaque(value)
             return
@@ -532,6 +547,6 @@ def _by_value(value: Any) -> Value | None:
         return Value("random generator", value.get_state().cpu().numpy().tobytes())
     if isinstance(value, itertools.count):
         return Value(repr(value), repr(value))
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", 1 << 20) <= 1 << 16:
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", _LARGEST + 1) <= _LARGEST:
         return Value(f"array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
     return None

@@ -397,6 +397,109 @@ def mode_as_an_attribute(compile: Compile) -> Results:
     return _twice(compile, model, lambda: setattr(model, "mode", Mode.HALVED), lambda: setattr(model, "mode", Mode.PLAIN))
 
 
+class Hook:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, module: nn.Module, given: Any, found: Tensor) -> Tensor:
+        return found * self.scale
+
+
+@program(KIND)
+def hook_with_a_number(compile: Compile) -> Results:
+    """An object is a forward hook, and a method of another is."""
+    one, two = Hook(), Hook()
+    model = seeded(Net)
+    model.first.register_forward_hook(one)
+    model.head.register_forward_hook(two.__call__)
+    made = compile(model, example_inputs=batch())
+    optimizer = sgd(made)
+    losses = train(made, optimizer)
+    one.scale = 0.5
+    losses += train(made, optimizer)
+    two.scale = 2.0
+    return {"losses": losses + train(made, optimizer), "state": state(made)}
+
+
+@program(KIND)
+def long_tables(compile: Compile) -> Results:
+    """A list of 3,000 numbers, a dict of as many, and an array of 160,000 bytes, each changed in one place."""
+    rates, table, array = [1.0] * 3000, dict.fromkeys(range(3000), 1.0), numpy.ones(20000)
+
+    def change(to: float) -> Callable[[], None]:
+        def write() -> None:
+            rates[7], table[2999], array[19999] = to, 2 * to, 3 * to
+
+        return write
+
+    return _twice(compile, seeded(Scaled, lambda: rates[7] * table[2999] * float(array[19999])), change(0.5), change(1.0))
+
+
+@program(KIND)
+def settings_of_a_module_that_is_imported_inside(compile: Compile) -> Results:
+    """Read through an import in the function, and through a name in a closure."""
+    import benchmarks.trap_programs.elsewhere as here
+
+    def find() -> float:
+        from benchmarks.trap_programs.elsewhere import STEP
+
+        return (1.0 - STEP / 10) * (1.0 - here.STEP / 20)
+
+    def change(to: int) -> Callable[[], None]:
+        return lambda: setattr(here, "STEP", to)
+
+    return _twice(compile, seeded(Scaled, find), change(5), change(0))
+
+
+class Lazily:
+    """Made by the first call that asks for it."""
+
+    known: Lazily | None = None
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    @classmethod
+    def get(cls) -> Lazily:
+        if cls.known is None:
+            cls.known = cls()
+        return cls.known
+
+
+@program(KIND)
+def object_made_by_the_first_call(compile: Compile) -> Results:
+    def back() -> None:
+        Lazily.known = None
+
+    back()
+    return _twice(compile, seeded(Scaled, lambda: Lazily.get().scale), lambda: setattr(Lazily.get(), "scale", 0.5), back)
+
+
+class Epochs(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.rates, self.chosen = 0, {"late": 0.5}, ["early"]
+        self.early, self.late = 1.0, 0.5
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.chosen[0] = "late" if epoch > 1 else "early"
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x, y) * (1.0 if self.epoch < 3 else 0.5) * getattr(self, self.chosen[0])
+
+
+@program(KIND)
+def epochs_told_by_a_method(compile: Compile) -> Results:
+    made = compile(seeded(Epochs), example_inputs=batch())
+    optimizer, losses = sgd(made), []
+    for epoch in range(5):
+        made.set_epoch(epoch)
+        losses += train(made, optimizer, steps=2)
+    made.late = 0.25
+    return {"losses": losses + train(made, optimizer), "state": state(made)}
+
+
 class Counted(Net):
     def __init__(self) -> None:
         super().__init__()
