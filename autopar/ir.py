@@ -349,21 +349,29 @@ def _collect(args: tuple[object, ...], found: list[str]) -> None:
             _collect(arg, found)
 
 
-def map_refs(op: Op, rename: Callable[[str], Arg]) -> Op:
-    """The operator with each Ref replaced by rename(its value), in the order of refs(op)."""
+def map_refs(op: Op, rename: Callable[[str], Arg], *, outputs: tuple[str | None, ...] | None = None, module: str | None = None) -> Op:
+    """The operator with each Ref replaced by rename(its value), in the order of refs(op); the operator itself if nothing changes. outputs,
+    module: others than its own."""
+    renamed = [rename(name) for name in op._refs]
+    own = outputs is None and module is None
+    if own and all(isinstance(x, Ref) and x.name == name for x, name in zip(renamed, op._refs, strict=True)):
+        return op
+    operands = iter(renamed)
 
     def sub(arg: Arg) -> Arg:
         if isinstance(arg, Ref):
-            return rename(arg.name)
+            return next(operands)
         return tuple(map(sub, arg)) if isinstance(arg, tuple) else arg
 
     made = Op(
-        target=op.target, args=tuple(map(sub, op.args)), kwargs=tuple((k, sub(v)) for k, v in op.kwargs), outputs=op.outputs,
-        multi=op.multi, no_grad=op.no_grad, module=op.module, source=op.source, by_rows=op.by_rows,
+        target=op.target, args=tuple(map(sub, op.args)), kwargs=tuple((k, sub(v)) for k, v in op.kwargs),
+        outputs=op.outputs if outputs is None else outputs, multi=op.multi, no_grad=op.no_grad,
+        module=op.module if module is None else module, source=op.source, by_rows=op.by_rows,
     )  # fmt: skip
-    if op._nameless is not None and len(made._refs) == len(op._refs):  # other names alone
-        object.__setattr__(made, "_nameless", op._nameless)
+    if len(made._refs) == len(op._refs):  # other names alone
         object.__setattr__(made, "_call_text", op._call_text)
+        if own:
+            object.__setattr__(made, "_nameless", op._nameless)
     return made
 
 

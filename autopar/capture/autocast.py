@@ -44,7 +44,7 @@ class _Casts:
             op = traced.op
             if traced.autocast and op.target not in (REGION, CAST):
                 op = self._explicit(traced)
-            self.casting.add(dataclasses.replace(traced, op=op))
+            self.casting.add(traced.with_op(op))
         return self.casting.trace()
 
     def _explicit(self, traced: Traced) -> Op:

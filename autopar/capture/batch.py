@@ -11,13 +11,12 @@ both. One that is multiplied with weights before that is left as it is: cutting 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from autopar.catalog import OpView, strategies_of
-from autopar.ir import Layout, Op, P, Ref, S, Strategy, TensorType, map_refs, refs
+from autopar.ir import Layout, Op, P, S, Strategy, TensorType, call_text, refs
 
 __all__ = ["batch_size_of", "batched_of", "may_be_confused"]
 
@@ -103,7 +102,7 @@ def _strategies(ops: Sequence[Op], types: Mapping[str, TensorType], n: int) -> l
     found = []
     for op in ops:
         ins, outs = tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o is not None)
-        key = (repr(map_refs(dataclasses.replace(op, outputs=(), module="", source=""), lambda _: Ref(""))), ins, outs)
+        key = (call_text(op), op.multi, op.no_grad, ins, outs)
         if key not in known:
             known[key] = tuple(s for s in strategies_of(OpView(op, ins, outs, n, frozenset({1}))) if s.splits_work)
         found.append(known[key])

@@ -12,6 +12,7 @@ says how to put such operators before the stack.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os.path
@@ -73,10 +74,10 @@ def find_blocks(
     producer = {name: (i, k) for i, op in enumerate(ops) for k, name in enumerate(op.outputs) if name is not None}
     found: list[Block] = []
     _search(root, ops, types, state, producer, found)
-    alike = [span_signature([op], types, state, exact_rates=False)[0] for op in ops]
     taken = sorted((span for block in found for span in block.spans), key=lambda s: s.start)
     gaps = zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), len(ops)], strict=True)
     for gap in [Span(*gap) for gap in gaps if gap[0] < gap[1]]:
+        alike = {k: span_signature([ops[k]], types, state, exact_rates=False)[0] for k in range(gap.start, gap.stop)}
         _search_periods(gap, alike, ops, types, state, producer, found)
     return tuple(sorted(found, key=lambda b: b.spans[0].start))
 
@@ -158,7 +159,7 @@ def _apart(span: Span, blocks: Sequence[Block]) -> int:
 
 def _search_periods(
     gap: Span,
-    alike: Sequence[str],
+    alike: Mapping[int, str],
     ops: Sequence[Op],
     types: Mapping[str, TensorType],
     state: Mapping[str, object],
@@ -166,9 +167,9 @@ def _search_periods(
     found: list[Block],
 ) -> None:
     """Blocks of spans that follow one another inside a gap: those of the shortest period, then those before and after them. alike: of
-    each operator, equal where operators are equal but for wiring."""
+    each operator of it, equal where operators are equal but for wiring."""
     number: dict[str, int] = {}
-    inside = numpy.array([number.setdefault(x, len(number)) for x in alike[gap.start : gap.stop]])
+    inside = numpy.array([number.setdefault(x, len(number)) for x in (alike[k] for k in range(gap.start, gap.stop))])
     runs = [(period, *run) for period in range(2, min(len(gap) // 2, _MAX_PERIOD) + 1) for run in _runs(inside, period)]
     for (weights, least), (period, start, length) in itertools.product(_PERIODS, runs):
         candidates = range(gap.start + start, gap.start + start + length % period + 1)
@@ -260,10 +261,14 @@ def span_signature(
     external: list[str] = []
     rates = False
 
+    shown: dict[TensorType, str] = {}
+
     def type_of(name: str) -> str:
         t = types[name]
-        dtype = "float" if not exact_dtypes and t.dtype.is_floating_point else str(t.dtype)
-        return f"{dtype}{list(t.shape)}{t.grad}"
+        if t not in shown:
+            dtype = "float" if not exact_dtypes and t.dtype.is_floating_point else str(t.dtype)
+            shown[t] = f"{dtype}{list(t.shape)}{t.grad}"
+        return shown[t]
 
     def show(arg: Arg) -> str:
         if isinstance(arg, Ref):
@@ -292,7 +297,8 @@ def span_signature(
     return digest.hexdigest(), tuple(external)
 
 
-def finite_limits() -> dict[float, str]:
+@functools.cache
+def finite_limits() -> Mapping[float, str]:
     """The constants that code takes from torch.finfo, by value: they differ between dtypes while the code is the same."""
     limits: dict[float, str] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

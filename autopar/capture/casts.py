@@ -65,7 +65,7 @@ def cast_before_use(trace: Trace, kept: Set[str]) -> Trace:
             lower[p.value] = now
     renamed = {op.name: value for value in lower for op in readers[value]}
     ops = tuple(
-        replace(traced, op=map_refs(traced.op, lambda name: Ref(renamed.get(name, name))))
+        traced.with_op(map_refs(traced.op, lambda name: Ref(renamed.get(name, name))))
         for traced in trace.ops
         if traced.op.name not in renamed
     )

@@ -46,6 +46,6 @@ def with_casts_of(
     casting = Casting(trace, {**trace.metas, **{n: dataclasses.replace(trace.metas[n], dtype=originals[n].dtype) for n in computed}})
     for traced in trace.ops:
         wanted = {name: computed[name] for name in dict.fromkeys(refs(traced.op)) if name in computed}
-        casting.add(dataclasses.replace(traced, op=casting.with_operands(traced, wanted)))
+        casting.add(traced.with_op(casting.with_operands(traced, wanted)))
     ends = tuple((b, casting.cast(v, computed[v], trace.ops[-1]) if v in computed else v) for b, v in mutations)
     return casting.trace(), ends

@@ -109,7 +109,7 @@ class _Functionalizer:
         for name, meta in zip(op.outputs, self.infer(op, self.metas), strict=True):
             if name is not None and meta is not None:
                 self.metas[name] = meta
-        self.ops.append(dataclasses.replace(self.origin, op=op))
+        self.ops.append(self.origin.with_op(op))
         return op.outputs
 
     def _new(self, target: str, *args: Arg, like: str, no_grad: bool | None = None) -> str:

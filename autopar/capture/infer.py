@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture.interpret import run_op
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError
-from autopar.ir import Op, Ref, TensorType, map_refs, refs
+from autopar.ir import Op, Ref, TensorType, call_text, map_refs, refs
 
 __all__ = ["Inference", "Meta", "meta_of"]
 
@@ -60,11 +59,10 @@ class Inference:
         order: dict[str, int] = {}  # equal arguments stay equal: x * x is not x * y for autograd
         for name in refs(op):
             order.setdefault(name, len(order))
-        nameless = map_refs(op, lambda name: Ref(str(order[name])))
-        # repr tells 1 from True and from 1.0, which are equal and have equal hashes
-        key = (op.target, repr((nameless.args, nameless.kwargs)), tuple(metas[n] for n in order), op.no_grad, len(op.outputs))
+        places = tuple(order[name] for name in refs(op))
+        key = (call_text(op), places, tuple(metas[n] for n in order), op.no_grad, len(op.outputs))
         if key not in self._known:
-            self._known[key] = self._run(dataclasses.replace(nameless, outputs=op.outputs), [metas[n] for n in order])
+            self._known[key] = self._run(map_refs(op, lambda name: Ref(str(order[name]))), [metas[n] for n in order])
         return self._known[key]
 
     def _run(self, op: Op, metas: list[Meta]) -> tuple[Meta | None, ...]:

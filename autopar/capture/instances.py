@@ -8,7 +8,6 @@ these counters by as much as the call that stands for it did. The counters are p
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
 from autopar.capture.repeats import forwards_replaced, type_of
-from autopar.ir import Op, Ref, map_refs, refs
+from autopar.ir import Op, Ref, call_text, map_refs, refs
 
 __all__ = ["Instances", "Made", "NotRepeated", "Place", "StandIns"]
 
@@ -226,12 +225,13 @@ class Instances:
             if not (op.module == like or op.module.startswith(f"{like}.")) or like not in traced.calls:
                 raise NotRepeated(f"{path}: {op.target} does not stand in {like}")
             inside = traced.calls[traced.calls.index(like) + 1 :]
-            made = dataclasses.replace(
-                map_refs(op, lambda n: Ref(rename[n])), outputs=tuple(None if o is None else rename[o] for o in op.outputs),
+            call_text(op)  # which its instances have then
+            made = map_refs(
+                op, lambda n: Ref(rename[n]), outputs=tuple(None if o is None else rename[o] for o in op.outputs),
                 module=path + op.module.removeprefix(like),
             )  # fmt: skip
             stack = (*calls, *(path + c.removeprefix(like) for c in inside))
-            trace.ops.append(dataclasses.replace(traced, op=made, calls=stack))
+            trace.ops.append(type(traced)(op=made, calls=stack, autocast=traced.autocast))
         return Ref(rename[template.result])
 
 

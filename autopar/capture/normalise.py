@@ -37,7 +37,7 @@ def split_label_means(trace: Trace) -> Trace:
     """
     ops: list[Traced] = []
     for traced in trace.ops:
-        ops.extend(dataclasses.replace(traced, op=op) for op in _split_label_mean(traced.op, trace.metas, trace.names))
+        ops.extend(traced.with_op(op) for op in _split_label_mean(traced.op, trace.metas, trace.names))
     return dataclasses.replace(trace, ops=tuple(ops))
 
 
@@ -92,7 +92,7 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
                     continue
                 op, types = _typed(dataclasses.replace(op, target="aten.detach.default", args=(operand,), kwargs=()), infer, metas)
             metas.update((n, m) for n, m in zip(op.outputs, types, strict=True) if n is not None and m is not None)
-            kept.append(dataclasses.replace(traced, op=op))
+            kept.append(traced.with_op(op))
     loss, *returned = (renamed.get(value, value) for value in (trace.loss, *trace.returned))
     return dataclasses.replace(trace, ops=tuple(kept), loss=loss, returned=tuple(returned), metas=metas), renamed
 
@@ -237,8 +237,8 @@ def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str
         for name, copy in copies.items():
             clone = dataclasses.replace(traced.op, target="aten.clone.default", args=(Ref(name),), kwargs=(), outputs=(copy,), multi=False)
             metas[copy] = dataclasses.replace(trace.metas[name], grad=False)
-            ops.append(dataclasses.replace(traced, op=clone))
-        return dataclasses.replace(traced, op=map_refs(traced.op, lambda n: Ref(copies.get(n, n)))) if copies else traced
+            ops.append(traced.with_op(clone))
+        return traced.with_op(map_refs(traced.op, lambda n: Ref(copies.get(n, n))))
 
     for traced in trace.ops:
         changed_op = with_copies(traced)  # which adds the copies first
@@ -249,8 +249,7 @@ def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str
 def as_reshapes(trace: Trace) -> Trace:
     """Views as reshapes: the same values, whatever order in memory the parts of a tensor have after it is cut."""
     changed = [
-        dataclasses.replace(t, op=dataclasses.replace(t.op, target="aten.reshape.default")) if t.op.target in _VIEWS else t
-        for t in trace.ops
+        t.with_op(dataclasses.replace(t.op, target="aten.reshape.default")) if t.op.target in _VIEWS else t for t in trace.ops
     ]
     return dataclasses.replace(trace, ops=tuple(changed))
 

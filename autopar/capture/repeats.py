@@ -191,9 +191,10 @@ def _signature(call: _Call, ran: list[_Ran]) -> object | None:
 
     def text(x: Any) -> object:
         if isinstance(x, Tensor):
-            if id(x) not in labels:
+            label = labels.get(id(x))
+            if label is None:
                 raise _Unlike
-            return labels[id(x)]
+            return label
         if isinstance(x, (list, tuple)):
             return tuple(map(text, x))
         if isinstance(x, dict):

@@ -61,6 +61,10 @@ class Traced:
     calls: tuple[str, ...] = ()
     autocast: tuple[Autocast, ...] = ()
 
+    def with_op(self, op: Op) -> Traced:
+        """Another operator in its place."""
+        return self if op is self.op else Traced(op=op, calls=self.calls, autocast=self.autocast)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
