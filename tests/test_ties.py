@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from autopar.planner import Pins, make_plan
+from autopar.planner.arriving import Arriving
 from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.interval import spread_of_kind
-from autopar.planner.liveness import Arriving, Moment
+from autopar.planner.liveness import Moment
 from autopar.planner.plan import MemoryPlan, Plan
 from autopar.planner.search import Search
 from autopar.planner.ties import ORDER, REACH, Tie, Waiting, difference_spread_s, simplest

@@ -22,7 +22,7 @@ class Activity:
     value -> what it is gathered with (see units.gather_units). cast: the parameters that are used in a lower dtype, in which backward makes
     their gradients. sent: of the parameters whose gradients are reduced in another dtype than they rest in, bytes of a whole gradient in
     it; summed: of those that are scattered, the ones whose parts are then summed over further ranks: their bucket goes when the next one
-    comes. alike: of a stage whose passes need the same as those of any other stage of this estimator with the same; None: not known."""
+    comes. alike: the passes of the stages of one estimator that have the same need the same; None: not known."""
 
     span: Span
     recomputed: tuple[Span, ...]

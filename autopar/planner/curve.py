@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import pairwise
 
 from autopar.ir import Span
 from autopar.planner.candidate import Candidate, held_bytes, late_of
-from autopar.planner.liveness import Arriving, Moment
+from autopar.planner.liveness import Passes
 from autopar.planner.memory_curve import RankCurve, StageCurve
 from cost_models.pools import rows
 
-__all__ = ["POINTS", "curves_of"]
-
-POINTS = 12  # of a pass, each the most of a stretch of its operators
+__all__ = ["curves_of"]
 
 
 def curves_of(c: Candidate) -> list[RankCurve]:
@@ -23,18 +21,21 @@ def curves_of(c: Candidate) -> list[RankCurve]:
     again = [e.again(k, mode) for k, mode in enumerate(c.part.modes)]
     spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
     late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
-    return [_of_rank(c, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late) for r in range(e.flow.ranks)]
+    alike = {s: e.alike(i, j, c.part.modes[i:j]) for s, (i, j) in enumerate(pairwise(bounds))}
+    return [_of_rank(c, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late, alike) for r in range(e.flow.ranks)]
 
 
-def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str]) -> RankCurve:
+def _of_rank(
+    c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span, ...]]], late: frozenset[str], alike: Mapping[int, Hashable]
+) -> RankCurve:
     e = c.estimator
     reads = {s: e.read(span) for s, (span, _) in spans.items()}
     params = [e.params[v] for v in sorted(set[str]().union(*reads.values()))]
-    activities = [e.activity(span, again, reads[s], s, late=late & reads[s]) for s, (span, again) in spans.items()]
+    activities = [e.activity(span, again, reads[s], s, late=late & reads[s], alike=alike[s]) for s, (span, again) in spans.items()]
     liveness, on_rank = e.rank.ledger.liveness, e.flow.on_rank(rank)
     several = len(spans) > 1
     units = liveness.units(*activities, follows=on_rank.follows) if several else liveness.units(*activities)
-    passes, update = (sum(n for _, n in rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
+    resting, update = (sum(n for _, n in rows(params, e.of_rank, e.how, lives)) for lives in ("passes", "update"))
     waiting, adds = 0, several or not e.recipe.accumulates
     stages = []
     for activity, (f, b) in zip(activities, on_rank.waiting, strict=True):
@@ -43,32 +44,22 @@ def _of_rank(c: Candidate, rank: int, spans: Mapping[int, tuple[Span, tuple[Span
         arrived = sum(e.rank.program.types[v].nbytes for v in activity.sends) if several else 0
         m = e.flow.micro_batches
         first, later, last = (False, m == 1), (adds, False), (adds, True)  # whether there are gradients, and whether it is the last one
+        passes = Passes(liveness, activity, e.passes)
         backward = {
-            (some, final): _points(
-                liveness.backward(activity, units, Arriving.of(activity.sends, e.rank.program), accumulated=some, final=final),
-                e.recipe.accumulates, arrived,
-            )
+            (some, final): [n + arrived for n in passes.backward(units, accumulated=some, final=final).curve]
             for some, final in dict.fromkeys((first, later, last)[: 1 if m == 1 else 3])
-        }  # fmt: skip
+        }
         stages.append(
             StageCurve(
-                kept_bytes=liveness.held(activity).total, gradient_bytes=activity.gradient_bytes,
-                left_bytes=activity.left_bytes,
-                forward=_points(liveness.forward(activity, units), e.recipe.accumulates), first=backward[first],
+                kept_bytes=passes.held_bytes, gradient_bytes=activity.gradient_bytes, left_bytes=activity.left_bytes,
+                forward=passes.forward(units).curve, first=backward[first],
                 later=backward.get(later, backward[first]), last=backward.get(last, backward[first]),  # of one pass there is one curve
             )
         )  # fmt: skip
     return RankCurve(
-        rest_bytes=passes, update_bytes=update, waiting_bytes=waiting,
-        ends_bytes=max(_points(liveness.ends(*activities), e.recipe.accumulates), default=0),
+        rest_bytes=resting, update_bytes=update, waiting_bytes=waiting,
+        ends_bytes=max((x.counted(accumulates=e.recipe.accumulates) for x in liveness.ends(*activities)), default=0),
         context_bytes=int(e.cluster.gpu.context_bytes),
         held_bytes=float(sum(held_bytes(e, span, e.flow.in_flight[s]) for s, (span, _) in spans.items())),
         slack_share=float(e.recipe.allocator_slack), stages=stages,
     )  # fmt: skip
-
-
-def _points(moments: Iterable[Moment], accumulates: bool, beside: int = 0) -> list[int]:
-    """The most bytes of each of a few stretches."""
-    every = [m.total - (m.gradients if accumulates else 0) + beside for m in moments]
-    n = min(POINTS, len(every))
-    return [max(every[k * len(every) // n : (k + 1) * len(every) // n]) for k in range(n)]

@@ -9,17 +9,18 @@ where the last one's backward begins. Everything is counted by storage: a view i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.ir import Program, Span, refs
+from autopar.ir import Span, refs
 from autopar.planner.activity import Activity
+from autopar.planner.arriving import Arriving
 from autopar.planner.storages import Storages, Store, span_of
 from autopar.planner.units import Key, Units, Waiting
 from cost_models.holds import OnRank
 
-__all__ = ["Arriving", "KnownPasses", "Liveness", "Moment", "PieceBytes"]
+__all__ = ["POINTS", "KnownPasses", "Liveness", "Moment", "Pass", "Passes", "PieceBytes"]
 
 
 class Moment(NamedTuple):
@@ -40,7 +41,32 @@ class Moment(NamedTuple):
         return self.total - self.gradients * accumulates
 
 
-KnownPasses = dict[tuple[object, ...], list[Moment]]  # by what stages have that are alike, and the pass
+POINTS = 12  # of the curve of a pass, each the most of a stretch of its moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Of the moments of a pass: those at which most is alive, of which no other has as much of every kind and in all; and the most bytes
+    of each of a few stretches."""
+
+    most: list[Moment]
+    curve: list[int]
+
+    @staticmethod
+    def of(moments: Iterable[Moment], *, accumulates: bool) -> Pass:
+        every = list(moments)
+        nbytes = [x.counted(accumulates=accumulates) for x in every]
+        n = min(POINTS, len(nbytes))
+        curve = [max(nbytes[k * len(nbytes) // n : (k + 1) * len(nbytes) // n]) for k in range(n)]
+        return Pass(most=_most(every, accumulates=accumulates), curve=curve)
+
+
+@dataclass(kw_only=True, slots=True)
+class KnownPasses:
+    """By what stages have that are alike: bytes that a micro-batch keeps, and by the pass too, its passes."""
+
+    kept: dict[Hashable, int] = field(default_factory=dict)
+    passes: dict[tuple[Hashable, ...], Pass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,35 +81,18 @@ class PieceBytes:
     later: int
 
 
-@dataclass(kw_only=True, slots=True)
-class Arriving:
-    """The gradients of activations that are there: value -> its storage, and the storages' bytes. Two values may share one."""
-
-    storage: dict[str, int]
-    nbytes: dict[int, int]
-
-    @staticmethod
-    def of(values: Sequence[str], program: Program) -> Arriving:
-        """One for each of these values."""
-        each = dict.fromkeys(values)
-        return Arriving(storage={v: k for k, v in enumerate(each)}, nbytes={k: program.types[v].nbytes for k, v in enumerate(each)})
-
-    def copy(self) -> Arriving:
-        return Arriving(storage=dict(self.storage), nbytes=dict(self.nbytes))
-
-    @property
-    def total(self) -> int:
-        return sum(self.nbytes[t] for t in set(self.storage.values()))
-
-
 class Liveness(Storages):
     """The storages of one rank's program over the passes of a step."""
+
+    @functools.cached_property
+    def _freed_by(self) -> dict[tuple[Span, tuple[Span, ...]], Mapping[int, Sequence[str]]]:
+        return {}
 
     # ----------------------------------------------------------------------------------------------------------- a stage
     def peaks(self, activity: Activity, known: KnownPasses | None = None) -> list[Moment]:
         """The moments of a step at which most is alive: no other has as much of every kind and in all. known: of the passes of stages that
         may be alike (Activity.alike); takes those of this one."""
-        accumulates, passes = activity.accumulates, _Passes(self, activity, {} if known is None else known)
+        accumulates, passes = activity.accumulates, Passes(self, activity, known)
         units = self.units(activity)
         whole, flights, m = passes.held_bytes, activity.in_flight, activity.micro_batches
         none = Moment()
@@ -92,19 +101,19 @@ class Liveness(Storages):
         later = [(flights - 1 if m > flights else max(flights - 2, 0), all_gradients, m == 2)] if m > 1 else []
         last = [(0, all_gradients, True)] if m > 2 else []
         moments: list[Moment] = []
-        forward = passes.forward(units)
+        forward = passes.forward(units).most
         for others, before, final in (*first, *later, *last):
             base = before._replace(saved=others * whole)
             if not (final and m > flights):
                 moments += [_plus(base, x) for x in forward]
-            moments += [_plus(base, x) for x in passes.backward(units, accumulated=bool(before.gradients), final=final)]
+            moments += [_plus(base, x) for x in passes.backward(units, accumulated=bool(before.gradients), final=final).most]
         return _most([*moments, *self.ends(activity)], accumulates=accumulates)
 
     def peaks_of_rank(self, stages: Sequence[Activity], on_rank: OnRank, known: KnownPasses | None = None) -> list[Moment]:
         """The moments of a step at which most is alive on a rank that holds several stages. The gradients that a pass begins with are kept
         to its end. known: as of `peaks`."""
         accumulates = stages[0].accumulates
-        passes = [_Passes(self, a, {} if known is None else known) for a in stages]
+        passes = [Passes(self, a, known) for a in stages]
         held = [x.held_bytes for x in passes]
         gathers = any(a.where_used for a in stages)
         units: dict[object, Units] = {}  # by a pass and what comes after it
@@ -124,10 +133,10 @@ class Liveness(Storages):
             key = ends, some, now.last
             if key not in own:
                 if now.pass_ == "F":
-                    own[key] = passes[k].forward(units[ends])
+                    own[key] = passes[k].forward(units[ends]).most
                 else:
                     arrived = Moment(communication=sum(self.program.types[v].nbytes for v in stages[k].sends))
-                    own[key] = [_plus(x, arrived) for x in passes[k].backward(units[ends], accumulated=some, final=now.last)]
+                    own[key] = [_plus(x, arrived) for x in passes[k].backward(units[ends], accumulated=some, final=now.last).most]
             beside = Moment(
                 saved=sum(n * h for n, h in zip(now.held, held, strict=True)),
                 gradients=sum(left[j] if now.done[j] else g for j, g in enumerate(gradients) if now.reduced[j]), communication=waiting,
@@ -179,28 +188,44 @@ class Liveness(Storages):
 
     def _forward(self, a: Activity, units: Units, span: Span, held: Store) -> Iterator[Moment]:
         """Moments of a forward pass over a span; adds to `held` what it keeps (for a span that is run again: all that it saves)."""
-        ops = self.program.ops
-        last: dict[str, int] = {}
-        for k in self.indices(span):
-            for v in (*refs(ops[k]), *(o for o in ops[k].outputs if o is not None)):
-                last[self._root[v]] = self._let_go[k]
         again = span in a.recomputed
         within = {} if again else span_of(a.recomputed)
         primed = bool(a.recomputed)
         own = self.made(span) if again else frozenset()
+        let_go, gathered = self.let_go(span), units.forward
         live: dict[str, int] = {}
         for k in self.indices(span):
-            op, w = ops[k], self.work[k]
-            live |= {self._root[o]: self._bytes[o] for o in op.outputs if o is not None and self._root[o] == o}
+            for r in self.fresh[k]:
+                live[r] = self._bytes[r]
             inside = within.get(k)
             if inside is None:
                 held.put(_again(self.saved[k], own))
             elif k == inside.start:
                 held.put(self.entering(inside))
-            using = sum(n for r, n in live.items() if r not in held and not (primed and f"{r}'" in held))
-            yield Moment(saved=held.total, temporary=using + w.forward, communication=units.forward.get(k, 0))
-            if self._let_go[k] == k:
-                live = {r: n for r, n in live.items() if last[r] > k}
+            using = self.work[k].forward
+            for r, n in live.items():
+                if r not in held and not (primed and f"{r}'" in held):
+                    using += n
+            yield Moment(held.total, 0, using, gathered.get(k, 0))
+            for r in let_go.get(k, ()):
+                del live[r]
+
+    def _freed(self, span: Span, recomputed: tuple[Span, ...]) -> Mapping[int, Sequence[str]]:
+        """Of a span, parts of which run again: operator -> the storages that are kept until its backward pass is over."""
+        if (span, recomputed) not in self._freed_by:
+            holder: dict[str, int] = {}
+            inner, within = {x: self.made(x) for x in recomputed}, span_of(recomputed)
+            for k in reversed(self.indices(span)):
+                inside = within.get(k)
+                holder.update(dict.fromkeys(_again(self.saved[k], inner[inside] if inside is not None else ()), k))
+            for x in recomputed:
+                for r in self.entering(x):
+                    holder[r] = min(holder.get(r, x.start), x.start)
+            freed: dict[int, list[str]] = {}
+            for r, k in holder.items():
+                freed.setdefault(k, []).append(r)
+            self._freed_by[span, recomputed] = freed
+        return self._freed_by[span, recomputed]
 
     def units(self, *stages: Activity, follows: Collection[tuple[Key, Key]] = (((0, "F"), (0, "B")),)) -> Units:
         """Of the stages of a rank. follows: the passes that come one after the other."""
@@ -221,64 +246,43 @@ class Liveness(Storages):
     ) -> Iterator[Moment]:
         """Moments of a backward pass that begins with `held` and the gradients that arrive, and ends with those that it leaves.
         accumulated: gradients of parameters are there already. ends: no other piece of the stage comes after this one."""
-        ops, types = self.program.ops, self.program.types
-        holder: dict[str, int] = {}
-        inner = {span: self.made(span) for span in a.recomputed}
+        types, gradients, accumulates = self.program.types, a.gradients, a.accumulates
         within = span_of(a.recomputed)
-        for k in reversed(self.indices(a.span)):
-            inside = within.get(k)
-            holder.update(dict.fromkeys(_again(self.saved[k], inner[inside] if inside is not None else ()), k))
-        for span in a.recomputed:
-            for r in self.entering(span):
-                holder[r] = min(holder.get(r, span.start), span.start)
-        freed: dict[int, list[str]] = {}
-        for r, k in holder.items():
-            freed.setdefault(k, []).append(r)
-        tokens, sizes = arriving.storage, arriving.nbytes
-        own = Store()
+        freed = self._freed(a.span, a.recomputed)
         complete: dict[str, int] = {}  # parameter -> the operator whose backward gives the last term of its gradient
         for k in reversed(self.indices(a.span)):
-            if not ops[k].no_grad and any(types[o].grad for o in ops[k].outputs if o is not None):
-                complete.update((r, k) for r in refs(ops[k]) if r in a.gradients)
+            if self.trains[k]:
+                complete.update((r, k) for r in self.read[k] if r in gradients)
+        own = Store()
         reducing = 0
         filling, scattering = Store(), Store()  # the buckets of the step and of the pass
         last: Store | None = None  # of the buckets of the step that have been sent
         waiting = Waiting(units)
+        there = arriving.storage
         for k in reversed(self.indices(a.span)):
-            op, w = ops[k], self.work[k]
-            here = [o for o in op.outputs if o is not None and o in tokens]
+            here = [o for o in self.outputs[k] if o in there]
             whole = within.get(k)
-            whole = whole if whole is not None and whole.stop - 1 == k else None
-            alive = sum(sizes[t] for t in set(tokens.values())) if here or whole is not None else 0
-            if whole is not None:  # before its last operator's backward all of it runs again
-                again = Store(held)
-                for moment in self._forward(a, units, whole, again):
-                    yield _plus(moment, Moment(gradients=own.total, temporary=alive))
-                held = again
+            if whole is not None and whole.stop - 1 == k:  # before its last operator's backward all of it runs again
+                for moment in self._forward(a, units, whole, held):
+                    yield _plus(moment, Moment(gradients=own.total, temporary=arriving.total))
             if here:
-                yield Moment(
-                    saved=held.total, gradients=own.total, temporary=alive + w.backward,
-                    communication=reducing + waiting.bytes + units.backward.get(k, 0),
-                )  # fmt: skip
-                origin = tokens[here[0]]
+                work, gathered = self.work[k], units.backward.get(k, 0)
+                yield Moment(held.total, own.total, arriving.total + work.backward, reducing + waiting.bytes + gathered)
+                origin = there[here[0]]
                 for o in here:
-                    del tokens[o]
+                    arriving.drop(o)
                 casting = 0  # the most that a gradient needs until it is in the dtype of rest
-                for r, fresh in zip(refs(op), w.gradients, strict=True):
-                    if r in a.gradients:
-                        made, rests = a.gradients[r]
+                for r, fresh in zip(refs(self.program.ops[k]), work.gradients, strict=True):
+                    if r in gradients:
+                        made, rests = gradients[r]
                         lower = fresh if r in a.cast else 0
                         casting = max(casting, lower and lower + (made if accumulated and r not in a.where_used else 0))
                         if r in a.where_used and r in a.at_once:
                             added = accumulated or r in own  # of a later micro-batch, or of another use
                             own.put({} if accumulated else {r: rests})
                             for copied, reducing, scattered in waiting.add(r, made, a.sent_bytes(r), rests if added else 0):
-                                yield Moment(
-                                    saved=held.total, gradients=own.total,
-                                    temporary=lower + sum(sizes[t] for t in set(tokens.values())),
-                                    communication=copied + reducing + scattered + units.backward.get(k, 0),
-                                )  # fmt: skip
-                        elif a.accumulates:
+                                yield Moment(held.total, own.total, lower + arriving.total, copied + reducing + scattered + gathered)
+                        elif accumulates:
                             reducing = made
                         elif r in a.at_once:
                             scattering.put({r: made} if complete[r] == k else {})
@@ -286,22 +290,20 @@ class Liveness(Storages):
                         else:
                             filling.put({r: made} if r in a.reduced and r not in a.late and complete[r] == k else {})
                             own.put({} if accumulated else {r: made})
-                    elif types[r].grad and r not in tokens and r not in self._resting:
-                        tokens[r] = len(sizes) if fresh else origin
+                    elif types[r].grad and r not in there and r not in self._resting:
                         if fresh:
-                            sizes[len(sizes)] = fresh
+                            arriving.add(r, fresh)
+                        else:
+                            arriving.share(r, origin)
                 if casting:
-                    yield Moment(
-                        saved=held.total, gradients=own.total, temporary=sum(sizes[t] for t in set(tokens.values())) + casting,
-                        communication=reducing + waiting.bytes + units.backward.get(k, 0),
-                    )  # fmt: skip
+                    yield Moment(held.total, own.total, arriving.total + casting, reducing + waiting.bytes + gathered)
                 full = [filling] if final and 0 < a.bucket_bytes <= filling.total else []
                 full += [scattering] if scattering.total >= max(1, a.bucket_bytes) else []
                 for bucket in full:  # its copy, beside the gradients that it is made of, and the parts
                     arrived = next(reversed(bucket.values())) if accumulated else 0  # and not added yet
                     yield Moment(
                         saved=held.total, gradients=own.total + a.parts_bytes(bucket), communication=sum(a.sent_bytes(r) for r in bucket),
-                        temporary=sum(sizes[t] for t in set(tokens.values())) + arrived,
+                        temporary=arriving.total + arrived,
                     )  # fmt: skip
                     own.put(a.left_of(bucket, accumulated=accumulated))
                     if bucket is scattering:
@@ -318,32 +320,32 @@ class Liveness(Storages):
             yield Moment(gradients=own.total + a.parts_bytes(filling), communication=max(sent, reducing))
             if a.sent and not a.accumulates:  # then all are brought to the dtype in which they rest, bucket by bucket
                 rest = sum(rests for _, rests in a.gradients.values())
-                there = sum(g[r in a.at_once] for r, g in a.gradients.items()) if accumulated else 0
+                before = sum(g[r in a.at_once] for r, g in a.gradients.items()) if accumulated else 0
                 sent = sum(a.part_bytes(r) if r in a.scattered else a.sent_bytes(r) for r in filling or last or ())
-                yield Moment(gradients=rest - there, communication=sent)
+                yield Moment(gradients=rest - before, communication=sent)
 
 
-class _Passes:
+class Passes:
     """The passes of a stage, each worked out once, and once for all stages that are alike."""
 
-    def __init__(self, liveness: Liveness, activity: Activity, known: KnownPasses) -> None:
+    def __init__(self, liveness: Liveness, activity: Activity, known: KnownPasses | None) -> None:
         self._liveness, self._activity = liveness, activity
-        self._known = known if activity.alike is not None else {}
+        self._known = known if known is not None and activity.alike is not None else KnownPasses()
 
     @property
     def held_bytes(self) -> int:
         """What a micro-batch keeps between its forward and its backward pass."""
-        key = self._activity.alike, "kept"
-        if key not in self._known:
-            self._known[key] = [Moment(saved=self._held.total)]
-        return self._known[key][0].saved
+        key = self._activity.alike
+        if key not in self._known.kept:
+            self._known.kept[key] = self._held.total
+        return self._known.kept[key]
 
-    def forward(self, units: Units) -> list[Moment]:
-        """The moments of a forward pass at which most is alive."""
+    def forward(self, units: Units) -> Pass:
+        """A forward pass, as of `Liveness.forward`."""
         return self._of(("F",), units, lambda: self._liveness.forward(self._activity, units))
 
-    def backward(self, units: Units, *, accumulated: bool, final: bool) -> list[Moment]:
-        """Those of a backward pass, as of `Liveness.backward`."""
+    def backward(self, units: Units, *, accumulated: bool, final: bool) -> Pass:
+        """A backward pass, as of `Liveness.backward`."""
 
         def moments() -> Iterator[Moment]:
             a, live = self._activity, self._liveness
@@ -356,16 +358,16 @@ class _Passes:
     def _held(self) -> Store:
         return self._liveness.held(self._activity)
 
-    def _of(self, which: tuple[object, ...], units: Units, moments: Callable[[], Iterator[Moment]]) -> list[Moment]:
-        key = self._activity.alike, *which, units if self._activity.where_used else None
-        if key not in self._known:
-            self._known[key] = _most(moments(), accumulates=self._activity.accumulates)
-        return self._known[key]
+    def _of(self, which: tuple[Hashable, ...], units: Units, moments: Callable[[], Iterator[Moment]]) -> Pass:
+        key = self._activity.alike, *which, units.alike if self._activity.where_used else None
+        if key not in self._known.passes:
+            self._known.passes[key] = Pass.of(moments(), accumulates=self._activity.accumulates)
+        return self._known.passes[key]
 
 
-def _again(saved: Mapping[str, int], made: Collection[str]) -> dict[str, int]:
+def _again(saved: Mapping[str, int], made: Collection[str]) -> Mapping[str, int]:
     """What is saved, where it is made a second time by a span that runs again: another storage than the first, which others may keep."""
-    return {f"{name}'" if name in made else name: n for name, n in saved.items()}
+    return saved if not made else {f"{name}'" if name in made else name: n for name, n in saved.items()}
 
 
 def _most(moments: Iterable[Moment], *, accumulates: bool) -> list[Moment]:

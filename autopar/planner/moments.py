@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.axes import TIME
-from autopar.catalog import strategies_of
+from autopar.catalog import OpView, strategies_of
 from autopar.catalog.rule import draws
-from autopar.ir import I, Input, Layout, Op, P, Program, R, Ref, S, Span, Strategy, TensorType, map_refs, refs
+from autopar.ir import I, Input, Layout, Op, P, Program, R, Ref, S, Span, Strategy, TensorType, call_text, map_refs, refs
 from autopar.planner.shard import Assignment, alike, shard, view_of
 
 __all__ = ["Moments", "NotSplittable", "batched_inputs", "by_samples", "derived_from_inputs", "given", "split_into_moments"]
@@ -97,6 +97,7 @@ class _Typing:
     drawn: dict[str, Layout] = field(default_factory=dict)
     wanted: dict[str, Layout] = field(default_factory=dict)
     shared: dict[tuple[str, int], None] = field(default_factory=dict)
+    known: dict[tuple[object, ...], list[Strategy]] = field(default_factory=dict)  # of operators that are equal but for names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +166,7 @@ def _type(typing: _Typing, start: int) -> _Change | None:
             layouts |= {o: typing.made.get(o, typing.drawn.get(o, R)) for o in outputs}
             continue
         have = tuple(P if layouts[r] == R and (op.name, k) in typing.shared else layouts[r] for k, r in enumerate(refs(op)))
-        usable = [s for s in _strategies(program, op, typing.count, have) if s.inputs == have and _gives(s, outputs, typing.wanted)]
+        usable = [s for s in _strategies(typing, op, have) if s.inputs == have and _gives(s, outputs, typing.wanted)]
         best = min(usable, key=lambda s: [x.groups if x.is_shard else 0 for x in s.outputs], default=None)
         if outputs and draws(op) and all(o in typing.early for o in outputs):
             typing.drawn |= zip(outputs, best.outputs if best is not None else [R] * len(outputs), strict=True)
@@ -186,15 +187,21 @@ def _gives(s: Strategy, outputs: Sequence[str], wanted: Mapping[str, Layout]) ->
     return all(wanted.get(o, x) == x for o, x in zip(outputs, s.outputs, strict=True))
 
 
-def _strategies(program: Program, op: Op, count: int, have: tuple[Layout, ...]) -> list[Strategy]:
+def _strategies(typing: _Typing, op: Op, have: tuple[Layout, ...]) -> list[Strategy]:
     """Those of an operator that exchange nothing. An operator without operands makes the same at every moment."""
-    groups = frozenset({1, *(x.groups for x in have if x.is_shard)})
-    stated = strategies_of(view_of(program, op, count, groups))
+    view = view_of(typing.program, op, typing.count, frozenset({1, *(x.groups for x in have if x.is_shard)}))
+    key = call_text(op), view.ins, view.outs, view.groups
+    if key not in typing.known:
+        typing.known[key] = _without_exchange(view)
+    return typing.known[key]
+
+
+def _without_exchange(view: OpView) -> list[Strategy]:
+    stated = strategies_of(view)
     kept = [s for s in stated if not s.collective and I not in (*s.inputs, *s.outputs)]
     kept = [_without_axis(s) for s in kept if s.local is None or s.local in LOCAL_CODE_WITHOUT_EXCHANGE | RANDOM_LOCAL_CODE]
-    if not refs(op):
-        outputs = [o for o in op.outputs if o is not None]
-        same = [] if draws(op) else [Strategy(inputs=(), outputs=(R,) * len(outputs))]
+    if not refs(view.op):
+        same = [] if draws(view.op) else [Strategy(inputs=(), outputs=(R,) * len(view.outs))]
         return [*same, *(s for s in kept if all(x.is_shard for x in s.outputs))]
     return kept
 
@@ -205,7 +212,7 @@ def _needs(typing: _Typing, op: Op, have: tuple[Layout, ...]) -> _Change:
     outputs = [o for o in op.outputs if o is not None]
     early = bool(outputs) and all(o in typing.early and o not in typing.made for o in outputs)
     options: list[tuple[bool, int, list[str], _Change]] = []
-    for s in _strategies(typing.program, op, typing.count, have):
+    for s in _strategies(typing, op, have):
         mixes = any(x.is_shard for x in have) and not any(x.is_shard for x in s.outputs)
         if not _gives(s, outputs, typing.wanted) or (mixes and not (typing.whole and set(s.inputs) == {R})):
             continue
@@ -264,7 +271,7 @@ def _reach(typing: _Typing, value: str, want: Layout, known: dict[tuple[str, Lay
     if op is not None and turned and not (early and (refs(op) or draws(op))):
         have = tuple(typing.layouts[r] for r in refs(op))
         outputs = [o for o in op.outputs if o is not None]
-        for s in _strategies(typing.program, op, typing.count, have):
+        for s in _strategies(typing, op, have):
             if s.outputs[index] == want and _gives(s, outputs, typing.wanted):
                 change = _for_operands(typing, op, have, s, known)
                 if change is not None and not change.shared:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from autopar.axes import AXES
 from autopar.ir import Program, Span
 from autopar.planner.activity import Activity
-from autopar.planner.liveness import Arriving, Liveness, PieceBytes
+from autopar.planner.arriving import Arriving
+from autopar.planner.liveness import Liveness, PieceBytes
 from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s, run_again
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece

@@ -257,7 +257,7 @@ class RankPieces:
     @functools.cached_property
     def passes(self) -> KnownPasses:
         """What is known of the passes of stages."""
-        return {}
+        return KnownPasses()
 
     def alike(self, i: int, j: int, modes: tuple[int, ...]) -> Hashable:
         """Of a stage of the pieces [i, j) in these modes: stages that have the same, and not None, are of blocks that one instance stands
@@ -270,11 +270,14 @@ class RankPieces:
         self, span: Span, recomputed: tuple[Span, ...], own: Collection[str], s: int = 0, late: Collection[str] = (),
         alike: Hashable = None,
     ) -> Activity:  # fmt: skip
-        """Of stage s with these operators and parameters. late: those that other ranks use too; alike: as of the method."""
+        """Of stage s with these operators and parameters. late: those that other ranks use too; alike: as of the method, None for a stage
+        that is like itself alone."""
         cuts, program = self.rank.cuts.crossing, self.rank.program
         receives = cuts.get(span.start, ())
         sends = cuts[span.stop] if span.stop in cuts and span.stop < len(program.ops) else (program.loss,)
-        if alike is not None:
+        if alike is None:
+            alike = (s, span, recomputed, frozenset(late))
+        else:
             alike = (alike, frozenset(late), *(tuple(self.rank.ledger.liveness.crossing(x).values()) for x in (receives, sends)))
         params = {v: self.params[v] for v in own}
         parts = {v for v, p in params.items() if p.in_parts}

@@ -31,7 +31,10 @@ class Assignment:
     leaves: Mapping[str, Layout]
 
 
-def view_of(program: Program, op: Op, n: int, groups: frozenset[int] = frozenset({1})) -> OpView:
+WHOLE = frozenset({1})  # dims that are cut as they are, not group by group
+
+
+def view_of(program: Program, op: Op, n: int, groups: frozenset[int] = WHOLE) -> OpView:
     """The operator as its rule sees it."""
     types = program.types
     return OpView(op, tuple(types[r] for r in refs(op)), tuple(types[o] for o in op.outputs if o is not None), n, groups)
@@ -49,6 +52,7 @@ class _Sharder:
         self.program, self.assignment = program, assignment
         self.axis, self.n = assignment.axis, assignment.n
         self.layouts: dict[str, Layout] = dict(assignment.leaves)
+        self.local: dict[tuple[TensorType, Layout], TensorType] = {}  # types, made once
         self.types: dict[str, TensorType] = {v: self._local(program.types[v], layout) for v, layout in self.layouts.items()}
         self.ops: list[Op] = []
         self.made: dict[tuple[str, Layout, object], str] = {}
@@ -121,17 +125,21 @@ class _Sharder:
         return dataclasses.replace(leaf, layouts=(*leaf.layouts, (self.axis, self.layouts[leaf.value])))
 
     def _local(self, t: TensorType, layout: Layout) -> TensorType:
-        return TensorType(layout.local_shape(t.shape, self.n), t.dtype, t.grad) if layout.is_shard else t
+        if not layout.is_shard:
+            return t
+        if (t, layout) not in self.local:
+            self.local[t, layout] = TensorType(layout.local_shape(t.shape, self.n), t.dtype, t.grad)
+        return self.local[t, layout]
 
     def _emit(self, op: Op, segment: object) -> None:
-        strategy = self.assignment.ops[op.name]
+        strategy, types = self.assignment.ops[op.name], self.program.types
         wanted = iter(strategy.inputs)
         renamed = map_refs(op, lambda value: Ref(self._as(value, next(wanted), segment, op)))
-        view = view_of(self.program, op, self.n)
-        view = dataclasses.replace(view, op=renamed)
-        for output, layout in zip([o for o in op.outputs if o is not None], strategy.outputs, strict=True):
+        outputs = [o for o in op.outputs if o is not None]
+        view = OpView(renamed, tuple(types[r] for r in refs(op)), tuple(types[o] for o in outputs), self.n, WHOLE)
+        for output, layout in zip(outputs, strategy.outputs, strict=True):
             self.layouts[output] = layout
-            self.types[output] = self._local(self.program.types[output], layout)
+            self.types[output] = self._local(types[output], layout)
         for local in localized(view, strategy, self.axis):
             for part in local.outputs:
                 if part is not None and part not in self.types:

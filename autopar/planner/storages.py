@@ -42,12 +42,17 @@ class Storages:
         self.work: list[Workspace] = []
         self.saved: list[dict[str, int]] = []
         self.trains: list[bool] = []  # whether a gradient passes through an operator
+        self.outputs: list[tuple[str, ...]] = []
+        self.fresh: list[tuple[str, ...]] = []  # the storages that an operator makes
         strides: dict[str, tuple[int, ...]] = {}
         for v in self._resting:
             strides[v] = _contiguous(program.types[v].shape)
         for op in program.ops:
             self._take(op, strides)
-        self._let_go = _line_ends(program.ops)
+        self._line_end = _line_ends(program.ops)
+        self._let_go: dict[Span, dict[int, list[str]]] = {}
+        self._entering: dict[Span, dict[str, int]] = {}
+        self._made: dict[Span, frozenset[str]] = {}
         params = {p.value for p in program.params}
         # the parameters that each operator reads in forward, and those that it needs again in backward
         self.read = [[r for r in dict.fromkeys(refs(op)) if r in params] for op in program.ops]
@@ -77,6 +82,8 @@ class Storages:
                 saves[f"{op.name}#"] = w.saved_other
         self.work.append(w)
         self.saved.append(saves)
+        self.outputs.append(results)
+        self.fresh.append(tuple(o for o in results if self._root[o] == o))
 
     def crossing(self, values: Collection[str]) -> dict[str, int]:
         """The storages of values between stages."""
@@ -109,16 +116,34 @@ class Storages:
     def _size(self, value: str) -> int:
         return self._bytes.get(self._root[value], self.program.types[value].nbytes)
 
-    def entering(self, span: Span) -> dict[str, int]:
+    def entering(self, span: Span) -> Mapping[str, int]:
         """The storages that a span reads and does not make."""
-        ops = self.program.ops
-        inside = {o for k in self.indices(span) for o in ops[k].outputs}
-        read = dict.fromkeys(r for k in self.indices(span) for r in refs(ops[k]) if r not in inside)
-        return {self._root[r]: self._size(r) for r in read if self._root[r] not in self._resting}
+        if span not in self._entering:
+            ops = self.program.ops
+            inside = {o for k in self.indices(span) for o in self.outputs[k]}
+            read = dict.fromkeys(r for k in self.indices(span) for r in refs(ops[k]) if r not in inside)
+            self._entering[span] = {self._root[r]: self._size(r) for r in read if self._root[r] not in self._resting}
+        return self._entering[span]
 
     def made(self, span: Span) -> frozenset[str]:
-        """The storages that a span makes."""
-        return frozenset(self._root[o] for k in self.indices(span) for o in self.program.ops[k].outputs if o is not None)
+        """The storages that a span makes, or views."""
+        if span not in self._made:
+            self._made[span] = frozenset(self._root[o] for k in self.indices(span) for o in self.outputs[k])
+        return self._made[span]
+
+    def let_go(self, span: Span) -> Mapping[int, Sequence[str]]:
+        """Of a forward pass over a span: operator -> the storages made in it that are let go of after it, unless something keeps them."""
+        if span not in self._let_go:
+            last: dict[str, int] = {}
+            for k in self.indices(span):
+                for v in (*refs(self.program.ops[k]), *self.outputs[k]):
+                    last[self._root[v]] = self._line_end[k]
+            found: dict[int, list[str]] = {}
+            for k in self.indices(span):
+                for r in self.fresh[k]:
+                    found.setdefault(last[r], []).append(r)
+            self._let_go[span] = found
+        return self._let_go[span]
 
     @staticmethod
     def indices(span: Span) -> range:

@@ -6,8 +6,9 @@ gradients wait for the others of their unit (autopar/run/gathered.py).
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from autopar.ir import Program, refs
 
@@ -75,6 +76,11 @@ class Units:
                     run += run < 0 or runs[run] != unit
                 between = self._bytes(key, run, begins=False)
                 found[k] = self._bytes(key, run, begins=True) if run > first and not (goes_on and run == 0) else between
+
+    @functools.cached_property
+    def alike(self) -> Hashable:
+        """Equal for units of one estimator that passes cannot tell apart."""
+        return frozenset(self.forward.items()), frozenset(self.backward.items()), frozenset(self.members.items())
 
     def _in_order(self, uses: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
         """The units of a pass in the order in which they are in use."""
