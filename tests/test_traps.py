@@ -75,6 +75,9 @@ def test_the_judge_notices_another_number() -> None:
     turning = torch.tensor([1 + 1j], dtype=torch.complex128)
     assert differences({"x": turning * (1 + 1e-12j)}, {"x": turning}) == [] != differences({"x": turning * (1 + 1e-8j)}, {"x": turning})
     assert len(changed(more=1)) == 1
+    rounded = torch.tensor(3.0, dtype=torch.float32)
+    second = torch.nextafter(following := torch.nextafter(rounded, torch.tensor(4.0)), torch.tensor(4.0))
+    assert differences({"x": following}, {"x": rounded}) == [] != differences({"x": second}, {"x": rounded})
 
 
 def described(error: Exception) -> dict[str, Any]:
