@@ -24,11 +24,14 @@ __all__ = ["Left", "is_read", "left_by"]
 
 _READS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
 _KEPT = object()  # what stays as it was
+
+
 class Left:
     """held: attributes and containers, and what a call leaves in them. paths: where that is."""
 
     def __init__(self, held: tuple[Held, ...], paths: frozenset[str]) -> None:
         self._held, self._paths = held, paths
+
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
         return path in self._paths
@@ -48,7 +51,7 @@ def left_by(start: State, first: State, written: Sequence[str], traced: Iterable
 class _Comparison:
     def __init__(self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object]) -> None:
         self._start, self._first, self._written, self._traced = start, first, written, traced
-        self._paths = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
+        self._where = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
         made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
         self._caches = not made <= set(written)
         self.paths: set[str] = set()
@@ -91,8 +94,8 @@ class _Comparison:
         return tuple(LeftOut(path) if value is _KEPT else value for value, path in zip(left, paths, strict=True))
 
     def _left(self, value: Any, path: str) -> Any:
-        if id(value) in self._paths:
-            return LeftOut(path if path in self._written else self._paths[id(value)])
+        if id(value) in self._where:
+            return LeftOut(path if path in self._written else self._where[id(value)])
         if is_plain(value):
             return self._plain(value, path)
         inner: list[Any] = []
