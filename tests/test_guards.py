@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
+import math
 import operator
 import os
 import re
@@ -471,6 +472,18 @@ def test_classes_objects_contexts_and_threads_are_watched(monkeypatch: pytest.Mo
         assert "torch.are_deterministic_algorithms_enabled()" in str(guards.changed()) and unread.changed() is None
     finally:
         torch.use_deterministic_algorithms(False)
+    assert guards.changed() is None
+
+
+def test_settings_of_torch_that_code_reads_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(out: Tensor) -> Tensor:
+        return out.sum() * (2.0 if torch.backends.cudnn.benchmark else math.pi)
+
+    guards, unread = Guards.take(nn.Linear(DIM, DIM), loss), Guards.take(nn.Linear(DIM, DIM))
+    assert guards.changed() is None
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+    assert "torch.backends.cudnn.benchmark from False to True" in str(guards.changed()) and unread.changed() is None
+    monkeypatch.undo()
     assert guards.changed() is None
 
 

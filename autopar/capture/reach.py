@@ -37,15 +37,16 @@ _MADE = frozenset({"FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BUILD_S
 
 class Reached:
     """functions: those that may run, each once. names: what they read as global, attribute or string. asked: what they read as an attribute
-    of a module of Python or torch alone. caches: functions with an lru_cache beside them. scopes: for the globals of each file (and for
-    modules used as `settings.x`), the dict, its name, and the names that are read there. classes: the user's, of objects and used by name,
-    apart from those of modules. wide: classes of whose objects any attribute may be read, by a name that code makes or by none;
-    everywhere: of all. by_data: names may stand in the user's data."""
+    of a module of Python or torch alone. values: of these modules, those attributes that are values. caches: functions with an lru_cache
+    beside them. scopes: for the globals of each file (and for modules used as `settings.x`), the dict, its name, and the names that are
+    read there. classes: the user's, of objects and used by name, apart from those of modules. wide: classes of whose objects any attribute
+    may be read, by a name that code makes or by none; everywhere: of all. by_data: names may stand in the user's data."""
 
     def __init__(self) -> None:
         self.functions: list[FunctionType] = []
         self.names: set[str] = set()
         self.asked: set[str] = set()
+        self.values: dict[str, tuple[ModuleType, set[str]]] = {}
         self.caches: list[Any] = []
         self.scopes: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self.classes: dict[type, None] = {}  # in order
@@ -173,8 +174,10 @@ class _Search:
                 self.found.functions.append(function)
 
     def _visit(self, function: FunctionType) -> None:
-        names, asked = _read(function)
+        names, asked, values = _read(function)
         self.found.asked |= asked
+        for module, name in values:
+            self.found.values.setdefault(module.__name__, (module, set()))[1].add(name)
         self._names(names)
         self._unnamed(function, names)
         for module in _imported(function):
@@ -279,22 +282,26 @@ def _is_name(constant: object) -> bool:
     return isinstance(constant, str) and constant.isidentifier()
 
 
-def _read(function: FunctionType) -> tuple[set[str], set[str]]:
-    """The names in a function, apart from those that are only attributes of modules of Python and torch (`torch.log`), and these."""
-    elsewhere, of_modules = set[str](), set[str]()
-    base: dict[str, Any] | None = None
+def _read(function: FunctionType) -> tuple[set[str], set[str], list[tuple[ModuleType, str]]]:
+    """The names in a function, apart from those that are only attributes of modules of Python and torch (`torch.log`), and these; and which
+    of those are values (`torch.backends.cudnn.benchmark`), with their modules."""
+    elsewhere, of_modules, values = set[str](), set[str](), list[tuple[ModuleType, str]]()
+    base: ModuleType | None = None
     for kind, name in _loads(function.__code__):
         if kind == "global":
             elsewhere.add(name)
-            base = _module(function.__globals__.get(name))
+            base = _foreign_module(function.__globals__.get(name))
         elif kind == "attribute" and base is not None:
             of_modules.add(name)
-            base = _module(base.get(name))
+            value = getattr(base, name, None) if name in vars(base) or type(base) is not ModuleType else None
+            if isinstance(value, (bool, int, float, str)):
+                values.append((base, name))
+            base = _foreign_module(value)
         else:
             elsewhere.add(name)
             base = None
     asked = of_modules - elsewhere
-    return {name for name in _names(function.__code__) if name not in asked}, asked
+    return {name for name in _names(function.__code__) if name not in asked}, asked, values
 
 
 def _imported(function: FunctionType) -> Iterator[ModuleType]:
@@ -327,8 +334,8 @@ def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _module(value: object) -> dict[str, Any] | None:
-    return vars(value) if isinstance(value, ModuleType) and is_foreign(value.__name__) else None
+def _foreign_module(value: object) -> ModuleType | None:
+    return value if isinstance(value, ModuleType) and is_foreign(value.__name__) else None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

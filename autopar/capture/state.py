@@ -388,6 +388,10 @@ class _Walk:
     def code(self, code: Reached) -> None:
         for cls in code.classes:
             self._class(cls)
+        for of, (beside, values) in code.values.items():
+            now = {key: getattr(beside, key, ABSENT) for key in sorted(values)}
+            self.held.append(Held(f"{of}.", beside, now, frozenset(now)))
+            self.leaves |= {f"{of}.{key}": value for key, value in now.items()}
         for scope, module, names in code.scopes.values():
             keys = frozenset(names if self.reads else (k for k in names if not isinstance(scope.get(k), _CODE)))
             self.held.append(Held(module, scope, contents(scope, keys), keys))
