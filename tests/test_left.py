@@ -88,6 +88,20 @@ def test_what_a_call_sets_is_there_after_it_and_tensors_are_left_out() -> None:
         LAST["size"] = 0
 
 
+def test_a_list_that_the_loop_puts_there_is_filled() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.sizes.clear()
+        m.sizes.append(m.linear(x).mean())
+        return m.linear(x)
+
+    model, guards = build(forward)
+    for _ in range(2):
+        model.sizes = mine = []
+        assert guards.changed() is None
+        guards.leave()
+        assert model.sizes is mine and left_out(mine[0], "sizes[0]")
+
+
 def cached(m: Any, x: Tensor) -> Tensor:
     if not m.ready:
         m.made, m.ready = torch.arange(DIM) * 0.5, True

@@ -7,6 +7,7 @@ where it runs itself.
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import re
 from collections import OrderedDict, deque
@@ -27,25 +28,36 @@ _KEPT = object()  # what stays as it was
 
 
 class Left:
-    """held: attributes and containers, and what a call leaves in them. paths: where that is."""
+    """held: attributes and containers, and what a call leaves in them. paths: where that is. owners: of containers, what holds them under
+    which key: the loop may have put another there, which the original would have filled."""
 
-    def __init__(self, held: tuple[Held, ...], paths: frozenset[str]) -> None:
-        self._held, self._paths = held, paths
+    def __init__(self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, tuple[Any, Any]]) -> None:
+        self._held = [(one, owners.get(id(one.holder))) for one in held]
+        self._paths = paths
 
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
         return path in self._paths
 
     def put(self) -> None:
-        for held in self._held:
-            put_back(held)
+        for held, owner in self._held:
+            now = held.holder if owner is None else owner[0].get(owner[1])
+            put_back(held if now is held.holder or type(now) is not type(held.holder) else dataclasses.replace(held, holder=now))
 
 
 def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change]) -> Left:
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
     what the trace of a call changed: a number that is another there is computed from values of the inputs."""
     comparison = _Comparison(start, first, written, {c.path: c.after for c in traced})
-    return Left(tuple(comparison.held()), frozenset(comparison.paths))
+    held = tuple(comparison.held())
+    owners = {
+        id(value): (one.holder, key)
+        for one in first.held
+        if isinstance(one.holder, dict) and isinstance(one.items, dict) and not one.table
+        for key, value in one.items.items()
+        if isinstance(value, (list, dict, deque))
+    }
+    return Left(held, frozenset(comparison.paths), owners)
 
 
 class _Comparison:

@@ -58,6 +58,18 @@ def losses_in_a_list_emptied_by_the_loop(compile: Compile) -> Results:
     return {"losses": stepped(made, loss), "state": state(made)}
 
 
+@program(KIND)
+def losses_in_a_list_of_the_loop(compile: Compile) -> Results:
+    """The loop gives the model a new list for each step."""
+    made = compile(seeded(Filled), example_inputs=(batch()[0],))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        made.losses = found = []
+        return F.cross_entropy(made(x), y) + sum(found)
+
+    return {"losses": stepped(made, loss), "state": state(made)}
+
+
 class Routed(Block):
     """Leaves its load in a list of its own, made anew by each call."""
 
