@@ -16,10 +16,11 @@ from torch.export import ExportedProgram
 
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
 from autopar.capture.export import End, Step, export, own_gradients
+from autopar.capture.held import ABSENT, Opaque, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.reach import LruCache
 from autopar.capture.regions import Regions, asked
-from autopar.capture.state import ABSENT, Change, Opaque, State, describe
+from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
 from autopar.run.outputs import Returned

@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
 from autopar.capture.export import objective_of
+from autopar.capture.held import ABSENT, Opaque
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
 from autopar.capture.source import first_line
-from autopar.capture.state import ABSENT, Change, Opaque, State
+from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
 from autopar.run.outputs import taken_apart
 

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.held import ABSENT, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
-from autopar.capture.state import ABSENT, LEFT_OUT, REGISTRIES, TABLES, WATCHED_HOOKS, Change, Held, Opaque, State, child, same, value_of
+from autopar.capture.state import Change, State
+from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
 from autopar.run.grad_mode import GradMode, as_called
 
 __all__ = ["Guards"]

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from autopar.capture.state import ABSENT, TABLES, Change, Held, Opaque, State, child, is_plain, put_back, same
+from autopar.capture.held import ABSENT, Held, Opaque, child, is_plain, put_back, same
+from autopar.capture.state import Change, State
+from autopar.capture.walk import TABLES
 from autopar.run.left_out import LeftOut
 
 __all__ = ["Left", "is_read", "left_by"]

@@ -10,8 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.held import is_plain
 from autopar.capture.left import is_read
-from autopar.capture.state import Change, State, is_plain
+from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
 
 __all__ = ["Followed", "numbers_once", "refuse_once"]

@@ -1,0 +1,190 @@
+"""What a picture of a model consists of: containers with what they hold, values that are compared by a copy, what stands for others."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+__all__ = [
+    "ABSENT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents", "describe", "is_plain",
+    "put_back", "same", "shown_key", "value_of",
+]  # fmt: skip
+
+SIMPLE = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum, range,
+)  # fmt: skip
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+class _Registered:
+    def __repr__(self) -> str:
+        return "a parameter or buffer of the model"
+
+
+class _LeftOut:
+    def __repr__(self) -> str:
+        return "nothing that the parallel module leaves"
+
+
+ABSENT = _Absent()
+LEFT_OUT = _LeftOut()
+REGISTERED = _Registered()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A container or an object, apart from what it holds."""
+
+    kind: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.size}" if self.size >= 0 else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is compared by a copy of its value: the state of a random generator, a small array, a set."""
+
+    kind: str
+    value: object
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What cannot be compared but by identity."""
+
+    value: object
+
+    def __str__(self) -> str:
+        return type(self.value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One container as it was. path: ends with a dot where its items are attributes. items: its contents. keys: those that are looked
+    at, of a dict; None for all. table: which of the tables of a module it is ('_buffers', '_forward_hooks'), if it is one."""
+
+    path: str
+    holder: Any
+    items: Any
+    keys: frozenset[str] | None = None
+    table: str = ""
+
+
+def child(held: Held, key: Any) -> str:
+    """The path of one of the items of a container."""
+    if held.keys is not None and isinstance(held.holder, dict):
+        return f"{key} of {held.path}"
+    if isinstance(held.holder, type):
+        return f"{held.path}.{key}"
+    return f"{held.path}{key}" if held.path.endswith(".") or not held.path else f"{held.path}[{shown_key(key)}]"
+
+
+def same(a: object, b: object) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.Tensor):
+        return False
+    if isinstance(a, Opaque) and isinstance(b, Opaque):
+        return a.value is b.value or (isinstance(a.value, MethodType) and a.value == b.value)
+    return bool(a == b) or (a != a and b != b)
+
+
+def describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = str(value) if isinstance(value, (Shape, Value, Opaque)) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def value_of(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return ABSENT
+
+
+def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
+    """A shallow copy of what a container holds."""
+    if isinstance(holder, ContextVar):
+        return value_of(holder)
+    if isinstance(holder, CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:
+            return ABSENT
+    if isinstance(holder, FunctionType):
+        return {"__defaults__": holder.__defaults__, "__kwdefaults__": holder.__kwdefaults__}
+    if isinstance(holder, type):
+        return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
+    if keys is not None and not isinstance(holder, dict):
+        return {k: getattr(holder, k, ABSENT) for k in keys}
+    if type(holder) is dict and keys is None:
+        return holder.copy()
+    if isinstance(holder, dict):
+        if keys is not None:
+            return {k: dict.get(holder, k, ABSENT) for k in keys}
+        return dict(dict.items(holder)) if dict.__len__(holder) else {}  # an OrderedDict's items are slow, and most tables are empty
+    return frozenset(set.__iter__(holder)) if isinstance(holder, set) else tuple(_base(holder).__iter__(holder))
+
+
+def _base(holder: Any) -> Any:
+    """The container of Python that an object is: its methods are called, not what a subclass makes of them (loads on access)."""
+    return next(base for base in (OrderedDict, dict, list, tuple, deque, set, frozenset) if isinstance(holder, base))
+
+
+def put_back(held: Held) -> None:
+    """The container holds again what is written there; of a Held with keys, under these."""
+    holder, items = held.holder, held.items
+    now = contents(holder, held.keys)
+    if isinstance(holder, (CellType, ContextVar)):
+        if now is not items and items is not ABSENT:
+            holder.set(items) if isinstance(holder, ContextVar) else setattr(holder, "cell_contents", items)
+        return
+    if isinstance(items, dict):
+        if len(now) == len(items) and all(now.get(k, ABSENT) is v for k, v in items.items()):
+            return
+        if not isinstance(holder, dict):
+            for key in now.keys() - items.keys() if held.keys is None else ():
+                delattr(holder, key)
+            for key, value in items.items():
+                if now.get(key, ABSENT) is not value and value is not ABSENT:
+                    setattr(holder, key, value)
+            return
+        base = _base(holder)
+        if held.keys is None:
+            base.clear(holder)
+        for key in [k for k in now if items.get(k, ABSENT) is ABSENT and held.keys is not None]:
+            base.pop(holder, key, None)
+        for key, value in items.items():
+            if value is not ABSENT:
+                base.__setitem__(holder, key, value)
+        return
+    if len(now) == len(items) and (now == items if isinstance(items, frozenset) else all(a is b for a, b in zip(now, items))):
+        return
+    base = _base(holder)
+    base.clear(holder)
+    base.update(holder, items) if isinstance(holder, set) else base.extend(holder, items)
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is compared by its value: a number, a string, None, a dtype, a tuple of such."""
+    return isinstance(value, SIMPLE) or (type(value) is tuple and all(isinstance(x, SIMPLE) for x in value))
+
+
+def shown_key(key: object) -> str:
+    return repr(key) if isinstance(key, (str, int, float, bool, tuple, type(None))) else f"a {type(key).__name__} {id(key)}"

@@ -1,0 +1,272 @@
+"""Walks over what a model holds and over what its code reads elsewhere, and notes it for a picture of both."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.held import ABSENT, LEFT_OUT, REGISTERED, SIMPLE, Held, Opaque, Shape, Value, contents, is_plain, shown_key
+from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
+from autopar.run import hooks
+from autopar.run.left_out import LeftOut
+
+__all__ = ["CODE", "DEPTH", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Walk"]
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OTHER_TABLES = (
+    "_backward_hooks", "_backward_pre_hooks", *hooks.OF_STATE, "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set", "_is_full_backward_hook",
+)  # fmt: skip
+WATCHED_HOOKS = hooks.OF_CALLS
+TABLES = frozenset((*REGISTRIES, *HOOKS, *_OTHER_TABLES))
+CODE = (
+    FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, LruCache, functools.partial, torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
+)  # fmt: skip
+_NAMESPACES = (SimpleNamespace, threading.local)
+_LARGEST = 1 << 20  # bytes of an array that is compared by its contents
+DEPTH = 8  # containers and objects within one another
+_ITEMS = 2000  # of one container: longer ones are compared as a whole, if their items are plain, else by identity and length
+
+
+class Walk:
+    """Fills the parts of a State. reads: only what code may read is looked at, and functions are compared; None: everything is, and may be
+    put back."""
+
+    def __init__(self, model: nn.Module, buffers: frozenset[str], reads: Reads | None) -> None:
+        self.buffers, self.reads = buffers, reads
+        self.found: dict[int, object] = {}  # of what the model and the loss hold
+        self.arrays: list[Any] = []
+        self.leaves: dict[str, object] = {}
+        self.versions: dict[str, int] = {}
+        self.held: list[Held] = []
+        self.seen: set[int] = {id(m) for m in model.modules()}
+        self.registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self.classes: set[type] = set()
+
+    def model(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            self._module(f"{name}." if name else "", module)
+
+    def _of(self, cls: type, attributes: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Those of the attributes of an object that are looked at."""
+        return dict(attributes) if self.reads is None else self.reads.of(cls, attributes)
+
+    def _module(self, prefix: str, module: nn.Module) -> None:
+        own = vars(module)
+        self.held.append(Held(prefix, own, self._of(type(module), own)))
+        foreign = is_foreign(type(module).__module__)
+        for table in REGISTRIES:
+            self.held.append(Held(prefix, own[table], dict(own[table]), table=table))
+            kept = dict.get(own, "_non_persistent_buffers_set", ())
+            names = tuple(k for k, v in own[table].items() if v is not None)
+            self.leaves[f"{prefix}{table}"] = Value("the names " + (", ".join(map(str, names)) or "(none)"), (names, len(kept)))
+        for name, child in own["_modules"].items():
+            self.leaves[f"{prefix}{name} (the module)"] = Opaque(child)
+        for name, buffer in own["_buffers"].items():
+            if buffer is not None and f"{prefix}{name}" not in self.buffers:
+                self._tensor(f"{prefix}{name}", buffer)
+        for table in WATCHED_HOOKS:
+            if own[table]:
+                self.leaves[f"{prefix}{table}"] = Value(f"{len(own[table])} hooks", tuple(map(id, own[table].values())))
+                for number, hook in enumerate(own[table].values()):
+                    self.visit(f"{prefix}{table}[{number}]", hook, DEPTH)
+        for table in (*HOOKS, *_OTHER_TABLES):
+            if isinstance(x := own.get(table), (dict, set)):
+                self.held.append(Held(prefix, x, contents(x), table=table))
+        for name, value in self._of(type(module), own).items():
+            if name == "training" or name in TABLES:
+                continue
+            if isinstance(value, CODE) and hasattr(type(module), name):
+                self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
+            elif foreign and not is_plain(value):
+                continue
+            self.visit(f"{prefix}{name}", value, DEPTH)
+        for cls in type(module).__mro__:
+            if not is_foreign(cls.__module__):
+                self._class(cls)
+
+    def _class(self, cls: type) -> None:
+        if cls in self.classes:
+            return
+        self.classes.add(cls)
+        found = self._of(cls, contents(cls))
+        self.held.append(Held(cls.__name__, cls, found))
+        for key, value in found.items():
+            if isinstance(value, FunctionType):  # a method, which is followed where its name is read
+                self.leaves[f"{cls.__name__}.{key}"] = Opaque(value)
+            else:
+                self.visit(f"{cls.__name__}.{key}", value, DEPTH)
+
+    def code(self, code: Reached) -> None:
+        for cls in code.classes:
+            self._class(cls)
+        for of, (beside, values) in code.values.items():
+            now = {key: getattr(beside, key, ABSENT) for key in sorted(values)}
+            self.held.append(Held(f"{of}.", beside, now, frozenset(now)))
+            self.leaves |= {f"{of}.{key}": value for key, value in now.items()}
+        for scope, module, names in code.scopes.values():
+            keys = frozenset(names if self.reads else (k for k in names if not isinstance(scope.get(k), CODE)))
+            self.held.append(Held(module, scope, contents(scope, keys), keys))
+            for key in keys & scope.keys():
+                self.visit(f"{key} of {module}", scope[key], DEPTH)
+        for function in code.functions:
+            name = function.__qualname__.replace(".<locals>", "")
+            for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+                found = contents(cell)
+                if id(cell) in self.seen or (isinstance(found, CODE) and not self.reads) or found is ABSENT:
+                    continue
+                self.seen.add(id(cell))
+                self.held.append(Held(f"{variable}, which {name} closes over", cell, found))
+                self.visit(self.held[-1].path, found, DEPTH)
+            self.held.append(Held(name, function, contents(function)))
+            self.visit(f"the defaults of {name}", function.__defaults__ or (), DEPTH)
+            if function.__kwdefaults__:
+                self.visit(f"the keyword defaults of {name}", function.__kwdefaults__, DEPTH)
+            self.visit(f"the attributes of {name}", {k: v for k, v in vars(function).items() if k != "__wrapped__"}, DEPTH)
+            self.held.append(Held(f"the attributes of {name}", vars(function), dict(vars(function))))
+
+    def visit(self, path: str, value: object, depth: int) -> None:
+        """Adds the leaves of a value."""
+        if is_plain(value):
+            self.leaves[path] = value
+        elif isinstance(value, LeftOut):
+            self.leaves[path] = LEFT_OUT
+        elif id(value) in self.registered:
+            self.leaves[path] = REGISTERED
+        elif isinstance(value, torch.Tensor):
+            self._tensor(path, value)
+        elif isinstance(value, CODE):
+            self._callable(path, value, depth)
+        elif id(value) in self.seen:
+            return
+        elif (known := _by_value(value)) is not None:
+            self.leaves[path] = known
+            if type(value).__module__ == "numpy":
+                self.arrays.append(value)
+        else:
+            self._container(path, value, depth)
+
+    def _callable(self, path: str, value: Any, depth: int) -> None:
+        """A function, a class or a reference, and what it is bound to."""
+        if self.reads is not None:
+            self.leaves[path] = Opaque(value)
+        if id(value) in self.seen or depth == 0:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, functools.partial):
+            self.visit(f"{path}.func", value.func, depth - 1)
+            self.visit(f"{path}.args", list(value.args), depth - 1)
+            self.visit(f"{path}.keywords", value.keywords, depth - 1)
+        elif isinstance(value, weakref.ref):
+            if (target := value()) is not None:
+                self.visit(f"{path}()", target, depth - 1)
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            if not isinstance(value.__self__, (ModuleType, type, type(None))):
+                self.visit(f"{path}.__self__", value.__self__, depth - 1)
+        if isinstance(value, (FunctionType, MethodType)) or (isinstance(value, type) and not is_foreign(value.__module__)):
+            self.found[id(value)] = value
+
+    def _tensor(self, path: str, value: torch.Tensor) -> None:
+        self.leaves[path] = value
+        if not value.is_inference():
+            self.versions[path] = value._version
+
+    def _is_open(self, value: Any) -> bool:
+        """Whether the attributes of an object are looked at: those of Python's and torch's own are where code reads them."""
+        cls = type(value)
+        if not is_foreign(cls.__module__) or isinstance(value, _NAMESPACES) or cls.__name__ == "Namespace":
+            return True
+        return self.reads is not None and _root(cls) in ("torch", "collections") and hasattr(value, "__dict__")
+
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        items: list[tuple[str, object]] | None = None
+        found: Any = None
+        if isinstance(value, dict):
+            found = contents(value)
+            self.held.append(Held(path, value, found))
+            items = [(f"{path}[{shown_key(k)}]", v) for k, v in found.items()] if len(found) <= _ITEMS else None
+        elif isinstance(value, (list, tuple, deque)):
+            found = contents(value)
+            if not isinstance(value, tuple):
+                self.held.append(Held(path, value, found))
+            items = [(f"{path}[{i}]", v) for i, v in enumerate(found)] if len(found) <= _ITEMS else None
+        elif isinstance(value, (set, frozenset)):
+            if isinstance(value, set):
+                self.held.append(Held(path, value, contents(value)))
+            self.leaves[path] = Value(f"set of {len(value)}", frozenset(id(x) if not isinstance(x, SIMPLE) else x for x in value))
+            return
+        elif isinstance(value, nn.Module):
+            self.seen.add(id(value))
+            for key, found in (*value._parameters.items(), *value._buffers.items(), *value._modules.items()):
+                self.visit(f"{path}.{key}", found, depth - 1)
+            self.held.append(Held(f"{path}.", vars(value), {"training": value.training}, frozenset({"training"})))
+            self.leaves[f"{path}.training"] = value.training  # not among the modes of the model
+            self._module(f"{path}.", value)
+            return
+        elif isinstance(value, ContextVar):
+            self.held.append(Held(path, value, contents(value)))
+            if self.held[-1].items is not ABSENT:
+                self.visit(f"{path}.get()", self.held[-1].items, depth - 1)
+            return
+        elif isinstance(value, MappingProxyType):
+            self.visit(path, gc.get_referents(value)[0], depth - 1)
+            return
+        elif self._is_open(value):
+            cls = type(value)
+            if not is_foreign(cls.__module__):
+                self.found[id(cls)] = cls
+            own = vars(value) if hasattr(value, "__dict__") else None
+            items = []
+            if isinstance(own, dict):
+                shown = self._of(cls, own)
+                items = [(f"{path}.{k}", v) for k, v in shown.items()]
+                self.held.append(Held(f"{path}.", own, shown))
+            slots = {s for base in cls.__mro__ for s in _as_tuple(vars(base).get("__slots__", ()))} - {"__dict__", "__weakref__"}
+            if slots:
+                filled = self._of(cls, {s: x for s in sorted(slots) if (x := getattr(value, s, ABSENT)) is not ABSENT})
+                items += [(f"{path}.{s}", x) for s, x in filled.items()]
+                self.held.append(Held(f"{path}.", value, filled, frozenset(filled)))
+        if items is None and found is not None and all(map(is_plain, found.values() if isinstance(found, dict) else found)):
+            self.leaves[path] = Value(f"{type(value).__name__} of {len(found)}", found)
+            return
+        if items is None or depth == 0:
+            self.leaves[path] = Opaque(value)
+            return
+        self.seen.add(id(value))
+        self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
+        for name, item in items:
+            self.visit(name, item, depth - 1)
+
+
+def _root(cls: type) -> str:
+    return str(cls.__module__).partition(".")[0]
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _by_value(value: Any) -> Value | None:
+    """What is neither simple nor a container but can be told apart by a value of its own."""
+    if isinstance(value, random.Random):
+        return Value("random generator", value.getstate())
+    if isinstance(value, torch.Generator):
+        return Value("random generator", value.get_state().cpu().numpy().tobytes())
+    if isinstance(value, itertools.count):
+        return Value(repr(value), repr(value))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", _LARGEST + 1) <= _LARGEST:
+        return Value(f"array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
+    return None
