@@ -475,15 +475,15 @@ def test_classes_objects_contexts_and_threads_are_watched(monkeypatch: pytest.Mo
     assert guards.changed() is None
 
 
-def test_settings_of_torch_that_code_reads_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_torch_that_code_reads_are_watched() -> None:
     def loss(out: Tensor) -> Tensor:
         return out.sum() * (2.0 if torch.backends.cudnn.benchmark else math.pi)
 
     guards, unread = Guards.take(nn.Linear(DIM, DIM), loss), Guards.take(nn.Linear(DIM, DIM))
+    before = torch.backends.cudnn.benchmark
     assert guards.changed() is None
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-    assert "torch.backends.cudnn.benchmark from False to True" in str(guards.changed()) and unread.changed() is None
-    monkeypatch.undo()
+    with torch.backends.cudnn.flags(benchmark=not before):
+        assert f"torch.backends.cudnn.benchmark from {before} to {not before}" in str(guards.changed()) and unread.changed() is None
     assert guards.changed() is None
 
 
