@@ -8,24 +8,23 @@ where it runs itself.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
 from autopar.capture.held import ABSENT, Held, Opaque, child, is_plain, put_back, same
+from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES
 from autopar.run.left_out import LeftOut
 
 __all__ = ["Left", "is_read", "left_by"]
 
-_READS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
 _KEPT = object()  # what stays as it was
 
 
@@ -142,18 +141,8 @@ class _Comparison:
 def is_read(path: str, state: State) -> bool:
     """Whether code of the forward may read what stands at a path."""
     names = set(re.findall(r"\w+", path.rpartition(".")[2]))
-    return any(name in names for function in state.reached.functions for name in _read_in(function.__code__))
+    return any(not names.isdisjoint(loaded_in(function.__code__)) for function in state.reached.functions)
 
 
 def _object(leaf: object) -> object:
     return leaf.value if isinstance(leaf, Opaque) else leaf
-
-
-def _read_in(code: CodeType) -> Iterator[str]:
-    """The names that code reads, and the strings in it, which may be names or keys."""
-    yield from (str(i.argval) for i in dis.get_instructions(code) if i.opcode in _READS)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _read_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "is_foreign", "reached"]
+__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "is_foreign", "loaded_in", "reached"]
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -22,6 +22,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
 _INSTALLED = {os.path.realpath(path) for path in site.getsitepackages()} | set(site.getsitepackages())
 _FEW = 200
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_LOADS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
 _WRAPPERS = (staticmethod, classmethod)
 # Methods that run without being named.
 _IMPLICIT = frozenset(
@@ -181,16 +182,15 @@ class _Search:
         self._names(names)
         self._unnamed(function, names)
         for module in _imported(function):
-            if not is_foreign(module.__name__):
-                self._scope(vars(module), module.__name__, names, set())
+            self._module(module, names)
         self._scope(function.__globals__, str(function.__module__), names, set(_stored(function.__code__)))
         for cell in function.__closure__ or ():
             try:
                 found = cell.cell_contents
             except ValueError:  # it is empty
                 continue
-            if isinstance(found, ModuleType) and not is_foreign(found.__name__):
-                self._scope(vars(found), found.__name__, names, set())
+            if isinstance(found, ModuleType):
+                self._module(found, names)
             for value in (found, *_inside(found)):
                 self._add(value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -214,6 +214,11 @@ class _Search:
             elif not is_installed(function.__module__):
                 self.found.everywhere = True
 
+    def _module(self, module: ModuleType, names: set[str]) -> None:
+        """A module of the user's that is used by name."""
+        if not is_foreign(module.__name__):
+            self._scope(vars(module), module.__name__, names, set())
+
     def _scope(self, scope: dict[str, Any], name: str, names: set[str], stored: set[str]) -> None:
         if id(scope) not in self.found.scopes:
             self.found.scopes[id(scope)] = (scope, name, set())
@@ -223,8 +228,7 @@ class _Search:
             read.add(key)
             value = scope[key]
             if isinstance(value, ModuleType):
-                if not is_foreign(value.__name__):
-                    self._scope(vars(value), value.__name__, names, set())
+                self._module(value, names)
             else:
                 for one in (value, *_inside(value)):
                     self._add(one)
@@ -364,10 +368,15 @@ def _getattr(code: CodeType) -> tuple[bool, bool]:
     return made, from_data
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def loaded_in(code: CodeType) -> frozenset[str]:
+    """The names that code loads, and the strings in it, which may be names or keys; not what it only assigns."""
+    names = {str(i.argval) for one in _codes(code) for i in dis.get_instructions(one) if i.opcode in _LOADS}
+    return frozenset(names | {constant for one in _codes(code) for constant in one.co_consts if _is_name(constant)})
+
+
 def _stored(code: CodeType) -> Iterator[str]:
     """The globals that the code assigns: the first call may make them."""
-    if _STORE_GLOBAL in code.co_code[::2]:
-        yield from (str(i.argval) for i in dis.get_instructions(code) if i.opcode == _STORE_GLOBAL)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _stored(constant)
+    for one in _codes(code):
+        if _STORE_GLOBAL in one.co_code[::2]:
+            yield from (str(i.argval) for i in dis.get_instructions(one) if i.opcode == _STORE_GLOBAL)
