@@ -126,18 +126,19 @@ def test_a_batch_behind_a_sequence_is_exact(workers: WorkerPool) -> None:
         assert report.ok and max(report.loss, report.gradient, report.parameter) < TOLERANCE, report
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, near: Tensor, far: Tensor, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        scores = h @ x.transpose(1, 2)
+        return self.out(torch.where(near, scores, scores * 0.5).masked_fill(far, 0.0) @ h).square().sum()
+
+
 @pytest.mark.pure
 def test_more_masks_than_batches_do_not_outvote_it() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, near: Tensor, far: Tensor, x: Tensor) -> Tensor:
-            h = torch.tanh(self.inner(x))
-            scores = h @ x.transpose(1, 2)
-            return self.out(torch.where(near, scores, scores * 0.5).masked_fill(far, 0.0) @ h).square().sum()
-
     masks = [torch.eye(16) > 0, torch.ones(16, 16).triu(3) > 0]
     assert batched(Masked(), (*masks, torch.randn(16, 16, 16))) == {"x"}
 
@@ -237,16 +238,6 @@ def test_sequences_of_different_lengths_are_no_batches(trained_before: bool) -> 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_two_masks_as_long_as_the_sequences_are_no_batch(batch: int) -> None:
     near, far = torch.eye(6, dtype=torch.bool), torch.ones(6, 6, dtype=torch.bool).triu(3)
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, near: Tensor, far: Tensor, x: Tensor) -> Tensor:
-            h = torch.tanh(self.inner(x))
-            scores = h @ x.transpose(1, 2)
-            return self.out(torch.where(near, scores, scores * 0.5).masked_fill(far, 0.0) @ h).square().sum()
 
     program = capture(Masked(), (near, far, torch.randn(batch, 6, 16)), check=False).program
     assert (program.batch_size, program.batched) == (batch, ("x",))
