@@ -47,9 +47,10 @@ class Guards:
         self._index(state)
 
     @staticmethod
-    def take(model: nn.Module, loss: Callable[..., Any] | None = None) -> Guards:
-        """All that the forward and the loss may read beside parameters, buffers and inputs, as it is now."""
-        return Guards(model, loss, State.take(model, loss).of_what_is_read(model, loss))
+    def take(model: nn.Module, loss: Callable[..., Any] | None = None, state: State | None = None) -> Guards:
+        """All that the forward and the loss may read beside parameters, buffers and inputs, as it is now. state: of both now, if there is
+        one."""
+        return Guards(model, loss, (state or State.take(model, loss)).of_what_is_read(model, loss))
 
     def follow(self, written: Iterable[str], settled: Iterable[Change], left: Left) -> None:
         """What the forward itself changes is no change. written: what each call makes anew. settled: what the first call made and others

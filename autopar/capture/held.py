@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,8 +73,7 @@ class Opaque:
         return type(self.value).__name__
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """One container as it was. path: ends with a dot where its items are attributes. items: its contents. keys: those that are looked
     at, of a dict; None for all. table: which of the tables of a module it is ('_buffers', '_forward_hooks'), if it is one."""
 
@@ -120,6 +119,8 @@ def value_of(variable: ContextVar[Any]) -> Any:
 
 def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
     """A shallow copy of what a container holds."""
+    if type(holder) is dict and keys is None:
+        return holder.copy()
     if isinstance(holder, ContextVar):
         return value_of(holder)
     if isinstance(holder, CellType):
@@ -133,8 +134,6 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
         return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
     if keys is not None and not isinstance(holder, dict):
         return {k: getattr(holder, k, ABSENT) for k in keys}
-    if type(holder) is dict and keys is None:
-        return holder.copy()
     if isinstance(holder, dict):
         if keys is not None:
             return {k: dict.get(holder, k, ABSENT) for k in keys}

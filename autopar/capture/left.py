@@ -7,7 +7,6 @@ where it runs itself.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ class Left:
     def put(self) -> None:
         for held, owner in self._held:
             now = held.holder if owner is None else owner[0].get(owner[1])
-            put_back(held if now is held.holder or type(now) is not type(held.holder) else dataclasses.replace(held, holder=now))
+            put_back(held if now is held.holder or type(now) is not type(held.holder) else held._replace(holder=now))
 
 
 def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change]) -> Left:

@@ -128,10 +128,11 @@ def _captured(
     given = args, kwargs
     inputs, infer = inputs_in(dtype, given), Inference()
     with held_back():
-        guards = Guards.take(model, loss)
+        before = State.take(model, loss)
+        guards = Guards.take(model, loss, before)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         with held_back():
-            start = State.take(model, loss)
+            start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written)
             trace, mutations = functionalize(with_casts(trace, infer), infer)
             trace = split_label_means(trace)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "is_foreign", "loaded_in", "reached"]
+__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "is_foreign", "loaded_in"]
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -24,6 +24,7 @@ _FEW = 200
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _LOADS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
 _WRAPPERS = (staticmethod, classmethod)
+_NO_CODE = (bool, int, float, str, type(None))
 # Methods that run without being named.
 _IMPLICIT = frozenset(
     f"__{name}__"
@@ -102,14 +103,11 @@ def is_installed(module_name: str) -> bool:
     return bool(file) and any(file.startswith(f"{folder}{os.sep}") for folder in _INSTALLED)
 
 
-def reached(model: nn.Module, others: Iterable[object], objects: Iterable[object] = ()) -> Reached:
-    """What the forward of the model and the given functions may run: methods are followed by their names, functions by what the
-    globals and closures hold. Code of Python and torch is not followed. objects: functions and classes that are known to be there."""
-    return _Search(model).run(others, objects)
+class Search:
+    """For what the forward of the model and the given functions may run (`found`): methods are followed by their names, functions by what
+    the globals and closures hold. Code of Python and torch is not followed."""
 
-
-class _Search:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[object]) -> None:
         self.found = Reached()
         self.pending: list[FunctionType] = []
         self.seen: set[int] = set()
@@ -119,23 +117,29 @@ class _Search:
         for module in model.modules():
             for cls in type(module).__mro__:
                 self._class(cls)
-            for value in (*_values(vars(module)), *(h for table in HOOKS for h in vars(module)[table].values())):
+            own = vars(module)
+            for value in (*own.values(), *(h for table in HOOKS for h in own[table].values())):
+                if type(value) in _NO_CODE:
+                    continue
                 self._add(value)
+                for item in _inside(value):
+                    self._add(item)
         for cls, function in self.methods.get("forward", ()):
             self._add(function, cls)
-
-    def run(self, others: Iterable[object], objects: Iterable[object]) -> Reached:
-        for value in objects:
-            self._add(value)
         for other in others:
             self._add(other)
             if not isinstance(other, FunctionType) and not is_foreign(type(other).__module__):
                 for cls in type(other).__mro__:
                     self._class(cls)
                 self._names({"__call__", "forward"})
+        self.follow(())
+
+    def follow(self, objects: Iterable[object]) -> None:
+        """With functions and classes that are known to be there."""
+        for value in objects:
+            self._add(value)
         while self.pending:
             self._visit(self.pending.pop())
-        return self.found
 
     def _class(self, cls: type) -> None:
         if cls in self.classes or is_foreign(cls.__module__):
@@ -254,13 +258,6 @@ def _functions(value: object, depth: int) -> Iterator[Any]:
     elif isinstance(value, LruCache):
         yield value
         yield from _functions(value.__wrapped__, depth - 1)
-
-
-def _values(attributes: dict[str, Any]) -> Iterator[object]:
-    """The attributes of a module, and what is in containers there."""
-    for value in attributes.values():
-        yield value
-        yield from _inside(value)
 
 
 def _inside(value: object, depth: int = 3) -> Iterator[object]:

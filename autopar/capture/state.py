@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autopar.capture.held import ABSENT, Held, Value, describe, put_back, same
-from autopar.capture.reach import Reached, Reads, reached
+from autopar.capture.reach import Reached, Reads, Search
 from autopar.capture.walk import CODE, DEPTH, Walk
 from autopar.run import hooks
 
@@ -60,23 +60,26 @@ class State:
     def take(model: nn.Module, loss: object = None, since: State | None = None) -> State:
         """since: an earlier State of the same model and loss, to be compared with this one."""
         if since is not None:
-            return _pictured(model, loss, since.buffers, since.reached, since.reads)
+            return _with_code(_walked(model, loss, since.buffers, since.reads), since.reached)
         buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
         hooks_of_all = [hook for found in hooks.of_all_modules().values() for hook in found.values()]
         others = [*(() if loss is None else (loss,)), *hooks_of_all]
+        search, walk = Search(model, others), _walked(model, loss, buffers, None)
         known: dict[int, object] = {}
+        new = walk.found
         while True:  # objects that are found have methods, which read other objects
-            code = reached(model, others, known.values())
-            found: dict[int, object] = {}
-            state = _pictured(model, loss, buffers, code, None, found)
-            if found.keys() <= known.keys():
+            known |= new
+            search.follow(new.values())
+            with_code = walk.copy()
+            state = _with_code(with_code, search.found)
+            new = {k: v for k, v in with_code.found.items() if k not in known}
+            if not new:
                 return state
-            known |= found
 
     def of_what_is_read(self, model: nn.Module, loss: object = None) -> State:
         """The same picture of what code may read, and of the functions there: to be watched."""
         reads = Reads(self.reached, {x for x in self.leaves.values() if isinstance(x, str)})
-        return _pictured(model, loss, self.buffers, self.reached, reads)
+        return _with_code(_walked(model, loss, self.buffers, reads), self.reached)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -99,24 +102,25 @@ class State:
             put_back(held)
 
 
-def _pictured(
-    model: nn.Module, loss: object, buffers: frozenset[str], code: Reached, reads: Reads | None, found: dict[int, object] | None = None
-) -> State:
-    """found: takes the functions and the classes of objects that the model and the loss hold."""
+def _walked(model: nn.Module, loss: object, buffers: frozenset[str], reads: Reads | None) -> Walk:
+    """Over the model, what its loss is bound to, and hooks."""
     walk = Walk(model, buffers, reads)
-    walk.model(model)
+    walk.model()
     for number, part in enumerate(_bound(loss)):
         walk.visit("loss" if not number else f"loss's part {number}", part, DEPTH)
-    if found is not None:
-        found |= walk.found
     for path, table in hooks.of_all_modules().items():
         path = f"the hooks of all modules ({path[1:]})"
         walk.held.append(Held(path, table, dict(table)))
         walk.leaves[path] = Value(f"{len(table)} hooks", tuple(map(id, table.values())))
+    return walk
+
+
+def _with_code(walk: Walk, code: Reached) -> State:
+    """The picture of that, and of what the code reads elsewhere."""
     walk.code(code)
     if (code.names | code.asked) & {"environ", "getenv"}:
         walk.visit("os.environ", vars(os.environ)["_data"], DEPTH)
-    return State(walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, buffers, reads)
+    return State(walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, walk.buffers, walk.reads)
 
 
 def _bound(loss: Any) -> list[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -52,12 +53,21 @@ class Walk:
         self.leaves: dict[str, object] = {}
         self.versions: dict[str, int] = {}
         self.held: list[Held] = []
-        self.seen: set[int] = {id(m) for m in model.modules()}
-        self.registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self.modules = list(model.named_modules())
+        self.seen: set[int] = {id(m) for _, m in self.modules}
+        tensors = (t for _, m in self.modules for table in (m._parameters, m._buffers) for t in table.values())
+        self.registered = {id(t) for t in tensors if t is not None}
         self.classes: set[type] = set()
 
-    def model(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
+    def copy(self) -> Walk:
+        """Another one that has got as far."""
+        other = copy.copy(self)
+        for name in ("found", "arrays", "leaves", "versions", "held", "seen", "classes"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
+
+    def model(self) -> None:
+        for name, module in self.modules:
             self._module(f"{name}." if name else "", module)
 
     def _of(self, cls: type, attributes: Mapping[Any, Any]) -> dict[Any, Any]:
