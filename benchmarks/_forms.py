@@ -195,7 +195,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
                     found.add(sum(exchange.unit_s(n) for n, _ in units.values())),
                     found.add(sum(exchange.unit_s(n, scattered=sent) for n, sent in units.values())),
                 ),
-                scatters=found.add(exchange.scatter_s([e.params[v] for v in own])),
+                scatters=found.add(exchange.scatter_s(e.params_of([(v, 0) for v in own]))),
             )
         )  # fmt: skip
     bounds, stages, hop_s = (0, *part.cuts, len(e.segments)), [], 0.0
@@ -220,13 +220,14 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
         held = e.flow.stages_of(r)
         own_of_rank = list(dict.fromkeys(x for s in held for x in e.own(bounds[s], bounds[s + 1])))
         params = e.params_of(own_of_rank)
-        once, trained = exchange.once(params), [p for p in params if p.trainable]
-        numel = sum(p.resting_numel for p in trained)
+        once, trained = exchange.once(params), [(p, n) for p, n in params.items() if p.trainable]
+        numel = sum(n * p.resting_numel for p, n in trained)
         ranks.append(
             OnRank(
                 stages=held, reduced=[(n, found.add(s)) for n, s in once.reduced], gathers=[(n, found.add(s)) for n, s in once.gathers],
                 last=found.add(once.last_s), ends=found.add(e._ends_s(bounds[held[0]], bounds[held[0] + 1])), numel=numel,
-                item=round(sum(p.resting_bytes for p in trained) / numel) if numel else 0, tensors=max(1, len(trained)),
+                item=round(sum(n * p.resting_bytes for p, n in trained) / numel) if numel else 0,
+                tensors=max(1, sum(n for _, n in trained)),
             )
         )  # fmt: skip
     rules, (device_s, host_s) = e.recipe, prologue_parts_s(e.rank, e.pricer)

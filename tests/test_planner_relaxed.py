@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -158,7 +159,7 @@ def test_what_is_brought_together_takes_no_less_than_its_parts(data: st.DataObje
         rest=rest, shard=shard, micro_batches=data.draw(st.integers(1, 4)), pricer=Pricer(cluster, {"pp": 2, "dp": dp, "tp": 1}),
         recipe=AUTOPAR,
     )  # fmt: skip
-    once, parts = exchange.once([p for own in sets for p in own]), [exchange.least_once(own) for own in sets]
+    once, parts = exchange.once(Counter(p for own in sets for p in own)), [exchange.least_once(Counter(own)) for own in sets]
     near = 1 + 1e-6
     assert sum(x.reduced_s for x in parts) <= near * sum(n * s for n, s in once.reduced)
     assert sum(x.gathers_s for x in parts) <= near * sum(n * s for n, s in once.gathers)

@@ -126,7 +126,7 @@ def test_groups_exchange_on_two_levels(name: str) -> None:
     made = Exchange(rest=RESTS[name], shard=8, micro_batches=1, pricer=pricer, recipe=recipe)
     gather, scatter = (collective_time_s(kind, nbytes, 8, cluster, ranks_per_node=8) for kind in ("all_gather", "reduce_scatter"))
     summed = collective_time_s("all_reduce", nbytes // 8, 2, cluster, ranks_per_node=1)
-    everything = made.step_s([param], 1.0, 1.0) + made.pass_s([param], 1.0)
+    everything = made.step_s({param: 1}, 1.0, 1.0) + made.pass_s({param: 1}, 1.0)
     if name == "hybrid3":
         everything += made.unit_s(nbytes, scattered=nbytes)
     assert everything == pytest.approx(gather + scatter + summed, rel=1e-9)

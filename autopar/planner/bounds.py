@@ -18,6 +18,7 @@ over the tensor axis, and rests in parts, if any of its dims divides.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from autopar.measure.costs import dtype_of
 from autopar.planner.choices import stands_for
 from autopar.planner.exchange import Exchange
 from autopar.planner.moments import derived_from_inputs
-from autopar.planner.price import ParamBytes
+from autopar.planner.price import ParamBytes, Params
 from autopar.planner.space import Choice
 from cost_models.cluster import OP_CLASSES, Cluster
 from cost_models.compute import kernel_time_s
@@ -116,7 +117,7 @@ class Least:
         self._read = [(p.value, _at_rest(p, program), p.trainable, reader[p.value]) for p in program.params if p.value in reader]
         self._resting: dict[tuple[object, ...], float] = {}
         self._types = program.types
-        self._sent: dict[tuple[tuple[int, ...], int, frozenset[str]], list[ParamBytes]] = {}
+        self._sent: dict[tuple[tuple[int, ...], int, frozenset[str]], Params] = {}
         trained = [(t, n) for _, t, trains, n in self._read if trains]  # what nothing reads has no gradient and is not updated
         item = min((t.dtype.itemsize for t, _ in trained), default=0)
         self.update_s = optimizer_time_s(
@@ -136,8 +137,8 @@ class Least:
         params = self._exchanged(choice, alike)
         sent_s = exchange.scatter_s(params)  # in every pass
         if exchange.rest.gathered == "use":
-            gathered = sum(p.local_bytes for p in params if p.in_parts)
-            scattered = sum(exchange.scattered_bytes(p) for p in params if p.in_parts)
+            gathered = sum(n * p.local_bytes for p, n in params.items() if p.in_parts)
+            scattered = sum(n * exchange.scattered_bytes(p) for p, n in params.items() if p.in_parts)
             sent_s = 2 * gathered / LARGE * exchange.unit_s(LARGE) + scattered / LARGE * exchange.unit_s(0.0, scattered=LARGE)
         hides = exchange.rest.gathered == "use" or recipe.overlaps_reduction
         work_s += exchange.beside(sent_s, work_s) if hides else sent_s
@@ -165,7 +166,7 @@ class Least:
         parts = mesh.over("operators")
         return work_s / parts + self.launches_s if self.host else max(work_s / parts, self.launches_s)
 
-    def _exchanged(self, choice: Choice, alike: frozenset[str]) -> list[ParamBytes]:
+    def _exchanged(self, choice: Choice, alike: frozenset[str]) -> Params:
         """The trained parameters of one rank of each stage, as small as they can be and those of a kind as one, without those of
         which it is not known whether they rest in parts."""
         sizes, shard = tuple(n for _, n in choice.mesh.inner), choice.shard
@@ -181,12 +182,12 @@ class Least:
                 numel //= _parts(t, n)
             key = self._types[value].dtype.itemsize, t.dtype.itemsize, shard > 1 and in_parts == {True}
             numels[key] = numels.get(key, 0) + times * (numel // shard * shard if key[-1] else numel)
-        found = []
+        found = Counter[ParamBytes]()
         for (used, rests, parted), numel in numels.items():
             resting = numel // shard if parted else numel
-            found.append(ParamBytes(
+            found[ParamBytes(
                 local_bytes=numel * used, resting_bytes=resting * rests, numel=numel, resting_numel=resting, trainable=True
-            ))  # fmt: skip
+            )] += 1  # fmt: skip
         self._sent[sizes, shard, alike] = found
         return found
 

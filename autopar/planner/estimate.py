@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.axes import AXES, LAYERS
@@ -20,6 +20,7 @@ from autopar.planner.interleave import KnownModes, least_of_ranks, partition_of_
 from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import lies_in_parts
 from autopar.planner.plan import StagePlan
+from autopar.planner.price import Params
 from autopar.planner.prologue import prologue_s
 from autopar.planner.rank_pieces import RankPieces
 from autopar.planner.relaxed import Ends, Relaxed, least_of_stages
@@ -231,10 +232,9 @@ class Estimator(RankPieces):
     def _of_step(self, spans: tuple[tuple[int, int], ...]) -> _OfStep:
         """Of a rank that holds the pieces [i, j) of each of these."""
         if spans not in self._steps:
-            own = list(dict.fromkeys(x for i, j in spans for x in self.own(i, j)))
-            params = self.params_of(own)
+            params = self.params_of(dict.fromkeys(x for i, j in spans for x in self.own(i, j)))
             self._steps[spans] = _OfStep(
-                once=self.exchange.once(params), ends_s=self._ends_s(*spans[0]), optimizer_s=self._optimizer_s(own),
+                once=self.exchange.once(params), ends_s=self._ends_s(*spans[0]), optimizer_s=self._optimizer_s(params),
                 casts_s=self._casts_of_a_step_s(params),
             )  # fmt: skip
         return self._steps[spans]
@@ -262,7 +262,7 @@ class Estimator(RankPieces):
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
-        params = self.params_of(self.own(0, n))
+        params = self.params_of(self.all_own)
         ends_s = self.exchange.step_s(params, forward_s, backward_s) + self._ends_s(0, n)
         return update_s + self._casts_of_a_step_s(params) + ends_s
 
@@ -272,12 +272,12 @@ class Estimator(RankPieces):
 
     def least_update_s(self) -> float:
         """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""
-        trained = [self.params[v] for v, _ in self.own(0, len(self.segments)) if self.params[v].trainable]
+        trained = {p: n for p, n in self.params_of(self.all_own).items() if p.trainable}
         if not trained:
             return 0.0
         item = min(p.itemsize for p in trained)
         gpu = dataclasses.replace(self.cluster.gpu, launch_s=0.0)
-        return self._update_s(sum(p.resting_numel for p in trained), item, 1, gpu) / self.flow.ranks + self.recipe.once_s
+        return self._update_s(sum(n * p.resting_numel for p, n in trained.items()), item, 1, gpu) / self.flow.ranks + self.recipe.once_s
 
     def span(self, i: int, j: int) -> Span:
         return Span(self.segments[i].span.start, self.segments[j - 1].span.stop)
@@ -285,12 +285,12 @@ class Estimator(RankPieces):
     def prefix(self, k: int) -> str:
         return self.rank.program.blocks[self.segments[k].block].prefixes[self.segments[k].instance]
 
-    def _optimizer_s(self, own: Collection[tuple[str, int]]) -> float:
+    def _optimizer_s(self, params: Params) -> float:
         """Seconds of the update of what rests on this rank, with what its software does once a step."""
-        trained = [self.params[v] for v, _ in own if self.params[v].trainable]
-        numel = sum(p.resting_numel for p in trained)
-        item = round(sum(p.resting_bytes for p in trained) / numel) if numel else 0
-        return self._update_s(numel, item, max(1, len(trained)), self.cluster.gpu) + self.recipe.once_s
+        trained = [(p, n) for p, n in params.items() if p.trainable]
+        numel = sum(n * p.resting_numel for p, n in trained)
+        item = round(sum(n * p.resting_bytes for p, n in trained) / numel) if numel else 0
+        return self._update_s(numel, item, max(1, sum(n for _, n in trained)), self.cluster.gpu) + self.recipe.once_s
 
     def _update_s(self, numel: int, item: int, tensors: int, gpu: Gpu) -> float:
         return self.pricer.shared * optimizer_time_s(

@@ -9,12 +9,12 @@ all of these axes at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.axes import BATCH
 from autopar.measure import Pricer
-from autopar.planner.price import ParamBytes
+from autopar.planner.price import ParamBytes, Params
 from cost_models.recipe import Recipe
 from cost_models.rests import Rest
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
@@ -88,14 +88,14 @@ class Exchange:
         """Of the gradient of a parameter that is gathered where it is used, as it is sent."""
         return p.numel * self.recipe.reduced_itemsize if self.recipe.reduced_itemsize else p.numel * p.itemsize
 
-    def scatter_s(self, params: Collection[ParamBytes]) -> float:
+    def scatter_s(self, params: Params) -> float:
         """Of reduce-scattering gradients bucket by bucket in a backward pass (ZeRO-2), but for the last bucket."""
         if self.rest.reduced != "pass" or self.rest.gathered == "use":
             return 0.0
-        nbytes, bucket = self._sent_bytes([p for p in params if p.in_parts]), self.recipe.bucket_bytes
+        nbytes, bucket = self._sent_bytes(_in_parts(params)), self.recipe.bucket_bytes
         return self._parts_s("reduce_scatter", bucket) * nbytes / bucket
 
-    def pass_s(self, params: Collection[ParamBytes], compute_s: float) -> float:
+    def pass_s(self, params: Params, compute_s: float) -> float:
         """Exposed, of `scatter_s`."""
         scatter_s = self.scatter_s(params)
         return self.beside(scatter_s, compute_s) if self.recipe.overlaps_reduction else scatter_s
@@ -108,18 +108,17 @@ class Exchange:
     def taken(self) -> float:
         return self.pricer.taken(BATCH)
 
-    def step_s(self, params: Collection[ParamBytes], forward_s: float, backward_s: float) -> float:
+    def step_s(self, params: Params, forward_s: float, backward_s: float) -> float:
         """Exposed, of the last bucket of every backward pass, and of what is done once a step: gradients are brought together while the
         last micro-batch's backward runs, and parameters gathered while the first one's forward runs."""
         return self.once(params).exposed_s(forward_s, backward_s)
 
-    def once(self, params: Collection[ParamBytes]) -> Once:
+    def once(self, params: Params) -> Once:
         """The collectives of `step_s`."""
-        trained = [p for p in params if p.trainable]
-        parts = [p for p in trained if p.in_parts]
+        whole, parts = _whole(params), _in_parts(params)
         sharded = self._sent_bytes(parts)
         reduced: list[tuple[int, float]] = []
-        for axes, nbytes in self._by_axes([p for p in trained if not p.in_parts]).items():
+        for axes, nbytes in self._by_axes(whole).items():
             reduced += [(n, self.pricer.joint_s("all_reduce", x, axes)) for n, x in self._buckets(nbytes)]
         copies = self._by_axes(parts)
         last_s = 0.0
@@ -139,27 +138,27 @@ class Exchange:
                 reduced += in_parts
         gathers: list[tuple[int, float]] = []
         if self.rest.gathered == "step":
-            gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._buckets(float(sum(p.local_bytes for p in parts)))]
+            gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._buckets(_local_bytes(parts))]
         return Once(
             reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, taken=self.taken,
             overlaps_reduction=self.recipe.overlaps_reduction, overlaps_gathers=self.recipe.overlaps_gathers,
         )  # fmt: skip
 
-    def least_once(self, params: Collection[ParamBytes]) -> LeastOnce:
+    def least_once(self, params: Params) -> LeastOnce:
         """Of these among the parameters of a rank."""
-        trained, bucket = [p for p in params if p.trainable], self.recipe.bucket_bytes
-        parts = [p for p in trained if p.in_parts]
+        whole, parts, bucket = _whole(params), _in_parts(params), self.recipe.bucket_bytes
         reduced_s = gathers_s = last_s = 0.0
-        for axes, nbytes in self._by_axes([p for p in trained if not p.in_parts]).items():
+        for axes, nbytes in self._by_axes(whole).items():
             reduced_s += nbytes / bucket * self.pricer.joint_s("all_reduce", bucket, axes)
         copies_s = sum(nbytes / bucket * self._copies_s(bucket, axes) for axes, nbytes in self._by_axes(parts).items())
         if self.rest.reduced == "pass":
             last_s = copies_s
         else:
-            in_parts_s = copies_s + self._sent_bytes([p for p in parts if p.summed]) / bucket * self._parts_s("reduce_scatter", bucket)
+            nbytes = self._sent_bytes({p: n for p, n in parts.items() if p.summed})
+            in_parts_s = copies_s + nbytes / bucket * self._parts_s("reduce_scatter", bucket)
             reduced_s, last_s = (reduced_s, in_parts_s) if self.rest.gathered == "use" else (reduced_s + in_parts_s, 0.0)
         if self.rest.gathered == "step":
-            gathers_s = sum(p.local_bytes for p in parts) / bucket * self._parts_s("all_gather", bucket)
+            gathers_s = _local_bytes(parts) / bucket * self._parts_s("all_gather", bucket)
         return LeastOnce(reduced_s=reduced_s, gathers_s=gathers_s, last_s=last_s)
 
     def in_a_pass(self, units: Iterable[tuple[float, float]]) -> Iterator[Sent]:
@@ -169,11 +168,11 @@ class Exchange:
             if scattered and self.rest.reduced == "pass":
                 yield Sent(kind="reduce_scatter", axes=(BATCH,), count=1, seconds=self._parts_s("reduce_scatter", scattered))
 
-    def in_a_step(self, params: Collection[ParamBytes]) -> Iterator[Sent]:
+    def in_a_step(self, params: Params) -> Iterator[Sent]:
         """All else that brings gradients together or parameters back: `once`, and what the passes before the last one send of it."""
-        parts = [p for p in params if p.trainable and p.in_parts]
+        parts = _in_parts(params)
         passes = 1 if self.rest.reduced != "pass" else 0 if self.rest.gathered == "use" else self.micro_batches
-        for axes, nbytes in self._by_axes([p for p in params if p.trainable and not p.in_parts]).items():
+        for axes, nbytes in self._by_axes(_whole(params)).items():
             yield from (Sent(kind="all_reduce", axes=axes, count=n, seconds=self.pricer.joint_s("all_reduce", x, axes))
                         for n, x in self._buckets(nbytes))  # fmt: skip
         for n, x in self._buckets(self._sent_bytes(parts)):
@@ -183,7 +182,7 @@ class Exchange:
                 if seconds := self._copies_s(x, axes):
                     yield Sent(kind="all_reduce", axes=axes, count=n, seconds=seconds)
         if self.rest.gathered == "step":
-            for n, x in self._buckets(float(sum(p.local_bytes for p in parts))):
+            for n, x in self._buckets(_local_bytes(parts)):
                 yield Sent(kind="all_gather", axes=(BATCH,), count=n, seconds=self._parts_s("all_gather", x))
 
     def _parts_s(self, kind: str, nbytes: float) -> float:
@@ -194,17 +193,17 @@ class Exchange:
         """Of summing parts of gradients, of so many bytes when whole, over the ranks of these axes that hold the same parts."""
         return self.pricer.joint_s("all_reduce", nbytes / self.shard, axes, shard=self.shard)
 
-    def _by_axes(self, params: Collection[ParamBytes]) -> dict[tuple[str, ...], float]:
+    def _by_axes(self, params: Params) -> dict[tuple[str, ...], float]:
         """Bytes of the gradients of parameters as they are reduced, by the axes over which they are summed: these share buckets."""
         found: dict[tuple[str, ...], float] = {}
-        for p in params:
+        for p, n in params.items():
             if p.summed:
-                found[p.summed] = found.get(p.summed, 0.0) + self._sent_bytes((p,))
+                found[p.summed] = found.get(p.summed, 0.0) + self._sent_bytes({p: n})
         return found
 
-    def _sent_bytes(self, params: Collection[ParamBytes]) -> float:
+    def _sent_bytes(self, params: Params) -> float:
         """Of the gradients of parameters as they are reduced."""
-        return float(sum(p.numel * self._sent_itemsize(p) for p in params if p.trainable))
+        return float(sum(n * p.numel * self._sent_itemsize(p) for p, n in params.items() if p.trainable))
 
     def _sent_itemsize(self, p: ParamBytes) -> int:
         return self.recipe.reduced_itemsize or self.recipe.gradient_itemsize or p.itemsize
@@ -213,3 +212,17 @@ class Exchange:
         """(how many, bytes of each): full buckets, and what is left."""
         full, rest = divmod(nbytes, self.recipe.bucket_bytes)
         return [(int(full), float(self.recipe.bucket_bytes))] * bool(full) + [(1, rest)] * bool(rest)
+
+
+def _whole(params: Params) -> dict[ParamBytes, int]:
+    """Those that are trained and rest whole."""
+    return {p: n for p, n in params.items() if p.trainable and not p.in_parts}
+
+
+def _in_parts(params: Params) -> dict[ParamBytes, int]:
+    """Those that are trained and rest in parts."""
+    return {p: n for p, n in params.items() if p.trainable and p.in_parts}
+
+
+def _local_bytes(params: Params) -> float:
+    return float(sum(n * p.local_bytes for p, n in params.items()))

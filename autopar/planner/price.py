@@ -18,7 +18,7 @@ from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness
 from autopar.planner.storages import gathered_from
 
-__all__ = ["Ledger", "ParamBytes", "param_bytes", "zero_dims"]
+__all__ = ["Ledger", "ParamBytes", "Params", "param_bytes", "zero_dims"]
 
 
 class Ledger:
@@ -33,7 +33,9 @@ class Ledger:
         self.regathers, self.stops_early = pricer.recipe.regathers, pricer.recipe.stops_early
         self.gathered = gathered_from(program)
         self.root = _roots(program.ops, self.costs)
-        self.leaves = {x.value for x in program.params} | {x.value for x in program.buffers}
+        self.params = frozenset(x.value for x in program.params)
+        self.read_in: dict[Span, frozenset[str]] = {}
+        self.leaves = self.params | {x.value for x in program.buffers}
         self.saved_by: list[tuple[tuple[str, int], ...]] = [self._saves(op, cost) for op, cost in zip(program.ops, self.costs, strict=True)]
         self.joined: frozenset[int] = frozenset()
         self.spans_again: dict[tuple[Span, int], list[tuple[Span, ...]]] = {}  # of a block: see `modes.spans_at_prices`
@@ -84,6 +86,13 @@ class Ledger:
         if cost.counts.saved_other_bytes:
             kept[f"{op.name}#"] = cost.counts.saved_other_bytes
         return tuple(kept.items())
+
+    def params_of(self, span: Span) -> frozenset[str]:
+        """The parameters that the operators of a span read."""
+        if span not in self.read_in:
+            read = {r for op in self.program.ops[span.start : span.stop] for r in refs(op)}
+            self.read_in[span] = frozenset(read & self.params)
+        return self.read_in[span]
 
     def kept_bytes(self, span: Span, seen: set[str] | None = None) -> int:
         """Bytes kept by operators of the span; tensors in `seen` are counted elsewhere and new ones are added to it."""
@@ -170,6 +179,9 @@ class ParamBytes:
     def is_cast(self) -> bool:
         """Whether it is cast before it is used."""
         return self.local_bytes != self.numel * self.itemsize
+
+
+Params = Mapping[ParamBytes, int]  # how many parameters of a rank have these bytes
 
 
 def zero_dims(program: Program, shard: int) -> dict[str, int]:

@@ -6,7 +6,8 @@ Everything here gathers arguments; the arithmetic is that of `cost_models` (pool
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,7 +19,7 @@ from autopar.planner.exchange import Exchange
 from autopar.planner.liveness import KnownPasses
 from autopar.planner.pieces import AtRest, PieceMaker
 from autopar.planner.plan import MemoryPlan
-from autopar.planner.price import ParamBytes
+from autopar.planner.price import ParamBytes, Params
 from autopar.planner.prologue import prologue_bytes
 from autopar.planner.rank import Rank
 from autopar.planner.stage_account import Piece
@@ -115,9 +116,9 @@ class RankPieces:
         spans = [x.span for x in self.segments.segments if x.block >= 0 and recomputable(program, x.span)]
         return any(ledger.kept_bytes(span) > ledger.entering_bytes(span) for span in spans)
 
-    def read(self, span: Span) -> set[str]:
+    def read(self, span: Span) -> frozenset[str]:
         """The parameters that the operators of a span read."""
-        return {r for k in range(span.start, span.stop) for r in refs(self.rank.program.ops[k]) if r in self.params}
+        return self.rank.ledger.params_of(span)
 
     @functools.cached_property
     def _reads(self) -> list[tuple[tuple[str, bool], ...]]:
@@ -135,8 +136,21 @@ class RankPieces:
         found = {(v, pieces.copies[k] * each): None for k in range(i, j) for v, each in self._reads[pieces.order[k]]}
         return list(found)
 
-    def params_of(self, own: Collection[tuple[str, int]]) -> list[ParamBytes]:
-        return [self.params[v] for v, _ in own]
+    @functools.cached_property
+    def all_own(self) -> list[tuple[str, int]]:
+        """The parameters of all pieces."""
+        return self.own(0, len(self.segments))
+
+    def params_of(self, own: Iterable[tuple[str, int]]) -> Params:
+        """Of the parameters of pieces."""
+        return self._sizes(Counter(v for v, _ in own))
+
+    def _sizes(self, counts: Mapping[str, int]) -> Params:
+        """Of so many copies of each of these parameters."""
+        found = Counter[ParamBytes]()
+        for v, n in counts.items():
+            found[self.params[v]] += n
+        return found
 
     def _gather_s(self, own: Collection[str], compute_s: float, *, and_scatter: bool = False) -> float:
         """Exposed seconds of gathering parameters where they are used, the next unit while the present one is used;
@@ -145,25 +159,27 @@ class RankPieces:
         sent = (self.exchange.unit_s(n, scattered=x if and_scatter else 0.0) for n, x in gathered.values())
         return self.exchange.beside(sum(sent), compute_s)
 
-    def _casts_s(self, params: Collection[ParamBytes]) -> float:
+    def _casts_s(self, params: Params) -> float:
         """Of casting what rests of these parameters to the dtype in which they are used, once."""
-        moved = sum(p.resting_bytes + p.local_bytes * p.resting_numel / p.numel for p in params if p.is_cast and p.numel)
+        moved = sum(
+            n * (p.resting_bytes + p.local_bytes * p.resting_numel / p.numel) for p, n in params.items() if p.is_cast and p.numel
+        )
         return self._moved_s(moved)
 
     def copies_s(self, own: Collection[str]) -> tuple[float, float]:
         """In forward and backward of one micro-batch: casts of what is gathered, and of gradients, which backward makes in the dtype of
         use; and adding gradients to those of earlier micro-batches (two are read, one is written), in the mean of all micro-batches."""
         params = [self.params[v] for v in own]
-        gathered_s = self._casts_s([p for p in params if p.in_parts]) if self.rest.gathered == "use" else 0.0
+        gathered_s = self._casts_s(Counter(p for p in params if p.in_parts)) if self.rest.gathered == "use" else 0.0
         made = float(sum(p.local_bytes + p.numel * p.itemsize for p in params if p.is_cast and p.trainable))
         if self.recipe.adds_gradients:
             left = [(p, p.resting_numel if p.in_parts and self.rest.reduced == "pass" else p.numel) for p in params if p.trainable]
             made += 3 * sum(self._gradient(p, numel) for p, numel in left) * (1 - 1 / self.rank.micro_batches)
         return gathered_s, gathered_s + self._moved_s(made)
 
-    def _casts_of_a_step_s(self, own: Collection[ParamBytes]) -> float:
+    def _casts_of_a_step_s(self, own: Params) -> float:
         """Before the first micro-batch, of what is not gathered where it is used."""
-        return self._casts_s([p for p in own if not (p.in_parts and self.rest.gathered == "use")])
+        return self._casts_s({p: n for p, n in own.items() if not (p.in_parts and self.rest.gathered == "use")})
 
     def _moved_s(self, nbytes: float) -> float:
         return self.pricer.shared * kernel_time_s("pointwise", 0.0, nbytes, "float32", self.cluster.gpu) if nbytes else 0.0
@@ -173,8 +189,8 @@ class RankPieces:
         nothing runs then."""
         if not self._units:
             return 0.0
-        gathered = self.gathered(self.own(i, j))
         first = next((min(here) for k in range(i, j) if (here := self.gathered(self.own(k, k + 1)))), None)
+        gathered = {} if first is None else self.gathered([(v, n) for v, n in self.own(i, j) if (self._units.get(v), n) == first])
         return 0.0 if first is None else self.exchange.unit_s(gathered[first][0], scattered=gathered[first][1])
 
     @functools.cached_property
@@ -318,8 +334,8 @@ class RankPieces:
                 found.append(known[segment.block])
                 continue
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
-            own = self.read(segment.span)
-            exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s([self.params[v] for v in own], backward)
+            own = sorted(self.read(segment.span))
+            exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s(self._sizes(dict.fromkeys(own, 1)), backward)
             copies_s = self.copies_s(own)
             found.append((forward + self._gather_s(own, forward) + copies_s[0], backward + exposed + copies_s[1]))
             if segment.block >= 0:
