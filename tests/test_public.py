@@ -73,12 +73,43 @@ def _made_by(member: Any) -> Iterator[Any]:
 
 
 def test_the_forms_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another length each time is another captured program each time, until that is an error that says what to do."""
+    """Another length each time is another captured program each time. The user hears of it, and those that ran last are kept."""
     monkeypatch.setattr("autopar.run.forms.FORMS", 3)
+    monkeypatch.setattr("autopar.run.forms.MANY", 3)
     layer = torch.nn.Linear(4, 4)
     model = autopar.compile(layer, 1, example_inputs=(torch.ones(2, 4),), loss=lambda out: out.square().mean(), cluster="cpu")
+    forms, seen = model._forms, list[int]()
+
+    def trained(size: int) -> None:
+        x = torch.randn(size, 4)
+        loss = model(x)
+        torch.testing.assert_close(loss, layer(x).square().mean())
+        loss.backward()
+        seen.append(forms._captures)
+
     for size in (2, 3, 4, 2, 3):
-        model(torch.ones(size, 4)).backward()
-    with pytest.raises(ValueError, match=r"has been captured 3 times.*pad sequences to a few lengths \(autopar.Padding\)"):
-        model(torch.ones(5, 4))
-    model(torch.ones(4, 4)).backward()
+        trained(size)
+    assert seen == [0, 1, 2, 2, 2]
+    with pytest.warns(UserWarning, match=r"captured again 3 times.*pad sequences to a few lengths \(autopar.Padding\)"):
+        trained(5)  # in place of 4, which ran before 3
+    for size in (2, 3, 5, 4, 2):  # 4 anew, in place of 3; the first is always there
+        trained(size)
+    assert seen[6:] == [3, 3, 3, 4, 4]
+    assert sum(map(len, forms._made.values())) == len(forms._used) == 3
+
+
+def test_a_number_that_changes_at_every_step_does_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.run.forms.FORMS", 3)
+
+    class Annealed(torch.nn.Linear):
+        beta = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean() + self.beta * self.weight.square().sum()
+
+    layer, x = Annealed(4, 4), torch.randn(2, 4)
+    model = autopar.compile(layer, 1, example_inputs=(x,), cluster="cpu")
+    for step in range(7):
+        model.beta = 0.5**step
+        torch.testing.assert_close(model(x), layer(x))
+    assert sum(map(len, model._forms._made.values())) == 3

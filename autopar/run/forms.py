@@ -4,6 +4,7 @@ of its inputs, captured at the first such call and again where something that wa
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -28,7 +29,8 @@ __all__ = ["Another", "Call", "Forms"]
 
 Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
 Another = Callable[[Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
-FORMS = 64  # of one module: each holds a captured program, and more of them are a value that changes at every step
+FORMS = 64  # that a module keeps: each holds a captured program
+MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,9 @@ class Forms:
         self.autocast = autocast
         self._original = original
         self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected): [first]}
+        self._used: dict[Form, None] = {first: None}  # the one that ran last comes last
+        self._captures = 0
+        self._seconds = 0.0  # that they took
         self._by_the_original: set[Key] = set()
         self._numbers: dict[Key, int] = {}
         self._signature: tuple[object, inspect.Signature] | None = None  # of a function
@@ -86,19 +91,15 @@ class Forms:
             changed = form.guards.changed() if form.guards is not None else None
             if changed is None:
                 self._decides(key, again=False)
+                self._runs(form)
                 return form
         if self.another is not None:
             if key in self._by_the_original and not torch.is_grad_enabled():
                 self._decides(key, again=False)
                 return None
-            if sum(len(known) for known in self._made.values()) >= FORMS:
-                raise ValueError(
-                    f"{manifest.model} has been captured {FORMS} times, for other inputs, modes or values each time. Give what "
-                    f"changes at every step as a tensor: an input, or a buffer{f' (the last change: {changed})' if changed else ''}; "
-                    f"and pad sequences to a few lengths (autopar.Padding)"
-                )
             self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
             inputs = as_example(*first.batch.whole(call.args, call.kwargs))
+            start = time.perf_counter()
             try:
                 emitted, tensors, guards, returned = self.another(inputs, changed or "")
             except (CaptureError, ValueError) as why:
@@ -116,7 +117,11 @@ class Forms:
                 constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
             local, device = first.batch.local, first.outputs.device
             form = Form(emitted, constants, mesh, device, local_batch=local, guards=guards, returned=returned)
-            self._made.setdefault(key, []).append(form)
+            self._captures, self._seconds = self._captures + 1, self._seconds + time.perf_counter() - start
+            if self._captures == MANY and mesh.rank == 0:
+                warnings.warn(self._many(changed), stacklevel=2)
+            self._keep(key, form)
+            self._runs(form)
             return form
         if around != self.autocast:
             was, now = (", ".join(map(str, x)) or "no autocast" for x in (self.autocast, around))
@@ -131,6 +136,27 @@ class Forms:
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _runs(self, form: Form) -> None:
+        self._used.pop(form, None)
+        self._used[form] = None
+
+    def _keep(self, key: Key, form: Form) -> None:
+        """Beside the first and those that ran last. All ranks are called alike, and let go of the same."""
+        while len(self._used) >= FORMS:
+            oldest = next(one for one in self._used if one is not self.first)
+            del self._used[oldest]
+            self._made = {k: left for k, forms in self._made.items() if (left := [one for one in forms if one is not oldest])}
+        self._made.setdefault(key, []).append(form)
+
+    def _many(self, changed: str | None) -> str:
+        """That the model is captured very often, and what to do."""
+        last = f" (the last change: {changed})" if changed else ""
+        return (
+            f"{self.first.manifest.model} was captured again {self._captures} times, for other inputs, modes or values each time, which "
+            f"took {self._seconds:.3g} s. It goes on so, and keeps the {FORMS} programs that ran last. To be faster, give what changes at "
+            f"every step as a tensor: an input, or a buffer{last}; and pad sequences to a few lengths (autopar.Padding)"
+        )
 
     def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
         """Note what the call runs, and whether it captures the model again, for other ranks to read. LaunchError where others are called
