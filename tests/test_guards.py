@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.guards import Guards
+from autopar.capture.state import State
 from autopar.run.grad_mode import with_gradients
 
 pytestmark = pytest.mark.pure
@@ -607,3 +608,16 @@ def test_an_unchanged_model_is_asked_without_a_call_into_python(monkeypatch: pyt
     entries = sum(len(x) for x in (guards._dicts, guards._containers, guards._lists, guards._cells, guards._owners, guards._registries))
     assert entries < 15 * 500
     assert all(map(operator.is_, map(dict.get, guards._dicts, guards._keys, repeat(None)), guards._values))
+
+
+def test_what_pytest_calls_for_an_assert_is_not_the_models_code() -> None:
+    """Names that it puts into a file lead to all that runs tests, and from there to capture itself."""
+
+    class Checked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.shape[-1] == DIM, x.shape
+            return super().forward(x)
+
+    code = State.take(Checked(DIM, DIM), torch.sum).reached
+    assert {f.__qualname__.rpartition(".")[2] for f in code.functions} == {"forward"}
+    assert {name for _, name, _ in code.scopes.values()} == {__name__}

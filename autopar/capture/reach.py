@@ -20,6 +20,7 @@ LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
 _INSTALLED = {os.path.realpath(path) for path in site.getsitepackages()} | set(site.getsitepackages())
+_APART = ("autopar.capture", "pytest", "_pytest")  # whose code runs between the lines of the user's: asserts that pytest rewrites call it
 _FEW = 200
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _LOADS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
@@ -94,6 +95,11 @@ class Reads:
 def is_foreign(module_name: object) -> bool:
     """Whether code of this module is that of Python, torch or numpy: it keeps no state of the user's."""
     return str(module_name).partition(".")[0] in _FOREIGN
+
+
+def _is_followed(module_name: object) -> bool:
+    name = str(module_name)
+    return not is_foreign(name) and not any(name == apart or name.startswith(f"{apart}.") for apart in _APART)
 
 
 @functools.cache
@@ -173,7 +179,7 @@ class Search:
                 continue
             if owner is not None:
                 self.owners[id(function)] = owner
-            if id(function) not in self.seen and not is_foreign(function.__module__):
+            if id(function) not in self.seen and _is_followed(function.__module__):
                 self.seen.add(id(function))
                 self.pending.append(function)
                 self.found.functions.append(function)
@@ -220,7 +226,7 @@ class Search:
 
     def _module(self, module: ModuleType, names: set[str]) -> None:
         """A module of the user's that is used by name."""
-        if not is_foreign(module.__name__):
+        if _is_followed(module.__name__):
             self._scope(vars(module), module.__name__, names, set())
 
     def _scope(self, scope: dict[str, Any], name: str, names: set[str], stored: set[str]) -> None:
