@@ -92,8 +92,8 @@ class _Mlp(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Each sample's tokens go to two of E experts, of which each takes C of a sample (Lepikhin et al. 2020, "GShard", algorithm 1, without
-    its auxiliary loss and its random second expert)."""
+    """Each sample's tokens go to two of E experts, of which each takes C of a sample (Lepikhin et al. 2020, "GShard", algorithms 1 and 2,
+    without their auxiliary loss and random second expert)."""
 
     def __init__(self, d: Decoder) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Experts(nn.Module):
         shares_BLE = self.gate(x_BLH).float().softmax(-1)
         to_BLEC = self._places(shares_BLE).to(x_BLH.dtype)
         own_EBCH = torch.einsum("blec,blh->ebch", (to_BLEC > 0).to(x_BLH.dtype), x_BLH)
-        made_EBCF = F.gelu(torch.einsum("ebch,ehf->ebcf", own_EBCH, self.up_EHF), approximate="tanh")
+        made_EBCF = F.relu(torch.einsum("ebch,ehf->ebcf", own_EBCH, self.up_EHF))
         return torch.einsum("blec,ebch->blh", to_BLEC, torch.einsum("ebcf,efh->ebch", made_EBCF, self.down_EFH))
 
     def _places(self, shares_BLE: Tensor) -> Tensor:

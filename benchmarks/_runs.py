@@ -61,6 +61,9 @@ class Software:
 
 
 CURRENT = Software()
+OPTIMIZERS = {"": "", "adafactor": "sgd"}
+"""As a row states it -> as it is priced ('' for the usual one). Adafactor keeps of a matrix's second moments a number for each row and
+column, and no first ones (Shazeer and Stern 2018, sections 3 and 9): next to nothing, as plain SGD does."""
 MXNET = "MXNet"
 MICRO_BATCHES = "micro-batches"
 # Megatron-LM and Megatron-DeepSpeed before flash attention: scores in memory, dropout 0.1, one reduction after backward; kernels of its
@@ -183,7 +186,6 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
         recompute=_recompute(row["act_ckpt"]), schedule="interleaved" if each > 1 else "1f1b", virtual_stages=each if each > 1 else None,
         sequence_parallel=None if tp in (None, 1) else _int(row, "seq_parallel", 0) == 1, blocks=_blocks(dims, pp * each, software),
     )  # fmt: skip
-    optimizer = "sgd_momentum" if not isinstance(dims, Decoder) else "adamw"
     memory = _float(row, "peak_mem") if chosen != MICRO_BATCHES else None  # it depends on them
     unit = next((size for mark, size in _UNITS.items() if row["peak_mem_unit"].lower().startswith(mark)), None)
     if memory and unit is None:
@@ -199,7 +201,8 @@ def rebuilt(row: Mapping[str, str], number: int) -> Run:
         row=row, number=number, dims=dims, dtype=dtype,
         key=(dims, dtype, image, micro if image else 0, row["gpu"], row["gpus_per_node"], row["inter_link"]),
         image=image, gpus=gpus, global_batch=batch, micro_batch=micro, pins=pins, recipe=_recipe(row, software, dtype),
-        optimizer=optimizer, cluster=cluster, step_time_s=step, memory_bytes=memory * unit - context if memory and unit else None,
+        optimizer=_optimizer(row, dims), cluster=cluster, step_time_s=step,
+        memory_bytes=memory * unit - context if memory and unit else None,
         first_stage="rank 0" in row["peak_mem_kind"] or "first" in row["peak_mem_kind"], failed=row["status"] != "ok",
         flagged=_doubts(row["flags"]), chosen=chosen,
     )  # fmt: skip
@@ -359,9 +362,21 @@ def _dims(row: Mapping[str, str], software: Software) -> tuple[Decoder | cnn.Cnn
     return dims, 0
 
 
+def _stated(row: Mapping[str, str]) -> dict[str, str]:
+    """What a row says besides, as name=value."""
+    return dict(part.strip().split("=") for part in row["extra"].split(";") if part.count("=") == 1)
+
+
+def _optimizer(row: Mapping[str, str], dims: Decoder | cnn.Cnn) -> str:
+    name = _stated(row).get("optimizer", "").lower()
+    if name not in OPTIMIZERS:
+        raise Skip(f"the optimizer {name!r} is not known")
+    return OPTIMIZERS[name] or ("adamw" if isinstance(dims, Decoder) else "sgd_momentum")
+
+
 def _experts(row: Mapping[str, str]) -> int:
     """Of each second layer, whose tokens are grouped by sample."""
-    stated = dict(part.strip().split("=") for part in row["extra"].split(";") if part.count("=") == 1)
+    stated = _stated(row)
     if "every second layer" not in row["extra"] or not stated.get("experts", "").isdigit():
         raise Skip("how many experts there are in which layers is not stated")
     if stated.get("expert_group", row["seq_len"]) != row["seq_len"].partition(".")[0]:

@@ -21,7 +21,7 @@ from benchmarks import published, regret
 from benchmarks._decoders import Decoder
 from benchmarks._fits import CERTAIN, ROOM, fits, had_room, ran_out
 from benchmarks._predict import Figures, Prediction, predictions
-from benchmarks._runs import COLUMNS, COMPILED_LAUNCH_S, Run, Skip, load, read, rebuilt
+from benchmarks._runs import COLUMNS, COMPILED_LAUNCH_S, DATA, Run, Skip, load, model_of, read, rebuilt
 from benchmarks._scores import score, tau
 from benchmarks.regret import ADVICE, Group, chosen, groups_of, regret_of, summary
 
@@ -89,6 +89,25 @@ def test_experts_are_rebuilt() -> None:
     assert isinstance(dims, Decoder) and (dims.experts, dims.layers, dims.ffn) == (4, 2, 128)
 
 
+def test_the_optimizer_that_a_row_states_is_heard() -> None:
+    """Adafactor's states are next to nothing; of a float16 model there are master copies still."""
+    run = rebuilt(row(family="moe", precision="fp16", extra=f"experts=4; {EVERY_SECOND}; optimizer=Adafactor"), 2)
+    assert (run.optimizer, run.recipe.master_itemsize) == ("sgd", 4)
+
+
+def test_alpa_s_mixtures_of_experts_have_the_parameters_that_their_source_counted() -> None:
+    """benchmark/plots/result.tsv at a1c19788 prints them. With MLPs of 8 times the hidden size (benchmark/parax/benchmark_moe.py there),
+    12 layers of attention have 48 h^2, 6 layers of 8 MLPs 768 h^2, 6 of one MLP 96 h^2, and a tied table 25,600 h."""
+    counted = {768: 558_546_000, 1280: 1_528_581_000, 2048: 3_880_166_000, 2560: 6_045_578_000}
+    runs = [run for run in load([DATA / "alpa_v100.csv"])[0] if run.row["family"] == "moe"]
+    assert {d.hidden for run in runs if isinstance(d := run.dims, Decoder)} == set(counted)
+    for run in runs:
+        assert isinstance(d := run.dims, Decoder) and d.ffn == 8 * d.hidden and run.optimizer == "sgd"
+        held = sum(p.numel() for p in model_of(d, torch.float16, 0, 1)[0].parameters())
+        assert held == pytest.approx(912 * d.hidden**2 + 25_600 * d.hidden, rel=0.003)  # norms, biases, positions
+        assert held == pytest.approx(counted[d.hidden], rel=0.003)
+
+
 def test_what_a_software_is_known_for_is_heard() -> None:
     """A compiled program is issued without an interpreter; frameworks of one source are told apart; memory with the framework's own."""
     alpa, other = rebuilt(row(source="alpa"), 2), rebuilt(row(), 2)
@@ -145,6 +164,7 @@ UNSUPPORTED = [
     ({"family": "gpt-moe"}, "how many experts there are in which layers is not stated"),
     ({"family": "moe", "extra": "experts=8"}, "how many experts there are in which layers is not stated"),
     ({"family": "moe", "extra": f"experts=8; expert_group=64; {EVERY_SECOND}"}, "grouped otherwise than by sample"),
+    ({"extra": "optimizer=Lion"}, "the optimizer 'lion' is not known"),
     ({"sharding": "ZeRO-2 with offload", "dp": 1, "tp": 2}, "offload of optimizer states to the host cannot be planned yet"),
     ({"family": "rnn"}, "the family 'rnn' is not known"),
     ({"family": "cnn", "model": "mystery"}, "the network 'mystery' is not one of those that can be rebuilt"),
