@@ -98,6 +98,7 @@ def is_foreign(module_name: object) -> bool:
 
 
 def _is_followed(module_name: object) -> bool:
+    """Whether code of this module is looked at: it is the user's, or that of packages that are installed."""
     name = str(module_name)
     return not is_foreign(name) and not any(name == apart or name.startswith(f"{apart}.") for apart in _APART)
 
@@ -138,10 +139,9 @@ class Search:
                 for cls in type(other).__mro__:
                     self._class(cls)
                 self._names({"__call__", "forward"})
-        self.follow(())
 
     def follow(self, objects: Iterable[object]) -> None:
-        """With functions and classes that are known to be there."""
+        """From all that is known, and from functions and classes that are found to be there."""
         for value in objects:
             self._add(value)
         while self.pending:

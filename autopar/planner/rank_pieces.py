@@ -142,13 +142,9 @@ class RankPieces:
         return self.own(0, len(self.segments))
 
     def params_of(self, own: Iterable[tuple[str, int]]) -> Params:
-        """Of the parameters of pieces."""
-        return self._sizes(Counter(v for v, _ in own))
-
-    def _sizes(self, counts: Mapping[str, int]) -> Params:
-        """Of so many copies of each of these parameters."""
+        """Of the parameters of pieces: (value, which of its copies)."""
         found = Counter[ParamBytes]()
-        for v, n in counts.items():
+        for v, n in Counter(v for v, _ in own).items():
             found[self.params[v]] += n
         return found
 
@@ -335,7 +331,7 @@ class RankPieces:
                 continue
             forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
             own = sorted(self.read(segment.span))
-            exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s(self._sizes(dict.fromkeys(own, 1)), backward)
+            exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s(self.params_of((v, 0) for v in own), backward)
             copies_s = self.copies_s(own)
             found.append((forward + self._gather_s(own, forward) + copies_s[0], backward + exposed + copies_s[1]))
             if segment.block >= 0:

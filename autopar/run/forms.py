@@ -138,6 +138,7 @@ class Forms:
         return first
 
     def _runs(self, form: Form) -> None:
+        """Note which form ran last."""
         self._used.pop(form, None)
         self._used[form] = None
 
