@@ -293,8 +293,35 @@ def _copies() -> None:
         with pytest.raises(TypeError, match="full_state_dict"):
             refused(model)
     split = next(p for p in model.parameters() if p._lies.split)
-    with pytest.raises(TypeError, match=r"full_state_dict\(\)"):
-        pickle.dumps(split)
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"full_state_dict\(\)"):
+            refused(split)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(split * 2)
+
+
+def _kept_for_later(pins: dict[str, Any]) -> None:
+    """Deep copies of a state_dict, of an optimizer's and of gradients are what they were, whatever becomes of the model."""
+    model = compiled(pins)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(*batch()).backward()
+    optimizer.step()
+    before = model.full_state_dict()
+    kept, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    grads = copy.deepcopy([p.grad for p in model.parameters()])
+    norms = [g.norm().item() for g in grads]
+    twice = copy.deepcopy({"a": kept, "b": kept})
+    assert twice["a"] is twice["b"]
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        model(*batch()).backward()
+        optimizer.step()
+    assert any(not torch.equal(x, before[name]) for name, x in model.full_state_dict().items())
+    assert [g.norm().item() for g in grads] == norms
+    model.load_state_dict(kept)
+    assert all(torch.equal(x, before[name]) for name, x in model.full_state_dict().items())
+    optimizer.load_state_dict(states)
+    assert all(state["step"] == 1 for state in optimizer.state.values())
 
 
 def _whole_for_a_while(pins: dict[str, Any]) -> None:
@@ -375,6 +402,11 @@ def test_the_originals_modules_and_parameters_are_the_modules_own(pair: WorkerPo
 
 def test_copies_are_refused(pair: WorkerPool) -> None:
     pair.run(_copies, timeout_s=60)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_deep_copies_of_parts_are_loaded_again(pair: WorkerPool, plan: str) -> None:
+    pair.run(_kept_for_later, PLANS[plan], timeout_s=60)
 
 
 @pytest.mark.parametrize("plan", ["tp", "pp", "zero3"])

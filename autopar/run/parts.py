@@ -250,19 +250,32 @@ def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """copy.deepcopy and pickle: of what is whole on every rank, as a plain tensor."""
+    """copy.deepcopy and pickle: of what is whole on every rank, as a plain tensor. A deep copy of a part that is no parameter is another
+    part that lies so: a state_dict can be kept in memory and loaded again."""
     x = args[0]
-    if x._lies.split:
+    if not x._lies.split:
+        plain = nn.Parameter(local(x), requires_grad=x.requires_grad) if isinstance(x, Part) else local(x)
+        return func(plain, *_living_as_long(args[1:], plain))
+    if func.__name__ != "__deepcopy__" or isinstance(x, Part):
         raise TypeError(
-            f"{x._lies.name} (or an optimizer's state of it) is held in parts by several processes, so that it cannot be copied or pickled "
-            f"by itself. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write "
-            f"a checkpoint: autopar.save(path, model, optimizer)"
+            f"{x._lies.name} (or an optimizer's state of it) is held in parts by several processes, so that it cannot be "
+            f"{'copied as a parameter' if isinstance(x, Part) and func.__name__ == '__deepcopy__' else 'pickled'} by itself. Take "
+            f"full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write a checkpoint: "
+            f"autopar.save(path, model, optimizer)"
         )
-    plain = nn.Parameter(local(x), requires_grad=x.requires_grad) if isinstance(x, Part) else local(x)
-    for memo in args[1:]:
-        if isinstance(memo, dict):  # what is copied is known in it by its address: it must live as long
+    if x.requires_grad:  # as of any tensor that autograd has made: torch refuses it
+        with _plain():
+            return func(*args)
+    here = local(x)
+    return part_like(func(here, *_living_as_long(args[1:], here)), x._lies)
+
+
+def _living_as_long(memos: tuple[Any, ...], plain: Tensor) -> tuple[Any, ...]:
+    """The memo of a deep copy, in which what is copied is known by its address: it must live as long."""
+    for memo in memos:
+        if isinstance(memo, dict):
             memo.setdefault(id(memo), []).append(plain)
-    return func(plain, *args[1:])
+    return memos
 
 
 def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
