@@ -381,6 +381,31 @@ def test_gaussian_losses_are_those_of_torch(reduction: str, full: bool) -> None:
 
 
 @pure
+@pytest.mark.parametrize("shapes", [((4, 3), (4, 3)), ((4, 3), (3,)), ((3,), (4, 3)), ((4, 1), (1, 3))])
+def test_masked_select_is_that_of_torch(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    values, mask = [torch.randn(shapes[0], dtype=torch.float64) for _ in range(2)], torch.rand(shapes[1]) > 0.4
+    values[1].copy_(values[0])
+    found = [f(x.requires_grad_(), mask) for f, x in zip((WRITTEN_OUT[torch.masked_select], torch.masked_select), values, strict=True)]
+    assert 0 < len(found[0]) < mask.expand(torch.broadcast_shapes(*shapes)).numel()
+    for x in found:
+        (x * torch.arange(len(x))).sum().backward()
+    assert found[0].equal(found[1]) and values[0].grad is not None
+    torch.testing.assert_close(values[0].grad, values[1].grad)
+
+
+@pure
+def test_selections_by_one_mask_are_of_one_length() -> None:
+    class Hidden(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = x > 0.3
+            return F.mse_loss(self.first(x).masked_select(hidden), torch.masked_select(x, hidden)) + F.cross_entropy(self.last(x), y)
+
+    program = capture(Hidden(), (torch.randn(BATCH, DIM), torch.randint(CLASSES, (BATCH,)))).program
+    assert [op.target for op in program.ops].count(REGION) == 1
+
+
+@pure
 def test_a_gaussian_loss_asks_for_its_variances_in_every_step() -> None:
     class Uncertain(nn.Module):
         def __init__(self) -> None:

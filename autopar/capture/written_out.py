@@ -58,6 +58,15 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
+def _masked_select(input: Tensor, mask: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """torch.masked_select -> [count]. As an index, of which two selections by one mask are known to be of one length."""
+    if out is not None:
+        return torch.masked_select(input, mask, out=out)
+    if input.shape != mask.shape:
+        input, mask = torch.broadcast_tensors(input, mask)
+    return input[mask]
+
+
 def _added(frames: Tensor, total: int, hop: int) -> Tensor:
     """Frames [N, count, n], each `hop` samples behind the one before, added up: [N, total]."""
     if frames.is_complex():
@@ -67,4 +76,5 @@ def _added(frames: Tensor, total: int, hop: int) -> Tensor:
 
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss, F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.masked_select: _masked_select, torch.Tensor.masked_select: _masked_select,
 }  # fmt: skip
