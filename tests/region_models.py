@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -226,8 +229,61 @@ class Clamped(nn.Linear):
         return made
 
 
+class _Sine(torch.autograd.Function):
+    """Computed by numpy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(numpy.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.from_numpy(numpy.cos(ctx.saved_tensors[0].numpy()))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose weight learns at a part of the rate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rate = rate
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, ctx.rate * grad.flatten(0, -2).T @ x.flatten(0, -2), None
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.down(_Sine.apply(self.up(x)))
+        return made
+
+
+class Functions(nn.Module):
+    """Autograd functions of its own, in its layers and in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(CLASSES, HIDDEN), nn.ModuleList(Waves() for _ in range(3))
+        self.head = nn.Linear(HIDDEN, CLASSES, bias=False)
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.table(ids))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(_Linear.apply(hidden, self.head.weight, 0.5).flatten(0, 1), y.flatten())
+
+
 class Adversarial(nn.Module):
-    """Gradients of its own: two of its parts have some; itself: so has its forward."""
+    """Gradients of its own: two of its parts have some; itself: one of them is in its own forward."""
 
     def __init__(self, itself: bool = False) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ from autopar.verify import reference, verify, verify_plan
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
     "mixture": (m.Mixture, m.tokens), "graph": (m.Graph, m.nodes), "speech": (m.Speech, m.speech), "shared": (m.Shared, m.tokens),
     "careful": (lambda: m.Mixture(careful=True), m.tokens), "adversarial": (m.Adversarial, m.tokens),
+    "reversed": (lambda: m.Adversarial(itself=True), m.tokens), "functions": (m.Functions, m.tokens),
 }  # fmt: skip
 pure, gloo = pytest.mark.pure, pytest.mark.gloo
 
@@ -46,7 +47,8 @@ def regions(found: Captured) -> list[Op]:
     ("name", "paths", "rows"),
     [
         ("mixture", ["layers.0.routed", "layers.1.routed"], (0,)), ("graph", ["passes.0", "passes.1"], ()), ("speech", ["merge"], ()),
-        ("shared", ["select", "select"], (0,)), ("adversarial", ["inner", "reversal"], (0,)),
+        ("shared", ["select", "select"], (0,)), ("adversarial", ["inner", "reversal._Reversed"], (0,)),
+        ("reversed", ["inner", "_Reversed"], (0,)), ("functions", [*(f"layers.{k}._Sine" for k in range(3)), "_Linear"], (0,)),
     ],
 )  # fmt: skip
 def test_the_smallest_submodule_is_one_operator(name: str, paths: list[str], rows: tuple[int, ...]) -> None:
@@ -54,8 +56,9 @@ def test_the_smallest_submodule_is_one_operator(name: str, paths: list[str], row
     assert [op.module for op in regions(found)] == paths
     assert [op.kwarg("rows") for op in regions(found)] == [rows] * len(paths)
     for op in regions(found):
-        assert any(text in op.source for text in ("len(rows)", "nonzero", "int(marked", "positive]", "register_hook", "_Reversed.apply"))
-        assert op.kwarg("flops") or op.module == "reversal"
+        applied = f"{op.module.rpartition('.')[2]}.apply"
+        assert any(text in op.source for text in ("len(rows)", "nonzero", "int(marked", "positive]", "register_hook", applied))
+        assert op.kwarg("flops") or op.module.endswith(("_Reversed", "_Sine"))
         assert any(op.source in note and op.module in note for note in found.program.notes)
         types = [found.program.types[r] for r in refs(op)]
         assert count(op, tuple(types), (found.program.types[op.name],)).flops == op.kwarg("flops")
@@ -167,9 +170,65 @@ PLANS: list[dict[str, Any]] = [
 
 
 @pure
+def test_functions_of_equal_layers_are_alike() -> None:
+    found = captured("functions")
+    assert [block.prefixes for block in found.program.blocks] == [("layers.0", "layers.1", "layers.2")]
+    (weight,) = [p.value for p in found.program.params if p.fqn == "head.weight"]
+    assert weight in refs(regions(found)[-1]), "which the function is given"
+    handle = next(t for t in found.tensors.values() if isinstance(t, Region) and t.path == "layers.0._Sine")
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(handle))([x], [])[0], x.sin())
+
+
+class _Doubled(torch.autograd.Function):
+    """In place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+class _Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _Doubled.apply(x + 1)
+        return made
+
+
+class _Doubles(nn.Module):
+    def __init__(self, part: nn.Module | None) -> None:
+        super().__init__()
+        self.part, self.linear = part, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        made: Tensor = _Doubled.apply(hidden + 1) if self.part is None else self.part(hidden)
+        return made.square().mean()
+
+
+@pure
+def test_a_function_that_writes_to_what_it_is_given_is_run_by_the_submodule_around_it() -> None:
+    found = capture(_Doubles(_Doubling()), (torch.randn(4, 4),))
+    assert [op.module for op in regions(found)] == ["part"]
+    with pytest.raises(CaptureError, match=r"(?s)_Doubled\.apply.*_Doubled cannot be run as it is written.*it changes what it is given"):
+        capture(_Doubles(None), (torch.randn(4, 4),))
+
+
+@pure
 def test_a_model_that_has_gradients_of_its_own_itself_is_told_what_to_do() -> None:
-    with pytest.raises(CaptureError, match=r"_Reversed.apply.* has gradients of its own: call it in a submodule of Adversarial"):
-        capture(m.Adversarial(itself=True), m.tokens())
+    class Hooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            if made.requires_grad:
+                made.register_hook(lambda grad: 0.5 * grad)
+            return made.square().mean()
+
+    with pytest.raises(CaptureError, match=r"register_hook.* has gradients of its own: call it in a submodule of Hooked"):
+        capture(Hooked(4, 4), (torch.randn(4, 4),))
 
 
 @gloo

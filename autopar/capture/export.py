@@ -27,13 +27,14 @@ from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
 __all__ = [
-    "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet", "without_key_value_cache",
+    "FAILURES", "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet",
+    "without_key_value_cache",
 ]  # fmt: skip
 
 PREFIX = "model"  # the name of the user's model inside Step
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
         with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             exported = torch.export.export(step, args, dict(kwargs), strict=False)
-    except _FAILURES as e:
+    except FAILURES as e:
         if line := step.border.differentiates:
             raise OtherGradients(f"{_cannot(step.model)}\n  at {line}: it asks for gradients inside of the forward") from e
         raise CaptureError(_explain(step.model, e)) from e

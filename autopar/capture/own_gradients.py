@@ -1,5 +1,5 @@
 """Where a model's code has gradients of its own: autograd functions of its author's, hooks on activations, and gradients that it asks for
-in its forward. A graph of operators does not show them; the submodules that call them run as they are written.
+in its forward. A graph of operators does not show them: the functions run as they are written, and so do submodules with the others.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -19,50 +19,78 @@ from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.source import module_of, running_line
 
-__all__ = ["OwnGradients", "own_gradients"]
+__all__ = ["OwnGradients", "applied_by", "innermost", "own_gradients"]
+
+
+Apply = Callable[..., Any]
+Calls = Callable[[type, Apply, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnGradients:
-    """modules: the outermost submodules that call such code, and a line of it ('file.py:12: the code'). remedy: a line for the user's
-    error; '' if there is no such code."""
+    """modules: the outermost submodules that have hooks on activations or ask for gradients, and a line of each that does ('file.py:12: the
+    code'). functions: the autograd functions that are called outside of these. remedy: a line for the user's error, where code outside of
+    any submodule does what those do; else ''."""
 
-    modules: Mapping[str, str]
-    remedy: str
+    modules: Mapping[str, str] = field(default_factory=dict)
+    functions: frozenset[type] = frozenset()
+    remedy: str = ""
 
 
 def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> OwnGradients:
     """Calls the model once, and leaves it as it was."""
     paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
     found: dict[str, str] = {}
+    functions: set[tuple[str, type]] = set()
 
     def note() -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and id(module_of(frame)) not in paths:
-            frame = frame.f_back
-        if frame is not None:
-            found.setdefault(paths[id(module_of(frame))], running_line())
+        if (path := innermost(paths)) is not None:
+            found.setdefault(path, running_line())
 
-    with left_as_it_was(model, loss), _watched(note), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
-        objective_of(model(*inputs[0], **inputs[1]), loss, None)
-    if "" in found or not found:
-        line = found.get("", "")
+    def noted(cls: type, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        functions.add((innermost(paths) or "", cls))
+        return apply(*args, **kwargs)
+
+    with left_as_it_was(model, loss), _watched(note), applied_by(noted), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with as_called():
+            objective_of(model(*inputs[0], **inputs[1]), loss, None)
+    if line := found.get("", ""):
         own = f"\n  {line} has gradients of its own: call it in a submodule of {type(model).__name__}, which then runs as it is written"
-        return OwnGradients(modules={}, remedy=own if line else "")
+        return OwnGradients(remedy=own)
     outermost = {p: line for p, line in found.items() if not any(p.startswith(f"{other}.") for other in found)}
-    return OwnGradients(modules=outermost, remedy="")
+    outside = frozenset(cls for p, cls in functions if not any(f"{p}.".startswith(f"{other}.") for other in outermost))
+    return OwnGradients(modules=outermost, functions=outside)
+
+
+def innermost(paths: Mapping[int, str]) -> str | None:
+    """The path of the submodule whose code calls; None if none does. paths: by the identities of a model's modules."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and id(module_of(frame)) not in paths:
+        frame = frame.f_back
+    return None if frame is None else paths[id(module_of(frame))]
+
+
+@contextlib.contextmanager
+def applied_by(call: Calls) -> Iterator[None]:
+    """Inside, autograd functions that are not torch's are applied by `call`: it is given the function, what applies it, and its
+    arguments."""
+    before = torch.autograd.Function.__dict__["apply"]
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        apply = before.__get__(None, cls)
+        return apply(*args, **kwargs) if cls.__module__.startswith(("torch.", "autopar.")) else call(cls, apply, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _watched(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, `note` is called by autograd functions that are not torch's, by hooks that are registered on tensors, and where gradients are
-    asked for."""
-    apply, register, grad = torch.autograd.Function.__dict__["apply"], Tensor.register_hook, torch.autograd.grad
-
-    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            note()
-        return apply.__get__(None, cls)(*args, **kwargs)
+    """Inside, `note` is called by hooks that are registered on tensors, and where gradients are asked for."""
+    register, grad = Tensor.register_hook, torch.autograd.grad
 
     def registered(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
         note()
@@ -73,11 +101,9 @@ def _watched(note: Callable[[], None]) -> Iterator[None]:
         return grad(*args, **kwargs)
 
     torch.autograd.grad = asked
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
     Tensor.register_hook = registered  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.grad = grad
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = register  # type: ignore[method-assign]

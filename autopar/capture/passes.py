@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from autopar.capture.calls import Inputs, copied
 from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
-from autopar.capture.export import without_key_value_cache
+from autopar.capture.export import FAILURES, without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
@@ -42,7 +41,7 @@ from autopar.capture.normalise import (
     with_copies_returned,
     with_old_values,
 )  # fmt: skip
-from autopar.capture.own_gradients import own_gradients
+from autopar.capture.own_gradients import OwnGradients, own_gradients
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -106,16 +105,31 @@ def capture(
     except OtherGradients as error:
         with computing_in(dtype, model):
             own = own_gradients(model, loss, copied(inputs_in(dtype, (args, kwargs))))
-        if not own.modules:
+        if not (own.modules or own.functions):
             raise OtherGradients(f"{error}{own.remedy}") from error
-        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own.modules)
+        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
+    except NoLoss:
+        raise
+    except CaptureError as error:
+        with contextlib.suppress(CaptureError, *FAILURES), computing_in(dtype, model):  # of the model, and of another capture
+            if functions := _functions(model, loss, inputs_in(dtype, (args, kwargs))):
+                own = OwnGradients(functions=functions)
+                return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
+        raise error
+
+
+def _functions(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> frozenset[type]:
+    """The autograd functions of a model that lies on no meta device."""
+    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers(), *_tensors(inputs))):
+        return frozenset()
+    return own_gradients(model, loss, copied(inputs)).functions
 
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, as_written: Mapping[str, str] = MappingProxyType({}),
+    dtype: torch.dtype | None, as_written: OwnGradients | None = None,
 ) -> Captured:  # fmt: skip
-    """What `capture` gives. as_written: submodules that run as they are written, and why."""
+    """What `capture` gives. as_written: what runs as it is written."""
     args, kwargs = example
     if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
         raise CaptureError(
@@ -184,12 +198,12 @@ def _captured(
 
 def _traced(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
-    as_written: Mapping[str, str],
+    as_written: OwnGradients | None,
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
     there is none, the operators whose sizes depend on values."""
     regions = Regions(model, loss, inputs)
-    if as_written:
+    if as_written is not None:
         regions.include_all(as_written)
     else:
         again = repeated(model, loss, inputs, start, outputs=outputs)

@@ -1,4 +1,5 @@
-"""Opaque regions: the smallest submodules around what torch.export cannot capture stand in the trace as one operator each.
+"""Opaque regions: the smallest submodules around what torch.export cannot capture, and autograd functions of the user's, stand in the
+trace as one operator each.
 
 A submodule can be one if what it takes and returns has fixed shapes, and if it changes nothing but what it returns. It is run, as it is
 written, to find that out, what it costs, and whether it works on every sample by itself (`samples`).
@@ -24,14 +25,15 @@ from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
+from autopar.capture.own_gradients import OwnGradients, applied_by, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
-from autopar.capture.source import module_of
+from autopar.capture.source import module_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.condition import Condition
-from autopar.run.region import Place, Region
+from autopar.run.region import Applied, Place, Region
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
 
@@ -47,7 +49,7 @@ _CONDITION = "condition_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call of a submodule. arguments: what it was given, detached. results: what it returned; structure: the leaves of which they
+    """One call of a region. arguments: what it was given, detached. results: what it returned; structure: the leaves of which they
     are the tensors. rows: which of its tensors are cut where it works by samples. line: what made it necessary."""
 
     region: Region
@@ -89,6 +91,7 @@ class Regions:
         _TRACED.clear()
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
+        self.functions: frozenset[type] = frozenset()  # autograd functions whose calls are regions
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         held = (*model.named_parameters(), *model.named_buffers())
@@ -113,13 +116,58 @@ class Regions:
             path = path.rpartition(".")[0]
         return False
 
-    def include_all(self, paths: Mapping[str, str]) -> None:
-        """Make regions of these submodules. paths: with what makes each necessary. CaptureError if one of them cannot be a region."""
+    def include_all(self, own: OwnGradients) -> None:
+        """Make regions of these submodules, and of the calls of these functions; of a submodule around one that cannot be. CaptureError
+        if there is none that can."""
+        self.functions = own.functions
+        paths = dict(own.modules)
+        for path, line in self._apply().items():
+            around = path.rpartition(".")[0]
+            if not around:
+                raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
+            paths[around] = line
+            self.refused.pop(path)
         for path, line in paths.items():
             found = self._run([path], line)
             if path not in found:
                 raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
-            self.calls |= found
+            self.calls = {p: calls for p, calls in self.calls.items() if not p.startswith(f"{path}.")} | found
+
+    def _apply(self) -> dict[str, str]:
+        """Keep the calls of the functions in a call of the model; the paths of those that cannot be regions, and a line of each."""
+        lines: dict[str, str] = {}
+        observed = False  # inside of one that is observed nothing is
+
+        def noted(cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal observed
+            if observed or cls not in self.functions:
+                return apply(*args, **kwargs)
+            path, module = self._path_of(cls), Applied(cls)
+            lines[path], observed = running_line(), True
+            try:
+                output, call = _observed(path, module, module.forward, args, kwargs, lines[path], self._names)
+            finally:
+                observed = False
+            if isinstance(call, str):
+                self.refused[path] = call
+            else:
+                self.calls.setdefault(path, []).append(call)
+            return output
+
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
+        with left_as_it_was(self.model, self.loss), applied_by(noted), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
+            torch.manual_seed(0)
+            objective_of(self.model(*args, **kwargs), self.loss, None)
+        failed = {path: line for path, line in lines.items() if path in self.refused}
+        self.calls = {path: calls for path, calls in self.calls.items() if path not in failed}
+        return failed
+
+    def _path_of(self, function: type) -> str:
+        """Where a function is in the model: below the submodule whose code calls it."""
+        path = ".".join(x for x in (innermost(self._paths), function.__name__) if x)
+        while path in self._paths.values():
+            path += "_"
+        return path
 
     def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str) -> bool:
         """Make a region of operators that are no submodule; whether they can be one. given: what they are called with."""
@@ -185,27 +233,37 @@ class Regions:
     def standing_in(self) -> Iterator[None]:
         """Inside, every region is one operator of the trace, and distributions do not check their arguments."""
 
-        def replaced(path: str, calls: list[Call]) -> Callable[..., Any]:
-            left = iter(range(len(calls)))
+        left = {path: iter(range(len(calls))) for path, calls in self.calls.items()}
 
+        def traced(path: str, args: Any, kwargs: Any) -> Any:
+            index, calls = next(left[path]), self.calls[path]
+            call = calls[index] = _as_traced(calls[index], args, kwargs)
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
+            leaves, spec = pytree.tree_flatten(call.structure)
+            given = iter(results)
+            return pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+        def replaced(path: str) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                index = next(left)
-                call = calls[index] = _as_traced(calls[index], args, kwargs)
-                tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-                results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
-                leaves, spec = pytree.tree_flatten(call.structure)
-                given = iter(results)
-                return pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+                return traced(path, args, kwargs)
 
             forward.stands_in = True  # type: ignore[attr-defined]
             return forward
+
+        def applied(cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if cls not in self.functions or (path := self._path_of(cls)) not in self.calls:
+                return apply(*args, **kwargs)
+            return traced(path, args, kwargs)
+
+        modules = {path: replaced(path) for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
 
         validated = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)  # it asks values whether they are valid
         _TRACED.clear()
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         try:
-            with forwards_replaced({path: replaced(path, calls) for path, calls in self.calls.items()}, self.model):
+            with forwards_replaced(modules, self.model), applied_by(applied):
                 yield
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)
@@ -218,13 +276,13 @@ class Regions:
         """What explain says of them."""
         conditions = [call.line for key, call in _TRACED.items() if key.startswith(_CONDITION)]
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
-        for path, calls in self.calls.items():
+        for calls in self.calls.values():
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
-            module = calls[0].region.module
-            if isinstance(module, fx.GraphModule):
+            region = calls[0].region
+            if isinstance(region.module, fx.GraphModule):
                 made.append(f"{calls[0].line} has sizes that depend on values: it runs as it is written, {how}")
             else:
-                made.append(f"{path} ({type(module).__name__}) runs as it is written, {how}, for no graph holds {calls[0].line}")
+                made.append(f"{region.name} runs as it is written, {how}, for no graph holds {calls[0].line}")
         return tuple(made)
 
 

@@ -21,15 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, seeded
-from autopar.capture.export import as_exported, objective_of, own_gradients
+from autopar.capture.export import FAILURES, as_exported, objective_of, own_gradients
 from autopar.capture.state import Change, State
 from autopar.run.autocast import ambient
 
 __all__ = ["Repeated", "forwards_replaced", "repeated", "type_of"]
 
 LEAST = 8  # operators of a call that is worth it
-# What a model's own code may end with: it is traced as it is then, which says why.
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
@@ -138,7 +136,7 @@ def repeated(
                 with as_called():
                     objective_of(model(*args, **kwargs), loss, outputs)
         changes = tuple(start.changes(State.take(model, loss, start)))
-    except _FAILURES:
+    except FAILURES:  # which the trace of it as it is explains
         return Repeated()
     finally:
         start.restore()

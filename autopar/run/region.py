@@ -1,4 +1,4 @@
-"""An opaque region: a submodule that no graph can hold, run as its author wrote it.
+"""An opaque region: a submodule, or an autograd function of the user's, that no graph can hold, run as its author wrote it.
 
 The emitted code calls it with the tensors that it takes and with its parameters and buffers, as they are used on this rank; autograd
 differentiates what it runs.
@@ -25,7 +25,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Place", "Region", "region", "regions_of", "without_unreached"]
+__all__ = ["REGION", "Applied", "Place", "Region", "region", "regions_of", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -37,8 +37,9 @@ class Place:
 
 @dataclass(eq=False)
 class Region:
-    """One call of a submodule. path: where it is in the model. state: the names of its parameters and buffers, in the order in which
-    it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each tensor. autocast: what was on.
+    """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
+    buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
+    tensor. autocast: what was on.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -55,6 +56,11 @@ class Region:
     dtype = torch.float32
     shape = torch.Size((0,))
     requires_grad = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.path if isinstance(self.module, Applied) else f"{self.path} ({type(self.module).__name__})"
 
     def detach(self) -> Region:
         return self
@@ -91,6 +97,7 @@ class Region:
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
         """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""
         names = {type(m).__module__ for m in self.module.modules()} - {"__main__"}
+        names |= {m.function.__module__ for m in self.module.modules() if isinstance(m, Applied)} - {"__main__"}
         files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
         return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
@@ -106,6 +113,17 @@ def _loaded(files: Sequence[tuple[str, str | None]], paths: Sequence[str], field
             sys.modules[name] = module
             spec.loader.exec_module(module)
     return Region(**pickle.loads(fields))
+
+
+class Applied(nn.Module):
+    """An autograd function of the user's, as what a region runs."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
 
 
 class _Noted(torch.autograd.Function):
@@ -170,7 +188,7 @@ def region(
     results = handle(tensors, state)
     if tuple(tuple(r.shape) for r in results) != tuple(map(tuple, shapes)):
         raise RuntimeError(
-            f"{handle.path} ({type(handle.module).__name__}) returned tensors of shapes {[tuple(r.shape) for r in results]}, and "
+            f"{handle.name} returned tensors of shapes {[tuple(r.shape) for r in results]}, and "
             f"{list(shapes)} when it was captured: what a region returns must not have sizes that depend on values\n  what to do: use a "
             "fixed capacity, or let the module that calls it compute what is done with these values"
         )

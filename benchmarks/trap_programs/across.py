@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -315,6 +316,40 @@ def gradient_reversed_by_the_model(compile: Compile) -> Results:
             return _Reversed.apply(hidden)
 
     return _run(compile, Itself)
+
+
+class _Rounded(torch.autograd.Function):
+    """Quantised by numpy; the gradient passes inside of the range alone, and the scale learns at half the rate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return scale * torch.from_numpy(numpy.round(4 * x.detach().numpy()) / 4)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1), 0.5 * (grad * x).sum()
+
+
+@program(KIND, plans=MORE)
+def quantised_by_a_function(compile: Compile) -> Results:
+    """An autograd function of numpy and a parameter, which the model and its parts call."""
+
+    class Part(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = _Rounded.apply(super().forward(x), torch.ones((), dtype=x.dtype))
+            return made
+
+    class Rounding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.scale = nn.Sequential(Part(), Part()), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(_Rounded.apply(self.hidden(x), self.scale)), y)
+
+    return _run(compile, Rounding)
 
 
 @program(KIND, plans=MORE)
