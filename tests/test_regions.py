@@ -180,6 +180,30 @@ def test_functions_of_equal_layers_are_alike() -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(handle))([x], [])[0], x.sin())
 
 
+class _Rounded(torch.autograd.Function):
+    """To multiples of what the largest value says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = float(x.abs().max()) / 8
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pure
+def test_a_function_that_looks_at_values_is_one_operator() -> None:
+    class Rounding(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = _Rounded.apply(super().forward(x))
+            return made.square().mean()
+
+    (op,) = regions(capture(Rounding(4, 4), (torch.randn(4, 4),)))
+    assert (op.module, op.kwarg("rows")) == ("_Rounded", ()), "the largest value is that of all samples"
+
+
 class _Doubled(torch.autograd.Function):
     """In place."""
 

@@ -23,7 +23,8 @@ __all__ = ["OwnGradients", "applied_by", "innermost", "own_gradients"]
 
 
 Apply = Callable[..., Any]
-Calls = Callable[[type, Apply, tuple[Any, ...], dict[str, Any]], Any]
+Function = type[torch.autograd.Function]
+Calls = Callable[[Function, Apply, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class OwnGradients:
     any submodule does what those do; else ''."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
-    functions: frozenset[type] = frozenset()
+    functions: frozenset[Function] = frozenset()
     remedy: str = ""
 
 
@@ -41,13 +42,13 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
     """Calls the model once, and leaves it as it was."""
     paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
     found: dict[str, str] = {}
-    functions: set[tuple[str, type]] = set()
+    functions: set[tuple[str, Function]] = set()
 
     def note() -> None:
         if (path := innermost(paths)) is not None:
             found.setdefault(path, running_line())
 
-    def noted(cls: type, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def noted(cls: Function, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         functions.add((innermost(paths) or "", cls))
         return apply(*args, **kwargs)
 
@@ -76,7 +77,7 @@ def applied_by(call: Calls) -> Iterator[None]:
     arguments."""
     before = torch.autograd.Function.__dict__["apply"]
 
-    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def applied(cls: Function, *args: Any, **kwargs: Any) -> Any:
         apply = before.__get__(None, cls)
         return apply(*args, **kwargs) if cls.__module__.startswith(("torch.", "autopar.")) else call(cls, apply, args, kwargs)
 

@@ -23,7 +23,7 @@ from autopar.capture.calls import Inputs, copied
 from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
-from autopar.capture.export import FAILURES, without_key_value_cache
+from autopar.capture.export import without_key_value_cache
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
@@ -108,21 +108,6 @@ def capture(
         if not (own.modules or own.functions):
             raise OtherGradients(f"{error}{own.remedy}") from error
         return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
-    except NoLoss:
-        raise
-    except CaptureError as error:
-        with contextlib.suppress(CaptureError, *FAILURES), computing_in(dtype, model):  # of the model, and of another capture
-            if functions := _functions(model, loss, inputs_in(dtype, (args, kwargs))):
-                own = OwnGradients(functions=functions)
-                return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
-        raise error
-
-
-def _functions(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> frozenset[type]:
-    """The autograd functions of a model that lies on no meta device."""
-    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers(), *_tensors(inputs))):
-        return frozenset()
-    return own_gradients(model, loss, copied(inputs)).functions
 
 
 def _captured(
@@ -213,14 +198,14 @@ def _traced(
     first: CaptureError | None = None
     while True:
         try:
-            with regions.standing_in():
+            with regions.standing_in() as applied:
                 found = traced(model, loss, copied(inputs), start, outputs=outputs)
             return found, flatten(model, found.exported, start, regions)
         except (NoLoss, OtherGradients):
             raise
         except CaptureError as error:
             first = first or error
-            if regions.include(error):
+            if regions.include_functions(applied, error) or regions.include(error):
                 continue
             if isinstance(error, DependsOnValues) and with_islands(model, found.exported, inputs, regions):
                 return found, flatten(model, found.exported, start, regions)

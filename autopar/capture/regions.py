@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
-from autopar.capture.export import objective_of
+from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
 from autopar.capture.own_gradients import OwnGradients, applied_by, innermost
@@ -91,7 +91,7 @@ class Regions:
         _TRACED.clear()
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
-        self.functions: frozenset[type] = frozenset()  # autograd functions whose calls are regions
+        self.functions: frozenset[type[torch.autograd.Function]] = frozenset()  # autograd functions whose calls are regions
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         held = (*model.named_parameters(), *model.named_buffers())
@@ -133,16 +133,33 @@ class Regions:
                 raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
             self.calls = {p: calls for p, calls in self.calls.items() if not p.startswith(f"{path}.")} | found
 
+    def include_functions(self, applied: Collection[type[torch.autograd.Function]], error: CaptureError) -> bool:
+        """Make regions of the calls of those of these autograd functions that an error of capture came from; whether there is one."""
+        frames = [] if error.__cause__ is None else [frame for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)]
+        failed = {cls for cls in applied if any(frame.f_code is getattr(cls.forward, "__code__", None) for frame in frames)}
+        if failed <= self.functions or not self._has_data():
+            return False
+        before = len(self.calls)
+        self.functions |= failed
+        with contextlib.suppress(*FAILURES):  # of the model
+            self._apply()
+        return len(self.calls) > before
+
     def _apply(self) -> dict[str, str]:
-        """Keep the calls of the functions in a call of the model; the paths of those that cannot be regions, and a line of each."""
+        """Keep the calls of the functions in a call of the model, but of those in other regions; the paths of functions that cannot be
+        regions, and a line of each."""
         lines: dict[str, str] = {}
+        self.calls = {path: calls for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
+        around = tuple(self.calls)
         observed = False  # inside of one that is observed nothing is
 
-        def noted(cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def noted(cls: type[torch.autograd.Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal observed
             if observed or cls not in self.functions:
                 return apply(*args, **kwargs)
             path, module = self._path_of(cls), Applied(cls)
+            if any(path.startswith(f"{other}.") for other in around):
+                return apply(*args, **kwargs)
             lines[path], observed = running_line(), True
             try:
                 output, call = _observed(path, module, module.forward, args, kwargs, lines[path], self._names)
@@ -211,7 +228,7 @@ class Regions:
                 with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
                     torch.manual_seed(0)
                     objective_of(self.model(*args, **kwargs), self.loss, None)
-            except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError):
+            except FAILURES:
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
 
@@ -230,8 +247,9 @@ class Regions:
         return not any(isinstance(x, Tensor) and x.device.type == "meta" for x in leaves)
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Inside, every region is one operator of the trace, and distributions do not check their arguments."""
+    def standing_in(self) -> Iterator[Collection[type[torch.autograd.Function]]]:
+        """Inside, every region is one operator of the trace, and distributions do not check their arguments. Takes the autograd functions
+        that are applied there."""
 
         left = {path: iter(range(len(calls))) for path, calls in self.calls.items()}
 
@@ -251,10 +269,12 @@ class Regions:
             forward.stands_in = True  # type: ignore[attr-defined]
             return forward
 
-        def applied(cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if cls not in self.functions or (path := self._path_of(cls)) not in self.calls:
-                return apply(*args, **kwargs)
-            return traced(path, args, kwargs)
+        def applied(cls: type[torch.autograd.Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            seen.add(cls)
+            path = self._path_of(cls)
+            return traced(path, args, kwargs) if path in self.calls else apply(*args, **kwargs)
+
+        seen: set[type[torch.autograd.Function]] = set()
 
         modules = {path: replaced(path) for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
 
@@ -264,7 +284,7 @@ class Regions:
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         try:
             with forwards_replaced(modules, self.model), applied_by(applied):
-                yield
+                yield seen
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)
 
