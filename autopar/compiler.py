@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured, capture, program_hash
 from autopar.collector import held_back
@@ -256,6 +259,17 @@ def compile(  # noqa: A001  (the field's word)
         stated = "that of the parameters" if given.reduce_dtype is None else repr(given.reduce_dtype)
         raise PlanError(f"the plan is for a reduce_dtype of {stated}, and {reduce_dtype!r} was asked for: plan anew for another one")
 
+    def copied(inputs: Inputs | None, decided: Plan | None, original: nn.Module) -> ParallelModule | DeferredModule:
+        """A copy of the model, compiled as it was. decided: the plan; if the copy has become another program since, there is a new one."""
+        again = functools.partial(
+            compile, original, count, example_inputs=inputs, loss=loss, cluster=cluster, memory=memory, optimizer=optimizer,
+            precision=precision, outputs=outputs, local_batch=local_batch, compile_stages=compile_stages,
+        )  # fmt: skip
+        if decided is not None:
+            with contextlib.suppress(PlanError):
+                return again(plan=decided)
+        return again(plan=given) if given is not None else again(pins=pins, reduce_dtype=reduce_dtype)
+
     def finish(inputs: Inputs) -> Compiled:
         if world_size() == count:
             join_process_group(default_device())
@@ -277,6 +291,8 @@ def compile(  # noqa: A001  (the field's word)
         )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
+        example = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), inputs)
+        keep["_copied"] = functools.partial(copied, example, compiled.plan)
         if expected is not None:
             check_first_loss(module, inputs, loss, expected)
         return module
@@ -284,4 +300,5 @@ def compile(  # noqa: A001  (the field's word)
     if example_inputs is not None and world_size() == count:
         return start(finish(example_inputs), example_inputs)
     compiled = finish(example_inputs) if example_inputs is not None else None
-    return DeferredModule(model, count, finish, start, compiled, example_inputs)
+    again = functools.partial(copied, example_inputs, None if compiled is None else compiled.plan)
+    return DeferredModule(model, count, finish, start, compiled, example_inputs, again)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.run import ParallelModule, WorkerPool
+from autopar.run.lies import Lies
 from autopar.run.parts import Part, local
 from tests import wrong_models as models
 
@@ -289,9 +290,8 @@ def _same_objects(pins: dict[str, Any]) -> None:
 
 def _copies() -> None:
     model = compiled({"tp": 2})
-    for refused in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="full_state_dict"):
-            refused(model)
+    with pytest.raises(TypeError, match="full_state_dict"):
+        pickle.dumps(model)
     split = next(p for p in model.parameters() if p._lies.split)
     for refused in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"full_state_dict\(\)"):
@@ -322,6 +322,37 @@ def _kept_for_later(pins: dict[str, Any]) -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.full_state_dict().items())
     optimizer.load_state_dict(states)
     assert all(state["step"] == 1 for state in optimizer.state.values())
+
+
+def _another(pins: dict[str, Any]) -> None:
+    """A deep copy of the module has the same plan and values in memory of its own, and follows the first without any exchange."""
+    model = stepped(compiled(pins))
+    before = model.full_state_dict()
+    with torch.no_grad():
+        other = copy.deepcopy(model)
+    assert other.source == model.source and other.original is not model.original and all(p.grad is None for p in other.parameters())
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lies, "gather", lambda *_: pytest.fail("what lies alike was gathered"))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.add_(1.0)
+            q.lerp_(p, 0.5)
+    moved = other.full_state_dict()
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, before[name] + 1)
+        torch.testing.assert_close(moved[name], before[name] + 0.5)
+
+
+def _added_to_another(pins: dict[str, Any], others: dict[str, Any]) -> None:
+    """Parameters of two modules under different plans."""
+    model, other = compiled(pins), compiled(others)
+    before = model.full_state_dict()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            q.mul_(2.0)
+            p.add_(q)
+            p.data += q.data
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, 5 * before[name])
 
 
 def _whole_for_a_while(pins: dict[str, Any]) -> None:
@@ -402,6 +433,16 @@ def test_the_originals_modules_and_parameters_are_the_modules_own(pair: WorkerPo
 
 def test_copies_are_refused(pair: WorkerPool) -> None:
     pair.run(_copies, timeout_s=60)
+
+
+@pytest.mark.parametrize(("one", "other"), [("tp", "zero1"), ("zero1", "tp"), ("pp", "dp"), ("dp", "zero3"), ("pp", "tp")])
+def test_parts_that_are_cut_otherwise_are_added_as_wholes(pair: WorkerPool, one: str, other: str) -> None:
+    pair.run(_added_to_another, PLANS[one], PLANS[other], timeout_s=60)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_deep_copy_is_another_parallel_module(pair: WorkerPool, plan: str) -> None:
+    pair.run(_another, PLANS[plan], timeout_s=60)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,8 @@ class DeferredModule(StandIn):
 
     It has the original model's own modules and parameters: an optimizer that was made from them before the first call goes on
     to hold them, when they have become this rank's parts. finish: example inputs -> what to run; start: that and the
-    inputs -> module. compiled, inputs: what is there already, where example inputs were given.
+    inputs -> module. compiled, inputs: what is there already, where example inputs were given. copied: a copy of the model -> it, compiled
+    in the same way.
     """
 
     original: nn.Module
@@ -52,12 +54,14 @@ class DeferredModule(StandIn):
         start: Callable[[Any, Any], ParallelModule],
         compiled: Any | None = None,
         inputs: Any | None = None,
+        copied: Callable[[nn.Module], Any] | None = None,
     ) -> None:
         super().__init__(compiler=True)
         keep = self.__dict__
         self._stands_for(model)
         keep["_gpus"], keep["_finish"], keep["_start"] = gpus, finish, start
         keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
+        keep["_copied"] = copied
         keep["random_stream"] = None  # to go on with, of a checkpoint that was loaded before the first call
         keep |= {name: model.__dict__[name] for name in REGISTRIES}
 
@@ -94,6 +98,14 @@ class DeferredModule(StandIn):
         keep["module"] = module
         for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
             del keep[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As of the parallel module, if it is there; else one that is planned on its own first call."""
+        if self.module is not None:
+            return copy.deepcopy(self.module, memo)
+        if self._copied is None:
+            self._refuse_copy("copied")
+        return self._copied(copy.deepcopy(self.original, memo))
 
     @property
     def training(self) -> bool:

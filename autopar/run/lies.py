@@ -23,7 +23,7 @@ def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
 class Lies:
     """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
 
-    __slots__ = ("_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "shape", "split")
+    __slots__ = ("_holders", "_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "shape", "split")
 
     def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
         self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
@@ -31,13 +31,22 @@ class Lies:
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
         self._owner = mesh.pp_ranks((min(spec.stages, default=0),))[0]
-        holders = mesh.pp_ranks(spec.stages or (0,))
+        self._holders = holders = mesh.pp_ranks(spec.stages or (0,))
         self.holds = mesh.pp.rank in holders
         cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
         cut_over = {level for name in cut_over for level in levels_of(name)} | ({"shard"} if self._zero is not None else set())
         self.split = bool(cut_over) or len(holders) < mesh.pp.size  # some rank holds less than the whole
         copies = [mesh.axis(name).rank for axis in cut_order() for name in levels_of(axis) if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
+
+    def alike(self, other: Lies) -> bool:
+        """Whether on every rank the part of another tensor, of another parallel module perhaps, is of the same elements."""
+        mine, theirs = self.mesh, other.mesh
+        return self is other or (
+            (self.shape, self._layouts, self._zero, self._owner, self._holders)
+            == (other.shape, other._layouts, other._zero, other._owner, other._holders)
+            and (mine.sizes, mine.shard.size) == (theirs.sizes, theirs.shard.size)
+        )
 
     @property
     def part(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.forms import Call, Forms
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
+from autopar.run.grad_mode import with_gradients
 from autopar.run.input_gradients import InputGradients
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
@@ -94,6 +96,7 @@ class ParallelModule(StandIn):
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
     source: str | None = None
+    _copied: Callable[[Any], Any] | None = None  # a copy of the original -> it, compiled as this one
 
     def __init__(
         self,
@@ -364,6 +367,16 @@ class ParallelModule(StandIn):
         all ranks. Each rank needs the memory of the whole model. The module is not called inside."""
         with self._tree.as_whole(write=write):
             yield
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Collective: a parallel module of a deep copy of the original, under the same plan. Each rank needs the memory of the whole model
+        for it."""
+        if self._copied is None:
+            self._refuse_copy("copied")
+        with self.full_parameters(write=False):
+            whole = copy.deepcopy(self.original, memo)
+        with with_gradients():
+            return self._copied(whole)
 
     @contextlib.contextmanager
     def by_the_original_where_unplanned(self) -> Iterator[None]:

@@ -151,7 +151,7 @@ def cut_as(value: Tensor, lies: Lies) -> Tensor:
     """This rank's part of something whole, or of a part that may lie otherwise, as a plain tensor (collective then)."""
     if is_part(value):
         own = lies_of(value)  # type: ignore[arg-type]
-        if own is lies:
+        if own.alike(lies):
             return local(value)
         value = own.gather(local(value))
     return lies.cut(value).clone(memory_format=torch.contiguous_format)
@@ -314,7 +314,7 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     parts = [x for x in leaves if is_part(x)]
     lies, in_place = parts[0]._lies, name in F.IN_PLACE
     target = _target(args)
-    if any(x._lies is not lies for x in parts) or (in_place and not is_part(target)) or kwargs.get("out") is not None:
+    if not all(x._lies.alike(lies) for x in parts) or (in_place and not is_part(target)) or kwargs.get("out") is not None:
         return NotImplemented
     plain = [x for x in leaves if isinstance(x, Tensor) and not is_part(x)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):

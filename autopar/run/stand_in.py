@@ -1,4 +1,4 @@
-"""A module that stands for the user's: what is set on it is set on the original, it cannot be copied, and it is no other tool's to take
+"""A module that stands for the user's: what is set on it is set on the original, it cannot be pickled, and it is no other tool's to take
 apart: torch.compile runs it as it is, and what would trace it or reduce its gradients a second time is refused."""
 
 from __future__ import annotations
@@ -142,11 +142,8 @@ class StandIn(nn.Module):
         shown: str = plan._repr_html_()
         return shown
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy("copied")
-
     def __copy__(self) -> NoReturn:
-        self._refuse_copy("copied")
+        self._refuse("copied with the parameters of this one. copy.deepcopy(model) makes one of its own")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse_copy("pickled")
@@ -165,7 +162,7 @@ class StandIn(nn.Module):
     def _refuse_copy(self, what: str) -> NoReturn:
         self._refuse(
             f"{what}: it is part of a group of processes. Save full_state_dict(), which loads into the original model, and compile that "
-            "again. A copy that follows it (AveragedModel) is made of the original before it is compiled"
+            "again"
         )
 
     def _refuse_wrapping(self) -> NoReturn:

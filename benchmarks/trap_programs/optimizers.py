@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from benchmarks._traps_kit import Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
+from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, batches, program, seeded, sgd, state, train, trained
 
 KIND = "optimizers"
 
@@ -253,7 +253,56 @@ def averaged_model(compile: Compile) -> Results:
         return {"losses": losses, "evaluated": average(*batch(9)).item()}
 
 
-@program(KIND, remedy_of="averaged_model")
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def momentum_copy_with_buffers(compile: Compile) -> Results:
+    """A deep copy of the compiled module after some steps, frozen, follows the parameters and statistics by lerp_; both are evaluated."""
+    model = compile(seeded(Normed), example_inputs=batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = train(model, optimizer)
+    slow = copy.deepcopy(model).requires_grad_(False)
+    for given in batches():
+        losses += train(model, optimizer, inputs=[given])
+        with torch.no_grad():
+            for old, new in zip(slow.parameters(), model.parameters(), strict=True):
+                old.lerp_(new, 0.3)
+            for old, new in zip(slow.buffers(), model.buffers(), strict=True):
+                old.copy_(new)
+            losses.append(slow(*batch(5)).item())
+    model.eval(), slow.eval()
+    with torch.no_grad():
+        return {"losses": losses, "evaluated": [m(*batch(9)).item() for m in (model, slow)], "state": state(slow)}
+
+
+@program(KIND)
+def copied_before_the_first_call(compile: Compile) -> Results:
+    """A deep copy of what is planned on its first call; both are trained, from the same weights, at two rates."""
+    model = compile(seeded(Net))
+    other = copy.deepcopy(model)
+    losses = [train(model, sgd(model)), train(other, sgd(other, lr=0.01))]
+    return {"losses": losses, "states": [state(model), state(other)]}
+
+
+@program(KIND)
+def copy_of_a_wrapper(compile: Compile) -> Results:
+    """The compiled module in a module of the user's, of which a deep copy is trained on."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = self.inner(x, y)
+            return loss
+
+    outer = Outer(compile(seeded(Net), example_inputs=batch()))
+    losses = train(outer, sgd(outer.inner))
+    other = copy.deepcopy(outer)
+    losses += train(other, sgd(other.inner))
+    return {"losses": losses, "states": [state(outer.inner), state(other.inner)]}
+
+
+@program(KIND)
 def averaged_model_of_a_copy(compile: Compile) -> Results:
     """AveragedModel of a plain model, updated from the whole state."""
     model = compile(seeded(Net), example_inputs=batch())
