@@ -142,6 +142,15 @@ def test_arguments_are_those_of_the_trace() -> None:
 
 
 @pure
+def test_hooks_of_a_region_run_once() -> None:
+    """Capture compares the program with the model."""
+    model = m.Mixture()
+    model.layers[0].routed.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+    model.layers[0].routed.register_forward_hook(lambda module, args, out: out + 0.5)
+    assert [op.module for op in regions(capture(model, m.tokens()))] == ["layers.0.routed", "layers.1.routed"]
+
+
+@pure
 def test_a_region_survives_being_sent() -> None:
     found = captured("mixture")
     (first, _) = [t for t in found.tensors.values() if isinstance(t, Region)]

@@ -80,9 +80,9 @@ class Region:
             m.training = mode
         try:
             named = zip(self.state, state, strict=True)
-            noted = {name: self._noted(t, f"{self.path}.{name}") for name, t in named}
+            noted = {f"module.{name}": self._noted(t, f"{self.path}.{name}") for name, t in named}
             with under(self.autocast), without_checkpointing():
-                returned = functional_call(self.module, noted, args, kwargs)
+                returned = functional_call(_Forward(self.module), noted, args, kwargs)
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
@@ -124,6 +124,17 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+class _Forward(nn.Module):
+    """A module without its hooks, which are traced around it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
 
 
 class _Noted(torch.autograd.Function):
