@@ -229,6 +229,28 @@ class Clamped(nn.Linear):
         return made
 
 
+class Packed(nn.Module):
+    """A classifier of sequences [batch, length] of different lengths, without a loss: nothing but its own forward packs them. clipped: by
+    the largest number of the batch."""
+
+    def __init__(self, clipped: bool = False) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(CLASSES, HIDDEN), nn.LSTM(HIDDEN, HIDDEN, batch_first=True, bidirectional=True)
+        self.head, self.clipped = nn.Linear(2 * HIDDEN, CLASSES), clipped
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = self.table(ids)
+        if self.clipped and float(x.detach().abs().max()) > 5:
+            x = x * (5 / x.detach().abs().max())
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        made: Tensor = self.head(self.layer(packed)[1][0].transpose(0, 1).flatten(1))
+        return made
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    return torch.randint(CLASSES, (BATCH, LENGTH)), 1 + torch.arange(BATCH) % LENGTH
+
+
 class _Sine(torch.autograd.Function):
     """Computed by numpy."""
 

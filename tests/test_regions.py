@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import region_models as m
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -187,6 +188,27 @@ def test_functions_of_equal_layers_are_alike() -> None:
     handle = next(t for t in found.tensors.values() if isinstance(t, Region) and t.path == "layers.0._Sine")
     x = torch.randn(2, 3)
     torch.testing.assert_close(pickle.loads(pickle.dumps(handle))([x], [])[0], x.sin())
+
+
+def _classes(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device) % m.CLASSES)
+
+
+@pure
+def test_a_model_that_works_by_samples_is_one_operator_where_its_own_forward_is_no_graph() -> None:
+    found = capture(m.Packed(), m.sequences(), loss=_classes)
+    (op,) = regions(found)
+    assert (op.module, op.kwarg("rows")) == ("", (0, 1)) and any("Packed runs as it is written" in x for x in found.program.notes)
+    assert {p.value for p in found.program.params} <= set(refs(op))
+    with pytest.raises(CaptureError, match=r"(?s)cannot capture Packed.*float\(x.detach\(\).abs\(\).max\(\)\) > 5"):
+        capture(m.Packed(clipped=True), m.sequences(), loss=_classes)  # a part of the batch may be clipped otherwise than the whole
+
+
+@gloo
+@pytest.mark.parametrize("pins", [{"dp": 4}, {"tp": 4}, {"dp": 4, "zero": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_model_that_is_one_operator_equals_the_original(pins: dict[str, Any], workers: WorkerPool) -> None:
+    report = verify(m.Packed(), m.sequences(), 4, loss=_classes, pins=pins, steps=2, pool=workers)
+    assert report.ok and report.source.count("L.region(") == 1, report
 
 
 class _Rounded(torch.autograd.Function):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,20 @@ class Regions:
                     self.calls = {p: c for p, c in self.calls.items() if not any(p.startswith(f"{q}.") for q in found)} | found
                     return True
             path = path.rpartition(".")[0]
-        return False
+        return self._include_model(line)
+
+    def _include_model(self, line: str) -> bool:
+        """Make the whole model a region, if it works on every sample by itself, so that the data can be divided, and looks at no value to
+        decide what it does; whether it does."""
+        if "" in self.calls:
+            return False
+        values = _Values()
+        calls = self._run([""], line, values).get("", [])
+        if len(calls) != 1 or not calls[0].rows or values.read:
+            self.refused.pop("", None)
+            return False
+        self.calls, self.functions = {"": calls}, frozenset()
+        return True
 
     def include_all(self, own: OwnGradients) -> None:
         """Make regions of these submodules, and of the calls of these functions; of a submodule around one that cannot be. CaptureError
@@ -206,13 +220,13 @@ class Regions:
             trace = trace.tb_next
         return found
 
-    def _run(self, paths: list[str], line: str) -> dict[str, list[Call]]:
-        """Run the model, and keep the calls of those of these submodules that can be regions."""
+    def _run(self, paths: list[str], line: str, within: TorchFunctionMode | None = None) -> dict[str, list[Call]]:
+        """Run the model, and keep the calls of those of these submodules that can be regions. within: as of `_observed`."""
         found: dict[str, list[Call]] = {}
 
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                output, call = _observed(path, module, forward, args, kwargs, line, self._names)
+                output, call = _observed(path, module, forward, args, kwargs, line, self._names, within)
                 if isinstance(call, str):
                     self.refused[path] = call
                 else:
@@ -322,10 +336,33 @@ class _Outside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Values(TorchFunctionMode):
+    """Notes whether the user's code inside takes values of tensors into Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _READS_VALUES and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            self.read = True
+        return func(*args, **(kwargs or {}))
+
+
+_READS_VALUES = frozenset((
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item",
+    "numpy", "tolist",
+))  # fmt: skip
+
+
 def _observed(
-    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str]
-) -> tuple[Any, Call | str]:
-    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage."""
+    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str],
+    within: TorchFunctionMode | None = None,
+) -> tuple[Any, Call | str]:  # fmt: skip
+    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. within: a mode in
+    which it runs."""
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
@@ -342,7 +379,8 @@ def _observed(
         return t
 
     outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
-    with outside, CountedFlops() as counted, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with outside, CountedFlops() as counted, kept, within or contextlib.nullcontext():  # which sees who calls
         output = forward(*args, **kwargs)
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):

@@ -25,7 +25,7 @@ from autopar.capture.state import State
 from autopar.errors import CaptureError, DependsOnValues
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
-from autopar.run.region import REGION
+from autopar.run.region import REGION, within
 
 __all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
 
@@ -314,16 +314,16 @@ class _Flattener:
         operands = [env[n] for n in given]
         if symbolic := next((x for x in operands if isinstance(x, _Symbolic)), None):
             raise symbolic.error()
-        fqn = f"{call.region.path}.region_{key.rpartition('@')[2]}"
+        fqn = within(call.region.path, f"region_{key.rpartition('@')[2]}")
         handle = self.names.fresh(f"region_{fqn}")
         params = tuple((k, self.fqn_of_value[x.name]) for k, x in enumerate(operands) if x.name in self.fqn_of_value)
         self.tensors[handle] = replace(call.region, params=params)  # type: ignore[assignment]  # which is asked for what tensors are
         self.metas[handle] = meta_of(torch.empty(0))
         self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
-        state = tuple(Ref(self.value_of_fqn[f"{call.region.path}.{name}"]) for name in call.region.state)
+        state = tuple(Ref(self.value_of_fqn[within(call.region.path, name)]) for name in call.region.state)
         outputs = []
         for result in node.meta["val"]:
-            outputs.append(self.names.fresh(call.region.path.rpartition(".")[2]))
+            outputs.append(self.names.fresh(call.region.path.rpartition(".")[2] or "output"))
             self.metas[outputs[-1]] = meta_of(result)
             self.storages[outputs[-1]] = storage_of(result)
         dtypes = tuple(str(r.dtype).removeprefix("torch.") for r in node.meta["val"])

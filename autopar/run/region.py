@@ -25,7 +25,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Applied", "Place", "Region", "region", "regions_of", "without_unreached"]
+__all__ = ["REGION", "Applied", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -60,7 +60,8 @@ class Region:
     @property
     def name(self) -> str:
         """For people."""
-        return self.path if isinstance(self.module, Applied) else f"{self.path} ({type(self.module).__name__})"
+        kind = type(self.module).__name__
+        return kind if not self.path else self.path if isinstance(self.module, Applied) else f"{self.path} ({kind})"
 
     def detach(self) -> Region:
         return self
@@ -80,7 +81,7 @@ class Region:
             m.training = mode
         try:
             named = zip(self.state, state, strict=True)
-            noted = {f"module.{name}": self._noted(t, f"{self.path}.{name}") for name, t in named}
+            noted = {f"module.{name}": self._noted(t, within(self.path, name)) for name, t in named}
             with under(self.autocast), without_checkpointing():
                 returned = functional_call(_Forward(self.module), noted, args, kwargs)
         finally:
@@ -113,6 +114,11 @@ def _loaded(files: Sequence[tuple[str, str | None]], paths: Sequence[str], field
             sys.modules[name] = module
             spec.loader.exec_module(module)
     return Region(**pickle.loads(fields))
+
+
+def within(path: str, name: str) -> str:
+    """The name of what a module at a path has under a name; the model's own path is ''."""
+    return f"{path}.{name}" if path else name
 
 
 class Applied(nn.Module):

@@ -101,13 +101,14 @@ class PackedByAPart(nn.Module):
         return F.cross_entropy(self.out(self.states(x, lengths)), y)
 
 
-def _packed(compile: Compile, model: type[nn.Module]) -> Results:
-    def given(index: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, y = batch(index)
-        lengths = 3 + (torch.arange(BATCH) * (index + 3)) % 6
-        return (x[:, None] + torch.arange(8.0)[:, None]).masked_fill(torch.arange(8)[:, None] >= lengths[:, None, None], 0.0), lengths, y
+def _given(index: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = batch(index)
+    lengths = 3 + (torch.arange(BATCH) * (index + 3)) % 6
+    return (x[:, None] + torch.arange(8.0)[:, None]).masked_fill(torch.arange(8)[:, None] >= lengths[:, None, None], 0.0), lengths, y
 
-    return trained(compile(seeded(model), example_inputs=given(0)), inputs=[given(i) for i in range(3)])
+
+def _packed(compile: Compile, model: type[nn.Module]) -> Results:
+    return trained(compile(seeded(model), example_inputs=_given(0)), inputs=[_given(i) for i in range(3)])
 
 
 @program(KIND)
@@ -120,6 +121,30 @@ def packed_by_the_model(compile: Compile) -> Results:
 def packed_by_a_part(compile: Compile) -> Results:
     """The same in a submodule, which runs as it is written."""
     return _packed(compile, PackedByAPart)
+
+
+@program(KIND, plans=MORE)
+def packed_by_the_model_with_its_loss_outside(compile: Compile) -> Results:
+    """The same in a model that returns logits: the loop has the loss."""
+
+    class Logits(Packing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            logits: Tensor = self.out(super().forward(x, lengths))
+            return logits
+
+    model = compile(seeded(Logits), example_inputs=_given(0)[:2])
+    optimizer, losses = sgd(model), []
+    for x, lengths, y in map(_given, range(3)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, lengths), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
 
 
 @program(KIND, plans=MORE)
