@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from benchmarks._forms import SOFTWARE_S, Form, OnRank
+from benchmarks._forms import SOFTWARE_S, Asked, Form, OnRank
 from cost_models.cluster import OP_CLASSES, Gpu
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import step_time_s
@@ -33,43 +32,54 @@ def constants_of(gpu: Gpu, software: Mapping[str, float] | None = None) -> dict[
     return {**found, "launch_s": gpu.launch_s, ONCE: 0.0, **dict.fromkeys(SOFTWARE_S, 0.0), **(software or {})}
 
 
+class _Device:
+    """What groups of operators, each of a form's row, ask of devices."""
+
+    def __init__(self, groups: Sequence[tuple[int, Sequence[Asked]]]) -> None:
+        place = {name: k for k, name in enumerate((*(c for c in OP_CLASSES if c != "view"), ""))}
+        flat = [(k, row, place[c], place[m], c_s, w_s, m_s, n) for k, (row, ops) in enumerate(groups) for c, c_s, w_s, m, m_s, n in ops]
+        columns = list(zip(*flat, strict=True)) or [()] * 8
+        self._group, self._row, self._compute, self._memory = (numpy.array(x, dtype=int) for x in columns[:4])
+        self._compute_s, self._written_s, self._memory_s, self._times = (numpy.array(x, dtype=float) for x in columns[4:])
+        self._count = len(groups)
+
+    def seconds(self, fractions: Vector) -> Vector:
+        """Of each group. fractions: of each row, what the classes reach."""
+        computing, streaming = (fractions[self._row, of] for of in (self._compute, self._memory))
+        ops_s = self._times * numpy.maximum(
+            self._compute_s / computing + self._written_s / streaming, self._memory_s / streaming
+        )  # fmt: skip
+        return numpy.asarray(numpy.bincount(self._group, ops_s, minlength=self._count), dtype=float)
+
+
 class Fitted:
     """gpus: of each form. All forms may have constants of their own."""
 
     def __init__(self, forms: Sequence[Form], gpus: Sequence[Gpu]) -> None:
         self.forms, self.gpus = forms, gpus
-        compute, compute_s, written_s, memory, memory_s, times, passes = [], [], [], [], [], [], []
-        links = list[Any]()
-        hosts, gathers, scatters, rows = [], [], [], []
-        self._first_pass, self._first_figure, figures = [], [], 0
-        place = {name: k for k, name in enumerate((*(c for c in OP_CLASSES if c != "view"), ""))}
+        passes, products = list[tuple[int, Sequence[Asked]]](), list[tuple[int, Sequence[Asked]]]()
+        links, hosts, gathers, scatters, rows, hidden, hidden_in = (list[int]() for _ in range(7))
+        self._first_pass, self._first_figure, figures = list[int](), list[int](), 0
         for row, form in enumerate(forms):
             self._first_pass.append(len(links))
             self._first_figure.append(figures)
             every = [(p.forward, p.gathers[0], -1) for p in form.parts] + [(p.backward, p.gathers[1], p.scatters) for p in form.parts]
             for each, gathered, scattered in [*every, *((a, -1, -1) for a in form.again)]:
-                for c, c_s, w_s, m, m_s, n in each.ops:
-                    compute.append(place[c])
-                    compute_s.append(c_s)
-                    written_s.append(w_s)
-                    memory.append(place[m])
-                    memory_s.append(m_s)
-                    times.append(n)
-                    passes.append(len(links))
+                passes.append((row, each.ops))
+                for collective, beside in each.hidden:
+                    hidden.append(figures + collective)
+                    hidden_in.append(len(links))
+                    products.append((row, beside))
                 links.append(figures + each.links)
                 hosts.append(figures + each.host)
                 gathers.append(figures + gathered if gathered >= 0 else -1)
                 scatters.append(figures + scattered if scattered >= 0 else -1)
                 rows.append(row)
             figures += len(form.figures)
-        self._compute, self._memory, self._pass = (numpy.array(x, dtype=int) for x in (compute, memory, passes))
-        self._compute_s, self._written_s, self._memory_s, self._times = (
-            numpy.array(x, dtype=float) for x in (compute_s, written_s, memory_s, times)
+        self._passes, self._products = _Device(passes), _Device(products)
+        self._links, self._hosts, self._gathers, self._scatters, self._row, self._hidden, self._hidden_in = (
+            numpy.array(x, dtype=int) for x in (links, hosts, gathers, scatters, rows, hidden, hidden_in)
         )  # fmt: skip
-        self._links, self._hosts, self._gathers, self._scatters, self._row = (
-            numpy.array(x, dtype=int) for x in (links, hosts, gathers, scatters, rows)
-        )  # fmt: skip
-        self._op_row = self._row[self._pass] if len(rows) else self._pass
         self._figures = numpy.array([*(x for f in forms for x in f.figures), 0.0])
         self._figure_row = numpy.array([*(k for k, f in enumerate(forms) for _ in f.figures), 0], dtype=int)
         self._slopes = {
@@ -109,11 +119,9 @@ class Fitted:
         figures = self._figures.copy()
         for name, slope in self._slopes.items():
             figures += slope * numpy.array([p[name] for p in points])[self._figure_row]
-        computing, streaming = (fractions[self._op_row, of] for of in (self._compute, self._memory))
-        ops_s = self._times * numpy.maximum(
-            self._compute_s / computing + self._written_s / streaming, self._memory_s / streaming
-        )  # fmt: skip
-        return figures, numpy.bincount(self._pass, ops_s, minlength=len(self._links)) + figures[self._links]
+        hidden_s = numpy.minimum(figures[self._hidden], self._products.seconds(fractions))
+        device = self._passes.seconds(fractions) + figures[self._links]
+        return figures, device - numpy.bincount(self._hidden_in, hidden_s, minlength=len(device))
 
     def _step_s(self, row: int, form: Form, point: Point, seconds: Vector, figures: Vector) -> float:
         first, n, at = self._first_pass[row], len(form.parts), self._first_figure[row]

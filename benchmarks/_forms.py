@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from autopar.planner.candidate import most_held_bytes
 from autopar.planner.estimate import Estimator
 from autopar.planner.interval import seconds_by_kind
 from autopar.planner.modes import run_again
+from autopar.planner.overlap import beside
 from autopar.planner.partition import Partition
 from autopar.planner.plan import MemoryPlan
 from autopar.planner.price import Ledger
@@ -36,21 +38,26 @@ from cost_models.compute import demand
 from cost_models.recipe import Recipe
 from cost_models.uncertainty import interval
 
-__all__ = ["SOFTWARE_S", "Form", "Forms", "Refused", "figures_of", "forms_of", "keep", "kept", "key_of"]
+__all__ = ["SOFTWARE_S", "Asked", "Form", "Forms", "Refused", "figures_of", "forms_of", "keep", "kept", "key_of"]
 
 SOFTWARE_S = ("between_nodes_s", "contended_step_s", "contended_hop_s")
 """What a software's collectives take beyond the links: fields of Recipe."""
+
+Demand = tuple[str, float, float, str, float]
+Asked = tuple[str, float, float, str, float, float]
 
 VARIED_S = 1e-3  # by which a constant is changed, to see what is affine in it
 
 
 class Pass(msgspec.Struct, kw_only=True, array_like=True):
     """A piece's operators in one direction. ops: (compute class or '', seconds at peak, of writing its result, memory class, seconds at
-    peak, how many). links, host: numbers of affine figures: the device's seconds in collectives, and the host's for everything."""
+    peak, how many). links, host: numbers of affine figures: the device's seconds in collectives, as if nothing hid them, and the host's for
+    everything. hidden: of those that products hide (the number of a collective's figure, the products beside it)."""
 
-    ops: list[tuple[str, float, float, str, float, float]]
+    ops: list[Asked]
     links: int
     host: int
+    hidden: list[tuple[int, list[Asked]]] = []
 
 
 class Part(msgspec.Struct, kw_only=True, array_like=True):
@@ -247,8 +254,9 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
 
 def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _Figures) -> Pass:
     """way: 0 forward, 1 backward."""
-    program, gpu = ledger.program, e.cluster.gpu
-    ops: dict[tuple[str, float, float, str, float], float] = {}
+    program = ledger.program
+    asked = Counter[Demand]()
+    hidden = list[tuple[int, list[Asked]]]()
     links_s = host_s = 0.0
     for k in span:
         op, cost = program.ops[k], ledger.costs[k]
@@ -256,6 +264,10 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
         seconds = (cost.forward_s, cost.backward_s)[way]
         if op.target.startswith("autopar.C."):
             links_s += seconds
+            if way == 1 and cost.hidden_s:
+                links_s += cost.hidden_s
+                products = [(*x, n / 2) for x, n in Counter(x for r in ledger.products[k] for x in _asked(e, ledger, r, 1)).items()]
+                hidden += [(found.add(s), products) for s in beside(op, program, e.pricer)]
             continue
         ins = tuple(program.types[r] for r in refs(op))
         outs = tuple(program.types[o] for o in op.outputs if o is not None)
@@ -263,11 +275,17 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
         if way == 1 and (op.no_grad or not any(t.grad for t in outs)):
             continue
         links_s += seconds - e.pricer.counted_s(cost.counts, dtype)[way]
-        for kernel in (*e.pricer.work(cost.counts, dtype), (), ())[way]:
-            asked = demand(kernel.op_class, kernel.flops, kernel.nbytes, dtype, gpu, kernel.written)
-            key = (asked.compute_class or "", asked.compute_s, asked.written_s, asked.memory_class, asked.memory_s)
-            ops[key] = ops.get(key, 0.0) + 1
-    return Pass(ops=[(*key, n) for key, n in ops.items()], links=found.add(links_s), host=found.add(host_s))
+        asked.update(_asked(e, ledger, k, way))
+    return Pass(ops=[(*x, float(n)) for x, n in asked.items()], links=found.add(links_s), host=found.add(host_s), hidden=hidden)
+
+
+def _asked(e: Estimator, ledger: Ledger, k: int, way: int) -> Iterator[Demand]:
+    """What an operator asks of the device, kernel by kernel."""
+    op, counts, types = ledger.program.ops[k], ledger.costs[k].counts, ledger.program.types
+    dtype = dtype_of(tuple(types[o] for o in op.outputs if o is not None), tuple(types[r] for r in refs(op)))
+    for kernel in (*e.pricer.work(counts, dtype), (), ())[way]:
+        asked = demand(kernel.op_class, kernel.flops, kernel.nbytes, dtype, e.cluster.gpu, kernel.written)
+        yield asked.compute_class or "", asked.compute_s, asked.written_s, asked.memory_class, asked.memory_s
 
 
 def figures_of(

@@ -26,7 +26,9 @@ class Recipe:
     runs, else after it. overlaps_gathers: parameters that are gathered once a step are so while the next forward pass runs,
     else before it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
-    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). held_gathers:
+    backward but gathered again there (Korthikanti et al. 2022, "Reducing activation recomputation", section 4.2.2). beside_products: kinds
+    of collectives inside stages that in backward go on beside a product: what gathers its operand again beside that for the operand's
+    gradient, what brings this gradient together beside that for the weight's. held_gathers:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
     of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4). fuses:
     pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand). channels_last: values
@@ -54,6 +56,7 @@ class Recipe:
     allocator_slack: float = 0.04
     local_batches: bool = False
     regathers: bool = False
+    beside_products: tuple[str, ...] = ()
     held_gathers: float = 0.0
     attention_speed: float = 1.0
     fuses: bool = False
@@ -66,10 +69,10 @@ class Recipe:
     once_s: float = 0.0
 
     @property
-    def of_operators(self) -> tuple[float, ...]:
+    def of_operators(self) -> tuple[object, ...]:
         """What the times of a rank's operators and of the collectives between them depend on."""
         return (
-            self.regathers, self.fuses, self.channels_last, self.winograd, self.attention_speed, self.stops_early,
+            self.regathers, self.beside_products, self.fuses, self.channels_last, self.winograd, self.attention_speed, self.stops_early,
             self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
         )  # fmt: skip
 
@@ -78,6 +81,8 @@ class Recipe:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
         if min(self.between_nodes_s, self.contended_step_s, self.contended_hop_s, self.once_s) < 0:
             raise ValueError(f"a recipe whose software makes hardware faster than it is: {self}")
+        if unknown := set(self.beside_products) - {"all_gather", "all_reduce", "reduce_scatter"}:
+            raise ValueError(f"a recipe with collectives beside products that are of no linear layer's backward pass: {sorted(unknown)}")
         if min(self.bucket_bytes, self.unit_bytes) < 1 or self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
@@ -92,10 +97,13 @@ HELD_GATHERS = 0.83
 WHOLE = 2**50
 """A bucket, or a unit of parameters that are gathered where they are used, that holds everything."""
 
-# nanotron gathers ZeRO-1's parameters when the optimizer is done; the last five are fitted to its sweep on 1-32 nodes of H100: what its
-# allocator holds, what its collectives take beyond nccl-tests on the same links, and what it does once a step
+# nanotron gathers ZeRO-1's parameters when the optimizer is done; its linear layers that are split by columns gather what they read again
+# beside the product for its gradient, and reduce-scatter this beside that for the weight (_ColumnLinearAsyncCommunication in
+# src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last five are fitted to its sweep on 1-32
+# nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same links, and what it does once a step
 NANOTRON = Recipe(
-    optimizer_passes=1.0, local_batches=True, regathers=True, held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
+    optimizer_passes=1.0, local_batches=True, regathers=True, beside_products=("all_gather", "reduce_scatter"),
+    held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
     between_nodes_s=3.5e-4, contended_step_s=2.4e-4, contended_hop_s=4.9e-4, once_s=1.3e-2,
 )  # fmt: skip
 

@@ -41,6 +41,10 @@ from tests.planner_programs import Tied, _tokens, program_of
 pytestmark = pytest.mark.pure
 
 MIB = 2**20
+RECIPES = (
+    AUTOPAR, Recipe(fuses=True), Recipe(attention_speed=0.5),
+    Recipe(regathers=True, beside_products=("all_gather", "all_reduce", "reduce_scatter")),
+)  # fmt: skip
 
 
 def cluster(gpu: str = "a100-80gb", name: str = "dgx-a100", **changes: float) -> Cluster:
@@ -68,7 +72,7 @@ def test_no_price_is_below_the_bound_that_prunes_it(gpu: str) -> None:
     rng = random.Random(gpu)
     compared = 0
     for name in ("normed", rng.choice(("mlp", "attention", "stack", "balanced", "wide"))):
-        search = searched(program_of(name), 4, cluster(gpu), recipe=rng.choice((AUTOPAR, Recipe(fuses=True), Recipe(attention_speed=0.5))))
+        search = searched(program_of(name), 4, cluster(gpu), recipe=rng.choice(RECIPES))
         every = list(search.space.choices())
         for choice in rng.sample(every, min(18, len(every))):
             rank = search.known.rank(choice.mesh, choice.micro_batches, search.batch_size, search.recipe)
@@ -92,7 +96,7 @@ def test_no_step_is_faster_than_what_its_ranks_must_exchange(name: str, machine:
     slow = [dataclasses.replace(link, bandwidth_bytes_per_s=1e4) for link in (where.intra, where.inter)]
     where = dataclasses.replace(where, intra=slow[0], inter=slow[1])
     mixed = Recipe(gradient_itemsize=4, reduced_itemsize=2, master_itemsize=4, state_itemsize=4)
-    apart = Recipe(overlaps_reduction=False, unit_bytes=1 << 12, bucket_bytes=1 << 12)
+    apart = Recipe(overlaps_reduction=False, unit_bytes=1 << 12, bucket_bytes=1 << 12, beside_products=("all_reduce",))
     for recipe in (AUTOPAR, Recipe(overlaps_gathers=False), apart, mixed):
         search = searched(program_of(name), gpus, where, recipe=recipe)
         every = [c for c in search.space.choices() if c.mesh.over("batch") > 1]

@@ -217,6 +217,11 @@ def test_recipes_that_make_no_sense(changes: dict[str, Any]) -> None:
         Recipe(**changes)
 
 
+def test_collectives_beside_products_are_those_of_their_backward_pass() -> None:
+    with pytest.raises(ValueError, match="no linear layer's backward pass: \\['broadcast'\\]"):
+        Recipe(beside_products=("all_gather", "broadcast"))
+
+
 # ----------------------------------------------------------------------------------------------------------- shared ranks
 def figures(c: Candidate) -> tuple[object, ...]:
     times = (c.step_time_s, c.compute_s, c.bubble_s, c.gradient_sync_s, c.optimizer_s)
@@ -322,7 +327,9 @@ def test_recipes_with_other_prices_share_no_ranks() -> None:
         found[speed] = next(iter(other.candidates())).compute_s
     assert found[1e-9] > found[1.0] == next(iter(first.candidates())).compute_s
     mesh = Mesh(pp=1, dp=1, tp=1)
-    recipes = (AUTOPAR, Recipe(), Recipe(regathers=True), Recipe(fuses=True), Recipe(attention_speed=0.5))
+    recipes = (AUTOPAR, Recipe(), *(Recipe(**x) for x in (
+        {"regathers": True}, {"fuses": True}, {"attention_speed": 0.5}, {"beside_products": ("all_reduce",)}
+    )))  # fmt: skip
     for recipe in (*recipes, *recipes):
         rank = first.known.rank(mesh, 1, first.batch_size, recipe)
         assert not isinstance(rank, str)

@@ -327,6 +327,69 @@ def test_gradients_are_summed_over_all_ranks_that_use_a_parameter_for_other_work
     assert found.gradient_sync_s == pytest.approx(sent / 1e6)
 
 
+class Gated(nn.Module):
+    """A norm that two linear layers read, and one that reads both."""
+
+    def __init__(self, width: int = 16, hidden: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up, self.gate, self.down = (nn.Linear(a, b, bias=False) for a, b in ((width, hidden), (width, hidden), (hidden, width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.down(self.up(h) * self.gate(h))
+
+
+class TwoGated(nn.Module):
+    """The first one's input has no gradient: nothing is summed for it, nor is it gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gated(), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).pow(2).mean()
+
+
+GATED = {"x": torch.ones(32, 8, 16)}
+NORMED = 4 * 32 * 8 * 16  # bytes of what the second norm makes
+HALF = 2 * 2 * (32 * 8) * 16 * 64 / 2  # multiplications and additions of up and gate on one of two ranks, in forward
+ALL = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+@pytest.mark.parametrize(
+    ("sequence", "regathers", "kinds", "collectives"),
+    [
+        (True, True, ALL, (1 / 2, 1 / 2)),  # what the norm makes is gathered again, and its gradient reduce-scattered
+        (True, True, ("all_gather",), (1 / 2,)),
+        (True, True, ("reduce_scatter",), (1 / 2,)),
+        (True, False, ALL, (1 / 2,)),
+        (False, False, ALL, (1.0,)),  # its gradient is all-reduced
+        (False, False, ("reduce_scatter",), ()),
+        (True, True, (), ()),
+    ],
+)
+@pytest.mark.parametrize("flops", [1e6, 1e3])
+def test_products_hide_collectives_that_they_do_not_wait_for(
+    sequence: bool, regathers: bool, kinds: tuple[str, ...], collectives: tuple[float, ...], flops: float
+) -> None:
+    """Both layers that read a norm's result are one product, in backward one for its gradient and one for the weights', each of as many
+    multiplications as in forward. A collective of which a rank sends such a share of the bytes is hidden as far as one of them lasts."""
+    cluster, program = machine(flops=flops, link=1e4), capture(TwoGated(), GATED).program
+    exposed, hidden = (
+        priced(program, 2, cluster, recipe=Recipe(regathers=regathers, beside_products=x), tp=2, sequence_parallel=sequence)
+        for x in ((), kinds)
+    )  # fmt: skip
+    assert hidden.rank.program == exposed.rank.program and hidden.stages[0].memory == exposed.stages[0].memory
+    saved = sum(min(share * NORMED / 1e4, HALF / flops) for share in collectives)
+    assert exposed.compute_s - hidden.compute_s == pytest.approx(saved, rel=1e-9)
+    assert (HALF / flops > 1 / 2 * NORMED / 1e4) == (flops == 1e3), "the product lasts longer, or the collective does"
+    costs = [c.rank.ledger.costs for c in (exposed, hidden)]
+    assert sum(a.communication_s - b.communication_s for a, b in zip(*costs, strict=True)) == pytest.approx(saved)
+    assert [c.hidden_s for c in costs[1] if c.hidden_s] == pytest.approx([saved] * bool(collectives))
+    assert all(b.backward_s >= 0 and b.communication_s >= 0 for b in costs[1])
+
+
 def test_few_bytes_are_summed_by_gathering_them_where_a_host_computes() -> None:
     """All terms of 4 ranks, three quarters of which come from others; of more than 64 KiB in all, and on GPUs, an all-reduce."""
     gpus = machine(link=1e6, start_s=1.0)

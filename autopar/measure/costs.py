@@ -58,7 +58,8 @@ _TRANSITION = {t.function: t for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROU
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCost:
     """Seconds of one call on one rank; communication_s is the part of both that is collectives. provenance: where the figures
-    come from; measured: on the device itself. host_s: seconds that the host needs to issue it, in forward and in backward."""
+    come from; measured: on the device itself. host_s: seconds that the host needs to issue it, in forward and in backward. hidden_s: of its
+    collectives in backward, what products hide: it is in none of the other figures."""
 
     counts: Counts
     forward_s: float
@@ -67,6 +68,7 @@ class OpCost:
     provenance: str = ""
     measured: bool = False
     host_s: tuple[float, float] = (0.0, 0.0)
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,12 @@
     once       z[v,a,b] >= w[v,r,a,b]                        for every value v, reader r, layouts a, b           _add_edge
     launched   late >= launches - the seconds of operators and of changes                                       add_host
 
-x is binary; w and z are continuous, in [0, 1], and integral wherever x is: rows and columns of w sum to the operators'
-own variables, the tight linearisation of their product. A value is brought into a layout once, however many operators
-read it so: the readers share z. (With one reader, w is z.) cost is seconds of forward and backward, plus
-`memory_price` (seconds for each byte) times the bytes that the choice keeps. late is by how much the host, which launches every
-operator and every change of layout, outlasts the device: where kernels are short, fewer operators are faster than shorter ones.
+x is binary; w and z are continuous, in [0, 1], and integral wherever x is: rows and columns of w sum to the operators' own variables, the
+tight linearisation of their product. A value is brought into a layout once, however many operators read it so: the readers share z. (With
+one reader, w is z.) cost is seconds of forward and backward, plus `memory_price` (seconds for each byte) times the bytes that the choice
+keeps. late is by how much the host, which launches every operator and every change of layout, outlasts the device: where kernels are short,
+fewer operators are faster than shorter ones. What a training software gathers again in backward, and what its products hide
+(Recipe.regathers, beside_products), is in the price of a whole plan alone.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
 from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness
+from autopar.planner.overlap import products_of, with_hidden
 from autopar.planner.storages import gathered_from
 
 __all__ = ["Ledger", "ParamBytes", "Params", "param_bytes", "zero_dims"]
@@ -45,6 +46,7 @@ class Ledger:
             counts, self.joined = fused(program, [c.counts for c in self.costs], self.root, saved)
             fresh = enumerate(zip(program.ops, counts, strict=True))
             self.costs = [pricer.op(op, program, c, joined=k in self.joined) for k, (op, c) in fresh]
+        self._hide(pricer)
 
     def repriced(self, pricer: Pricer) -> Ledger:
         """The same program at other prices."""
@@ -55,7 +57,17 @@ class Ledger:
             if first not in known:
                 known[first] = pricer.op(op, self.program, self.costs[first].counts, joined=first in self.joined)
             other.costs.append(known[first])
+        other._hide(pricer)
         return other
+
+    def _hide(self, pricer: Pricer) -> None:
+        if pricer.recipe.beside_products:
+            self.costs = with_hidden(self.program, self.costs, self.products, pricer)
+
+    @functools.cached_property
+    def products(self) -> dict[int, tuple[int, ...]]:
+        """Operators whose collectives products may hide -> these products."""
+        return products_of(self.program, self.costs)
 
     @functools.cached_property
     def _alike(self) -> list[int]:

@@ -136,9 +136,11 @@ MEGATRON = Stack(
         recomputes=("none", "full"),
     ),
     # gradients are added into float32 buffers of their own, the optimizer keeps float32 copies (megatron/core/optimizer); with
-    # --sequence-parallel gathered activations are gathered again in backward (megatron/core/tensor_parallel/layers.py)
+    # --sequence-parallel gathered activations are gathered again in backward, and in either case a linear layer's collectives there go on
+    # beside its products (megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication)
     recipe=lambda itemsize: mixed_precision(
-        itemsize, accumulates=True, gradient_copies=1, regathers=True, fuses=True, optimizer_passes=1.0, local_batches=True
+        itemsize, accumulates=True, gradient_copies=1, regathers=True, beside_products=("all_gather", "all_reduce", "reduce_scatter"),
+        fuses=True, optimizer_passes=1.0, local_batches=True,
     ),
     write=_write, is_one=lambda value: isinstance(value, ShellWords), read=_read,
     source="megatron/training/arguments.py of NVIDIA/Megatron-LM",

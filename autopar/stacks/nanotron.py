@@ -22,7 +22,8 @@ def _write(c: Configuration, cannot: Sequence[str]) -> str:
     found: dict[str, Any] = {
         "parallelism": {
             "dp": c.dp or 1, "pp": c.pp, "tp": c.tp, "pp_engine": _ENGINES.get(c.schedule, "1f1b"),
-            "tp_mode": "REDUCE_SCATTER" if c.sequence_parallel else "ALL_REDUCE", "recompute_layer": c.recompute != "none",
+            "tp_mode": "REDUCE_SCATTER" if c.sequence_parallel else "ALL_REDUCE",
+            "tp_linear_async_communication": bool(c.sequence_parallel), "recompute_layer": c.recompute != "none",
             "expert_parallel_size": 1, "context_parallel_size": 1,
         },
         "tokens": {"batch_accumulation_per_replica": c.micro_batches or 1} | ({"micro_batch_size": c.micro_batch} if c.micro_batch else {}),
