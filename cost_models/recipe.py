@@ -21,8 +21,11 @@ class Recipe:
     of their own, which are there all the time; adds_gradients: those of later micro-batches are added by operators of their own, else where
     they are made; gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
-    foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. unit_bytes: parameters of a block that are gathered
-    where they are used are gathered so many bytes at a time. overlaps_reduction: while the last backward pass
+    foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. gather_bytes: parameters that are gathered once a step
+    are so this many bytes at a time (None: as gradients are reduced); unit_bytes: those of a block that are gathered where they are used.
+    sums_parts_whole: gradients of parameters of which the optimizer's states alone rest in parts are all-reduced at once when all backward
+    passes are over, and each rank uses its part of them; else they are reduce-scattered, in buckets.
+    overlaps_reduction: while the last backward pass
     runs, else after it. overlaps_gathers: parameters that are gathered once a step are so while the next forward pass runs,
     else before it. allocator_slack: share of what is allocated that the caching allocator holds besides. local_batches:
     each rank is given its own part of the batch, else all of it. regathers: an activation that a collective gathered is not kept for
@@ -50,6 +53,8 @@ class Recipe:
     master_itemsize: int = 0
     optimizer_passes: float = 3.0
     bucket_bytes: int = 25 * MIB
+    gather_bytes: int | None = None
+    sums_parts_whole: bool = False
     unit_bytes: int = 256 * MIB
     overlaps_reduction: bool = True
     overlaps_gathers: bool = True
@@ -76,6 +81,11 @@ class Recipe:
             self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
         )  # fmt: skip
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the parameters that are gathered once a step, so many at a time."""
+        return self.bucket_bytes if self.gather_bytes is None else self.gather_bytes
+
     def __post_init__(self) -> None:
         if min(self.allocator_slack, self.master_itemsize, self.gradient_copies, self.held_gathers) < 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
@@ -83,7 +93,7 @@ class Recipe:
             raise ValueError(f"a recipe whose software makes hardware faster than it is: {self}")
         if unknown := set(self.beside_products) - {"all_gather", "all_reduce", "reduce_scatter"}:
             raise ValueError(f"a recipe with collectives beside products that are of no linear layer's backward pass: {sorted(unknown)}")
-        if min(self.bucket_bytes, self.unit_bytes) < 1 or self.optimizer_passes <= 0 or self.attention_speed <= 0:
+        if min(self.bucket_bytes, self.gathered_bytes, self.unit_bytes) < 1 or self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 
@@ -97,13 +107,16 @@ HELD_GATHERS = 0.83
 WHOLE = 2**50
 """A bucket, or a unit of parameters that are gathered where they are used, that holds everything."""
 
-# nanotron gathers ZeRO-1's parameters when the optimizer is done; its linear layers that are split by columns gather what they read again
-# beside the product for its gradient, and reduce-scatter this beside that for the weight (_ColumnLinearAsyncCommunication in
-# src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last five are fitted to its sweep on 1-32
-# nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same links, and what it does once a step
+# With ZeRO-1 nanotron all-reduces all gradients at once when backward is over (training_step and init_model in src/nanotron/trainer.py,
+# sync_gradients_across_dp in src/nanotron/optim/gradient_accumulator.py), and gathers the parameters by one collective when the optimizer
+# is done (_all_gather_params in src/nanotron/optim/zero.py, all_gather_coalesced in src/nanotron/distributed.py). Its linear layers that
+# are split by columns gather what they read again beside the product for its gradient, and reduce-scatter this beside that for the weight
+# (_ColumnLinearAsyncCommunication in src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last
+# five are fitted to its sweep on 1-32 nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same
+# links, and what it does once a step
 NANOTRON = Recipe(
-    optimizer_passes=1.0, local_batches=True, regathers=True, beside_products=("all_gather", "reduce_scatter"),
-    held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
+    optimizer_passes=1.0, gather_bytes=WHOLE, sums_parts_whole=True, local_batches=True, regathers=True,
+    beside_products=("all_gather", "reduce_scatter"), held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
     between_nodes_s=3.5e-4, contended_step_s=2.4e-4, contended_hop_s=4.9e-4, once_s=1.3e-2,
 )  # fmt: skip
 

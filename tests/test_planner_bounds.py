@@ -35,7 +35,7 @@ from autopar.planner.shard import Assignment, shard
 from autopar.planner.solver import solve
 from autopar.planner.space import Choice
 from cost_models.cluster import Cluster, list_gpus, load_cluster, load_gpu
-from cost_models.recipe import AUTOPAR, Recipe
+from cost_models.recipe import AUTOPAR, WHOLE, Recipe
 from tests.planner_programs import Tied, _tokens, program_of
 
 pytestmark = pytest.mark.pure
@@ -97,7 +97,8 @@ def test_no_step_is_faster_than_what_its_ranks_must_exchange(name: str, machine:
     where = dataclasses.replace(where, intra=slow[0], inter=slow[1])
     mixed = Recipe(gradient_itemsize=4, reduced_itemsize=2, master_itemsize=4, state_itemsize=4)
     apart = Recipe(overlaps_reduction=False, unit_bytes=1 << 12, bucket_bytes=1 << 12, beside_products=("all_reduce",))
-    for recipe in (AUTOPAR, Recipe(overlaps_gathers=False), apart, mixed):
+    at_once = Recipe(sums_parts_whole=True, gather_bytes=WHOLE, overlaps_gathers=False)
+    for recipe in (AUTOPAR, Recipe(overlaps_gathers=False), apart, mixed, at_once):
         search = searched(program_of(name), gpus, where, recipe=recipe)
         every = [c for c in search.space.choices() if c.mesh.over("batch") > 1]
         for choice in rng.sample(every, min(40, len(every))):

@@ -184,6 +184,19 @@ def test_gathering_parameters_before_the_step_is_exposed() -> None:
     assert parts and whole.gradient_sync_s >= pricer.collective_s("all_gather", sum(p.local_bytes for p in parts), "dp")
 
 
+def test_parameters_are_gathered_by_as_many_collectives_as_a_recipe_says() -> None:
+    """A full bucket's seconds for each bucket and the rest's, or one collective of all; gradients and memory are as they were."""
+    one, other = (priced(Recipe(overlaps_gathers=False, bucket_bytes=64, gather_bytes=n), dp=4, zero=1) for n in (None, MIB))
+    nbytes = sum(p.local_bytes for p in one.estimator.params.values() if p.trainable and p.resting_bytes < p.local_bytes)
+    pricer = Pricer(cluster(), {"pp": 1, "dp": 4, "tp": 1})
+    of = [pricer.collective_s("all_gather", n, "dp") for n in (64, nbytes % 64, nbytes)]
+    in_buckets_s = nbytes // 64 * of[0] + (of[1] if nbytes % 64 else 0.0)
+    assert nbytes > 2 * 64 and in_buckets_s > of[2]
+    assert one.gradient_sync_s - other.gradient_sync_s == pytest.approx(in_buckets_s - of[2], rel=1e-9)
+    assert one.stages[0].memory == other.stages[0].memory and one.compute_s == other.compute_s
+    assert Recipe(bucket_bytes=7).gathered_bytes == 7 and Recipe(bucket_bytes=7, gather_bytes=9).gathered_bytes == 9
+
+
 @pytest.mark.parametrize("pp,micro_batches", [(1, 1), (1, 4), (2, 2), (2, 4)])
 def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the host runs ahead of the device."""
@@ -210,7 +223,7 @@ def test_what_asynchronous_gathers_filled_is_held(pp: int, micro_batches: int, m
 @pytest.mark.parametrize(
     "changes",
     [{name: -0.1} for name in ("allocator_slack", "master_itemsize", "gradient_copies", "held_gathers")]
-    + [{"bucket_bytes": 0}, {"optimizer_passes": 0.0}, {"attention_speed": 0.0}],
+    + [{"bucket_bytes": 0}, {"gather_bytes": 0}, {"optimizer_passes": 0.0}, {"attention_speed": 0.0}],
 )
 def test_recipes_that_make_no_sense(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="negative or empty"):

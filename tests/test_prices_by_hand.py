@@ -27,7 +27,7 @@ from autopar.planner.space import Choice, Mesh
 from cost_models.cluster import OP_CLASSES, Cluster, Gpu, Link
 from cost_models.collectives import collective_time_s
 from cost_models.compute import kernel_time_s
-from cost_models.recipe import MIB, Recipe
+from cost_models.recipe import MIB, WHOLE, Recipe
 from cost_models.rests import RESTS
 from tests.planner_programs import program_of
 
@@ -305,6 +305,20 @@ def test_data_parallel_ranks_reduce_once_a_step(m: int) -> None:
 
 NORMS = 4 * 4 * 2 * 16  # bytes of the norms of "stack": four layers, a weight and a bias of 16 each
 OF_TWO = 4 * (32 * 8 + 4 * (32 * 16 + 32 + 16 * 32 + 8))  # of its other parameters on one of two tensor-parallel ranks
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_gradients_of_what_rests_in_parts_are_summed_at_once_where_a_software_does_so(m: int) -> None:
+    """Three quarters of all bytes are sent twice, and of all parameters once: nothing of it runs beside anything else."""
+    nbytes, recipe = 4 * NUMBERS, Recipe(sums_parts_whole=True, gather_bytes=WHOLE, overlaps_gathers=False, bucket_bytes=MIB)
+    found = priced(program_of("wide"), 4, machine(flops=1e9, link=1e6), recipe=recipe, dp=4, zero=1, micro_batches=m)
+    assert found.gradient_sync_s == pytest.approx((2 * 3 / 4 + 3 / 4) * nbytes / 1e6)
+    e = found.estimator
+    sent = {(x.kind, x.count): x.seconds for x in e.exchange.in_a_step(e.params_of(e.all_own))}
+    assert sent == pytest.approx({("all_reduce", 1): 1.5 * nbytes / 1e6, ("all_gather", 1): 0.75 * nbytes / 1e6})
+    whole = priced(program_of("wide"), 4, machine(flops=1e9, link=1e6), recipe=recipe, dp=4, zero=0, micro_batches=m)
+    other = priced(program_of("wide"), 4, machine(flops=1e9, link=1e6), recipe=Recipe(bucket_bytes=MIB), dp=4, zero=0, micro_batches=m)
+    assert whole.step_time_s == other.step_time_s, "what rests whole is summed in buckets"
 
 
 @pytest.mark.parametrize(

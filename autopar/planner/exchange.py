@@ -3,7 +3,8 @@
 A gradient is summed over every axis whose ranks use the parameter for different work (ParamBytes.summed): the data axis, and an axis that
 divides operators where the parameter lies whole and its reader's work is divided (a norm's weight under sequence parallelism). Where a
 parameter is in parts its gradient is reduce-scattered over the data-parallel ranks that share the parts, then summed over the groups of
-ranks that hold the same parts and those other axes (nothing to sum if there are none). Where it is whole its gradient is all-reduced over
+ranks that hold the same parts and those other axes (nothing to sum if there are none), unless a training software sums it whole once a
+step (Recipe.sums_parts_whole). Where it is whole its gradient is all-reduced over
 all of these axes at once.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from autopar.axes import BATCH
 from autopar.measure import Pricer
 from autopar.planner.price import ParamBytes, Params
-from cost_models.recipe import Recipe
+from cost_models.recipe import WHOLE, Recipe
 from cost_models.rests import Rest
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
@@ -127,6 +128,8 @@ class Exchange:
             last = 0.0 if hidden else min(sharded, self.recipe.bucket_bytes)
             last_s = self.micro_batches * self._parts_s("reduce_scatter", last)
             last_s += sum(n * self._copies_s(x, axes) for axes, nbytes in copies.items() for n, x in self._buckets(nbytes))
+        elif self.recipe.sums_parts_whole:
+            last_s = sum(self.pricer.joint_s("all_reduce", nbytes, axes) for axes, nbytes in copies.items())
         else:
             in_parts = [
                 (n, self._parts_s("reduce_scatter", x) + self._copies_s(x, axes))
@@ -138,7 +141,7 @@ class Exchange:
                 reduced += in_parts
         gathers: list[tuple[int, float]] = []
         if self.rest.gathered == "step":
-            gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._buckets(_local_bytes(parts))]
+            gathers = [(n, self._parts_s("all_gather", x)) for n, x in self._gathers(parts)]
         return Once(
             reduced=tuple(reduced), gathers=tuple(gathers), last_s=last_s, taken=self.taken,
             overlaps_reduction=self.recipe.overlaps_reduction, overlaps_gathers=self.recipe.overlaps_gathers,
@@ -153,12 +156,15 @@ class Exchange:
         copies_s = sum(nbytes / bucket * self._copies_s(bucket, axes) for axes, nbytes in self._by_axes(parts).items())
         if self.rest.reduced == "pass":
             last_s = copies_s
+        elif self.recipe.sums_parts_whole:
+            last_s = sum(nbytes / WHOLE * self.pricer.joint_s("all_reduce", WHOLE, axes) for axes, nbytes in self._by_axes(parts).items())
         else:
             nbytes = self._sent_bytes({p: n for p, n in parts.items() if p.summed})
             in_parts_s = copies_s + nbytes / bucket * self._parts_s("reduce_scatter", bucket)
             reduced_s, last_s = (reduced_s, in_parts_s) if self.rest.gathered == "use" else (reduced_s + in_parts_s, 0.0)
         if self.rest.gathered == "step":
-            gathers_s = _local_bytes(parts) / bucket * self._parts_s("all_gather", bucket)
+            most = self.recipe.gathered_bytes
+            gathers_s = _local_bytes(parts) / most * self._parts_s("all_gather", most)
         return LeastOnce(reduced_s=reduced_s, gathers_s=gathers_s, last_s=last_s)
 
     def in_a_pass(self, units: Iterable[tuple[float, float]]) -> Iterator[Sent]:
@@ -175,15 +181,23 @@ class Exchange:
         for axes, nbytes in self._by_axes(_whole(params)).items():
             yield from (Sent(kind="all_reduce", axes=axes, count=n, seconds=self.pricer.joint_s("all_reduce", x, axes))
                         for n, x in self._buckets(nbytes))  # fmt: skip
+        if self.recipe.sums_parts_whole and self.rest.reduced == "step":
+            for axes, nbytes in self._by_axes(parts).items():
+                yield Sent(kind="all_reduce", axes=axes, count=1, seconds=self.pricer.joint_s("all_reduce", nbytes, axes))
+        else:
+            yield from self._scattered(parts, passes)
+        if self.rest.gathered == "step":
+            for n, x in self._gathers(parts):
+                yield Sent(kind="all_gather", axes=(BATCH,), count=n, seconds=self._parts_s("all_gather", x))
+
+    def _scattered(self, parts: Params, passes: int) -> Iterator[Sent]:
+        """Of the gradients of parameters that rest in parts, in buckets."""
         for n, x in self._buckets(self._sent_bytes(parts)):
             yield Sent(kind="reduce_scatter", axes=(BATCH,), count=passes * n, seconds=self._parts_s("reduce_scatter", x))
         for axes, nbytes in self._by_axes(parts).items():
             for n, x in self._buckets(nbytes):
                 if seconds := self._copies_s(x, axes):
                     yield Sent(kind="all_reduce", axes=axes, count=n, seconds=seconds)
-        if self.rest.gathered == "step":
-            for n, x in self._buckets(_local_bytes(parts)):
-                yield Sent(kind="all_gather", axes=(BATCH,), count=n, seconds=self._parts_s("all_gather", x))
 
     def _parts_s(self, kind: str, nbytes: float) -> float:
         """Of a collective over the ranks that share the parts of one parameter."""
@@ -210,8 +224,16 @@ class Exchange:
 
     def _buckets(self, nbytes: float) -> list[tuple[int, float]]:
         """(how many, bytes of each): full buckets, and what is left."""
-        full, rest = divmod(nbytes, self.recipe.bucket_bytes)
-        return [(int(full), float(self.recipe.bucket_bytes))] * bool(full) + [(1, rest)] * bool(rest)
+        return _divided(nbytes, self.recipe.bucket_bytes)
+
+    def _gathers(self, parts: Params) -> list[tuple[int, float]]:
+        """(how many, bytes of each) of what is gathered once a step."""
+        return _divided(_local_bytes(parts), self.recipe.gathered_bytes)
+
+
+def _divided(nbytes: float, most: int) -> list[tuple[int, float]]:
+    full, rest = divmod(nbytes, most)
+    return [(int(full), float(most))] * bool(full) + [(1, rest)] * bool(rest)
 
 
 def _whole(params: Params) -> dict[ParamBytes, int]:

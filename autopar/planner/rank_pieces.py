@@ -302,7 +302,7 @@ class RankPieces:
             micro_batches=self.rank.micro_batches,
             gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
             reduced=self._partial,
-            scattered=parts if self.rest.reduced == "step" else (),
+            scattered=parts if self.rest.reduced == "step" and not self.recipe.sums_parts_whole else (),
             at_once=parts if self.rest.reduced == "pass" else (),
             where_used={v: params[v].local_bytes for v in parts} if self.rest.gathered == "use" else {},
             units=self._units,
