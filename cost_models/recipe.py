@@ -117,7 +117,7 @@ WHOLE = 2**50
 NANOTRON = Recipe(
     optimizer_passes=1.0, gather_bytes=WHOLE, sums_parts_whole=True, local_batches=True, regathers=True,
     beside_products=("all_gather", "reduce_scatter"), held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
-    between_nodes_s=3.5e-4, contended_step_s=2.4e-4, contended_hop_s=4.9e-4, once_s=1.3e-2,
+    between_nodes_s=3.8e-4, contended_step_s=2.4e-4, contended_hop_s=3.5e-4, once_s=2.6e-2,
 )  # fmt: skip
 
 
