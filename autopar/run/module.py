@@ -231,7 +231,7 @@ class ParallelModule(StandIn):
             return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run))
         loss = rest.of_loss(loss) if differentiates else loss.detach()
         returned = form.returned.put_together(loss, form.outputs.collected(made, loss))
-        return returned if form.returned.has_loss or not torch.is_grad_enabled() else loss
+        return returned if form.open or form.returned.has_loss or not torch.is_grad_enabled() else loss
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""

@@ -59,7 +59,7 @@ class _Parted:
                 return func(*args, **kwargs)
         first: Any = args[0] if args else None
         if name in F.NOT_COPIED:
-            return _copied(func, args)
+            return _copied(func, name, args)
         if name == "detach":
             return _alias_of(first)
         if name == "__iter__":
@@ -104,10 +104,10 @@ class Part(_Parted, nn.Parameter):
         return super().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copied(nn.Parameter.__reduce_ex__, (self, protocol))
+        return _copied(nn.Parameter.__reduce_ex__, "__reduce_ex__", (self, protocol))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _copied(nn.Parameter.__deepcopy__, (self, memo))
+        return _copied(nn.Parameter.__deepcopy__, "__deepcopy__", (self, memo))
 
 
 AnyPart = Part | PartTensor
@@ -249,10 +249,12 @@ def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return name == "type" and len(args) == 1 and not kwargs
 
 
-def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """copy.deepcopy and pickle: of what is whole on every rank, as a plain tensor."""
+def _copied(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
+    """copy.deepcopy and pickle: of what is whole on every rank, as a plain tensor. A deep copy of what is in parts and no parameter (in
+    a state_dict) is in the same parts."""
     x = args[0]
-    if x._lies.split:
+    in_parts = x._lies.split and name == "__deepcopy__" and not isinstance(x, Part)
+    if x._lies.split and not in_parts:
         raise TypeError(
             f"{x._lies.name} (or an optimizer's state of it) is held in parts by several processes, so that it cannot be copied or pickled "
             f"by itself. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write "
@@ -262,7 +264,8 @@ def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     for memo in args[1:]:
         if isinstance(memo, dict):  # what is copied is known in it by its address: it must live as long
             memo.setdefault(id(memo), []).append(plain)
-    return func(plain, *args[1:])
+    copied = func(plain, *args[1:])
+    return part_like(copied, x._lies) if in_parts else copied
 
 
 def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
