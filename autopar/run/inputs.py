@@ -232,8 +232,9 @@ def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
         for key, child in value.items():
             yield from _walk((*path, key), child)
     elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            yield from _walk((*path, index), child)
+        names = value._fields if isinstance(value, tuple) and pytree.is_namedtuple_instance(value) else range(len(value))
+        for name, child in zip(names, value, strict=True):  # as torch.export names what it is given
+            yield from _walk((*path, name), child)
     else:
         yield path, value
 
