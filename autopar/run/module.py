@@ -44,6 +44,7 @@ __all__ = ["AtRest", "Emitted", "ParallelModule"]
 
 Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 CHECKED = 3  # calls, of which all ranks compare what they were given
+WRITES_FILES = ("save_pretrained", "push_to_hub")  # methods of the models of transformers, peft and others: some gather on one rank alone
 
 
 class ParallelModule(StandIn):
@@ -437,9 +438,17 @@ class ParallelModule(StandIn):
             original = self.__dict__.get("original")
             if original is None or name.startswith("__"):
                 raise
-            return getattr(original, name)
+            found = getattr(original, name)
+            return functools.partial(self._by_rank_0, found) if name in WRITES_FILES else found
 
     # ---------------------------------------------------------------------------------------------------------- private
+    def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written."""
+        with self.full_parameters(write=False):
+            found = method(*args, **kwargs) if self.mesh.rank == 0 else None
+        self.mesh.agree(None)
+        return found
+
     def _modes(self) -> bytes:
         """Of the module and each of its submodules, whether it trains."""
         return bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autopar.run import comm
@@ -54,6 +55,11 @@ class _Parted:
             return _attribute(func, name, args)
         if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
             return id(args[0]._lies)  # of no memory here, and another for each parameter
+        if name in F.STORAGES and args[0]._lies.split and TracingContext.try_get() is None:  # torch.compile looks at what there is
+            raise TypeError(
+                f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a file. "
+                f"Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
+            )
         if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():
                 return func(*args, **kwargs)
