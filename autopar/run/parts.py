@@ -278,11 +278,14 @@ def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Hooks on gradients are given parts, of which norms are those of the whole."""
     lies = x._lies
 
-    def on_part(grad: Tensor) -> Tensor | None:
-        changed = hook(part_like(grad, lies))
-        if changed is None:
+    def on_part(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # no gradient reaches it, of which torch tells no hook of a plain parameter
             return None
-        return cut_as(_of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
+        with torch._C._EnableTorchFunction():  # which torch.autograd.grad of parts has switched off
+            changed = hook(part_like(grad, lies))
+            if changed is None:
+                return None
+            return cut_as(_of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
 
     with _plain():
         return x.register_hook(on_part)
