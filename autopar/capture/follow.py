@@ -192,6 +192,9 @@ class AtTheBorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _refuse(self, tensor: torch.Tensor) -> None:
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            self.differentiates = running_line()
+            raise RuntimeError("torch.func asks for gradients")
         if id(tensor) in self._names:
             raise CaptureError(
                 f"the code uses the parameter {self._names[id(tensor)]} that something else than the model holds (a list or a closure "

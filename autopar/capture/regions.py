@@ -163,7 +163,9 @@ class Regions:
                 with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
                     torch.manual_seed(0)
                     objective_of(self.model(*args, **kwargs), self.loss, None)
-            except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError):
+            except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
+                why = str(error).partition("\n")[0]
+                self.refused |= {p: f"{type(error).__name__}: {why}" for p in paths if p not in self.refused}
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
 
