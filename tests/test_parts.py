@@ -293,8 +293,14 @@ def _copies() -> None:
         with pytest.raises(TypeError, match="full_state_dict"):
             refused(model)
     split = next(p for p in model.parameters() if p._lies.split)
-    with pytest.raises(TypeError, match=r"full_state_dict\(\)"):
-        pickle.dumps(split)
+    for refused in (pickle.dumps, copy.deepcopy, torch.Tensor.untyped_storage):
+        with pytest.raises(TypeError, match=r"full_state_dict\(\)"):
+            refused(split)
+    kept, before = copy.deepcopy(model.state_dict()), model.full_state_dict()
+    with torch.no_grad():
+        split.zero_()
+    model.load_state_dict(kept)
+    assert list(kept) == list(before) and all(torch.equal(model.full_state_dict()[name], before[name]) for name in before)
 
 
 def _whole_for_a_while(pins: dict[str, Any]) -> None:
@@ -332,8 +338,9 @@ def _saved_state() -> None:
     state = optimizer.state_dict()
     shapes = [tuple(s["exp_avg"].shape) for s in state["state"].values()]
     assert shapes == [tuple(p.shape) for p in one().parameters()]
-    with pytest.raises(TypeError, match="full_state_dict"):
-        pickle.dumps(state)
+    for kept in (state, copy.deepcopy(state), copy.deepcopy(model.state_dict())):
+        with pytest.raises(TypeError, match="full_state_dict"):
+            pickle.dumps(kept)
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(state)
     again.step()

@@ -259,7 +259,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
             + (
                 "check that no torch.no_grad or .detach() stands between parameters and loss"
                 if any(p.trainable for p in trace.params)
-                else "freeze the model after it is compiled (model.requires_grad_(False) of what compile returned), for a plan is of training"
+                else "a plan is of training: freeze the model after it is compiled, by requires_grad_(False) of what compile returned"
             )
         )
     batch, doubt = batch_size_of(ops, types, [i.value for i in trace.inputs])

@@ -232,8 +232,8 @@ def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
         for key, child in value.items():
             yield from _walk((*path, key), child)
     elif isinstance(value, (list, tuple)):
-        names = value._fields if isinstance(value, tuple) and pytree.is_namedtuple_instance(value) else range(len(value))
-        for name, child in zip(names, value, strict=True):  # as torch.export names what it is given
+        names = getattr(value, "_fields", range(len(value)))  # of a named tuple, as torch.export names what it is given
+        for name, child in zip(names, value, strict=True):
             yield from _walk((*path, name), child)
     else:
         yield path, value

@@ -57,8 +57,8 @@ class _Parted:
             return id(args[0]._lies)  # of no memory here, and another for each parameter
         if name in F.STORAGES and args[0]._lies.split and TracingContext.try_get() is None:  # torch.compile looks at what there is
             raise TypeError(
-                f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a file. "
-                f"Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
+                f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
+                f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
             )
         if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():

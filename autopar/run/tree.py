@@ -287,6 +287,6 @@ def whole_again(model: nn.Module) -> None:
         tree.gone = (
             "the model was compiled again: use the new one"
             if len(shared) == len(tree.params)
-            else f"{type(model).__name__} was compiled, which shares {shared[0]} with it: put both into one module, whose forward calls the "
-            f"one or the other, and compile that instead"
+            else f"{type(model).__name__} was compiled, which shares {shared[0]} with it: put both into one module, whose forward calls "
+            f"the one or the other, and compile that instead"
         )
