@@ -27,7 +27,7 @@ from autopar.capture.follow import storage_of
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
-from autopar.capture.source import module_of
+from autopar.capture.source import first_line, module_of
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.condition import Condition
@@ -91,6 +91,7 @@ class Regions:
         self.calls: dict[str, list[Call]] = {}
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
+        self._raised = ""  # what the last run of the model ended with, as a line
         held = (*model.named_parameters(), *model.named_buffers())
         self._names = {storage_of(t): name for name, t in held if t.layout == torch.strided}
         self._paths = {id(m): path for path, m in model.named_modules(remove_duplicate=False)}
@@ -118,7 +119,7 @@ class Regions:
         for path, line in paths.items():
             found = self._run([path], line)
             if path not in found:
-                raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
+                raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not() or self._raised}")
             self.calls |= found
 
     def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str) -> bool:
@@ -164,8 +165,7 @@ class Regions:
                     torch.manual_seed(0)
                     objective_of(self.model(*args, **kwargs), self.loss, None)
             except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
-                why = str(error).partition("\n")[0]
-                self.refused |= {p: f"{type(error).__name__}: {why}" for p in paths if p not in self.refused}
+                self._raised = f"\n  running it as it is written raises {type(error).__name__}: {first_line(error)}"
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
 

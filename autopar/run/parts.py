@@ -15,13 +15,14 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autopar.run import comm
@@ -55,7 +56,7 @@ class _Parted:
             return _attribute(func, name, args)
         if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
             return id(args[0]._lies)  # of no memory here, and another for each parameter
-        if name in F.STORAGES and args[0]._lies.split and TracingContext.try_get() is None:  # torch.compile looks at what there is
+        if name in F.STORAGES and args[0]._lies.split and not _asked_by_torch(sys._getframe(1)):
             raise TypeError(
                 f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
                 f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
@@ -117,6 +118,11 @@ class Part(_Parted, nn.Parameter):
 
 
 AnyPart = Part | PartTensor
+
+
+def _asked_by_torch(frame: FrameType) -> bool:
+    """Whether the code that runs is torch's own (torch.compile and torch.export look at the memory of what they are given)."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")
 
 
 def is_part(x: object) -> bool:
