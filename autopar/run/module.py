@@ -297,7 +297,7 @@ class ParallelModule(StandIn):
             if kept:
                 value = tensor.to("cpu", copy=True)
                 full.update((name, value) for name in (spec.name, *_aliases(spec)))
-        return {name: full[name] for name in self.state_dict() if name in full}  # in the original's order
+        return {name: full[name] for name in self.state_dict() if name in full} | full  # in the original's order
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Collective: the gradient of every trainable parameter, by its name, in the parameter's whole shape and dtype on the CPU; zeros

@@ -241,3 +241,44 @@ def without_a_schedule(compile: Compile) -> Results:
         evaluated = model(*batch(7)).item()
     optimizer.switch(True)
     return {"evaluated": evaluated, "losses": losses + train(model, optimizer), "state": state(model)}
+
+
+class Scaled(Net):
+    """Its loss is scaled by a parameter without dims, which is used in the last layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.scale * super().logits(x)
+
+
+@program(KIND)
+def states_of_a_number(compile: Compile) -> Results:
+    """States of a parameter without dims: of an optimizer that makes them when it is made, before compile, and of one that is loaded."""
+    net = seeded(Scaled)
+    other = torch.optim.Adam(net.parameters(), lr=1e-2)
+    before = train(net, other)
+    sums = torch.optim.Adagrad(net.parameters(), lr=1e-2)
+    model = compile(net, example_inputs=batch())
+    losses = train(model, sums)
+    averages = torch.optim.Adam(model.parameters(), lr=1e-2)
+    averages.load_state_dict(other.state_dict())
+    losses += train(model, averages)
+    kept = [averages.state[model.scale]["exp_avg"], averages.state[model.scale]["exp_avg_sq"], sums.state[model.scale]["sum"]]
+    return {"before": before, "losses": losses, "kept": [float(t.norm()) for t in kept], "state": state(model)}
+
+
+@program(KIND)
+def optimizers_of_a_number(compile: Compile) -> Results:
+    """Those whose states are numbers too, of a parameter without dims: what stands in the state, and steps."""
+    kinds = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.RAdam, torch.optim.Adadelta, torch.optim.RMSprop)
+    model = compile(seeded(Scaled), example_inputs=batch())
+    losses, figures = [], {}
+    for kind in kinds:
+        optimizer = kind(model.parameters(), lr=1e-2)
+        losses += train(model, optimizer)
+        kept = optimizer.state[model.scale]
+        figures[kind.__name__] = {name: float(t.abs().sum()) for name, t in kept.items() if isinstance(t, Tensor)}
+    return {"losses": losses, "figures": figures, "state": state(model)}
