@@ -390,8 +390,9 @@ def _saved_state() -> None:
     state = optimizer.state_dict()
     shapes = [tuple(s["exp_avg"].shape) for s in state["state"].values()]
     assert shapes == [tuple(p.shape) for p in one().parameters()]
-    with pytest.raises(TypeError, match="full_state_dict"):
-        pickle.dumps(state)
+    for kept in (state, copy.deepcopy(state), copy.deepcopy(model.state_dict())):
+        with pytest.raises(TypeError, match="full_state_dict"):
+            pickle.dumps(kept)
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(state)
     again.step()

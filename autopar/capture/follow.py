@@ -192,6 +192,11 @@ class AtTheBorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _refuse(self, tensor: torch.Tensor) -> None:
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise CaptureError(
+                f"torch.func is asked for gradients inside of the forward, which no graph holds\n  at {running_line()}\n  what to do: ask "
+                f"torch.autograd.grad(..., create_graph=True) for them in a submodule, which then runs as it is written"
+            )
         if id(tensor) in self._names:
             raise CaptureError(
                 f"the code uses the parameter {self._names[id(tensor)]} that something else than the model holds (a list or a closure "

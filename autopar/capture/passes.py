@@ -254,8 +254,12 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         ops = moved if blocks else ops
     if not types[trace.loss].grad:
         raise CaptureError(
-            f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: check "
-            f"requires_grad, and that no torch.no_grad or .detach() stands between parameters and loss"
+            f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: "
+            + (
+                "check that no torch.no_grad or .detach() stands between parameters and loss"
+                if any(p.trainable for p in trace.params)
+                else "a plan is of training: freeze the model after it is compiled, by requires_grad_(False) of what compile returned"
+            )
         )
     batch, doubt = batch_size_of(ops, types, [i.value for i in trace.inputs])
     return Program(

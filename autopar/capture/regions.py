@@ -30,7 +30,7 @@ from autopar.capture.own_gradients import OwnGradients, applied_by, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
-from autopar.capture.source import module_of, running_line
+from autopar.capture.source import first_line, module_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.condition import Condition
@@ -95,6 +95,7 @@ class Regions:
         self.functions: frozenset[type[torch.autograd.Function]] = frozenset()  # autograd functions whose calls are regions
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
+        self._raised = ""  # what the last run of the model ended with, as a line
         held = (*model.named_parameters(), *model.named_buffers())
         self._names = {storage_of(t): name for name, t in held if t.layout == torch.strided}
         self._paths = {id(m): path for path, m in model.named_modules(remove_duplicate=False)}
@@ -144,7 +145,7 @@ class Regions:
         for path, line in paths.items():
             found = self._run([path], line)
             if path not in found:
-                raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not()}")
+                raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not() or self._raised}")
             self.calls = {p: calls for p, calls in self.calls.items() if not p.startswith(f"{path}.")} | found
 
     def include_functions(self, applied: Collection[type[torch.autograd.Function]], error: CaptureError) -> bool:
@@ -223,6 +224,7 @@ class Regions:
     def _run(self, paths: list[str], line: str, within: TorchFunctionMode | None = None) -> dict[str, list[Call]]:
         """Run the model, and keep the calls of those of these submodules that can be regions. within: as of `_observed`."""
         found: dict[str, list[Call]] = {}
+        self._raised = ""
 
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +244,8 @@ class Regions:
                 with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
                     torch.manual_seed(0)
                     objective_of(self.model(*args, **kwargs), self.loss, None)
-            except FAILURES:
+            except FAILURES as error:
+                self._raised = f"\n  running it as it is written raises {type(error).__name__}: {first_line(error)}"
                 return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
 

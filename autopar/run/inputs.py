@@ -232,8 +232,9 @@ def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
         for key, child in value.items():
             yield from _walk((*path, key), child)
     elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            yield from _walk((*path, index), child)
+        names = getattr(value, "_fields", range(len(value)))  # of a named tuple, as torch.export names what it is given
+        for name, child in zip(names, value, strict=True):
+            yield from _walk((*path, name), child)
     else:
         yield path, value
 

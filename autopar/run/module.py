@@ -46,6 +46,7 @@ __all__ = ["AtRest", "Emitted", "ParallelModule"]
 
 Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 CHECKED = 3  # calls, of which all ranks compare what they were given
+WRITES_FILES = ("save_pretrained", "push_to_hub")  # methods of the models of transformers, peft and others: some gather on one rank alone
 
 
 class ParallelModule(StandIn):
@@ -234,7 +235,7 @@ class ParallelModule(StandIn):
             return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run))
         loss = rest.of_loss(loss) if differentiates else loss.detach()
         returned = form.returned.put_together(loss, form.outputs.collected(made, loss))
-        return returned if form.returned.has_loss or not torch.is_grad_enabled() else loss
+        return returned if form.open or form.returned.has_loss or not torch.is_grad_enabled() else loss
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""
@@ -299,7 +300,7 @@ class ParallelModule(StandIn):
             if kept:
                 value = tensor.to("cpu", copy=True)
                 full.update((name, value) for name in (spec.name, *_aliases(spec)))
-        return full
+        return {name: full[name] for name in self.state_dict() if name in full} | full  # in the original's order
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Collective: the gradient of every trainable parameter, by its name, in the parameter's whole shape and dtype on the CPU; zeros
@@ -450,9 +451,17 @@ class ParallelModule(StandIn):
             original = self.__dict__.get("original")
             if original is None or name.startswith("__"):
                 raise
-            return getattr(original, name)
+            found = getattr(original, name)
+            return functools.partial(self._by_rank_0, found) if name in WRITES_FILES else found
 
     # ---------------------------------------------------------------------------------------------------------- private
+    def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written."""
+        with self.full_parameters(write=False):
+            found = method(*args, **kwargs) if self.mesh.rank == 0 else None
+        self.mesh.agree(None)
+        return found
+
     def _modes(self) -> bytes:
         """Of the module and each of its submodules, whether it trains."""
         return bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])

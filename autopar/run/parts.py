@@ -15,8 +15,10 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -54,12 +56,17 @@ class _Parted:
             return _attribute(func, name, args)
         if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
             return id(args[0]._lies)  # of no memory here, and another for each parameter
+        if name in F.STORAGES and args[0]._lies.split and not _asked_by_torch(sys._getframe(1)):
+            raise TypeError(
+                f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
+                f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
+            )
         if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():
                 return func(*args, **kwargs)
         first: Any = args[0] if args else None
         if name in F.NOT_COPIED:
-            return _copied(func, args)
+            return _copied(func, name, args)
         if name == "detach":
             return _alias_of(first)
         if name == "__iter__":
@@ -104,13 +111,18 @@ class Part(_Parted, nn.Parameter):
         return super().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copied(nn.Parameter.__reduce_ex__, (self, protocol))
+        return _copied(nn.Parameter.__reduce_ex__, "__reduce_ex__", (self, protocol))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _copied(nn.Parameter.__deepcopy__, (self, memo))
+        return _copied(nn.Parameter.__deepcopy__, "__deepcopy__", (self, memo))
 
 
 AnyPart = Part | PartTensor
+
+
+def _asked_by_torch(frame: FrameType) -> bool:
+    """Whether the code that runs is torch's own (torch.compile and torch.export look at the memory of what they are given)."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")
 
 
 def is_part(x: object) -> bool:
@@ -249,17 +261,17 @@ def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return name == "type" and len(args) == 1 and not kwargs
 
 
-def _copied(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _copied(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
     """copy.deepcopy and pickle: of what is whole on every rank, as a plain tensor. A deep copy of a part that is no parameter is another
     part that lies so: a state_dict can be kept in memory and loaded again."""
     x = args[0]
     if not x._lies.split:
         plain = nn.Parameter(local(x), requires_grad=x.requires_grad) if isinstance(x, Part) else local(x)
         return func(plain, *_living_as_long(args[1:], plain))
-    if func.__name__ != "__deepcopy__" or isinstance(x, Part):
+    if name != "__deepcopy__" or isinstance(x, Part):
         raise TypeError(
             f"{x._lies.name} (or an optimizer's state of it) is held in parts by several processes, so that it cannot be "
-            f"{'copied as a parameter' if isinstance(x, Part) and func.__name__ == '__deepcopy__' else 'pickled'} by itself. Take "
+            f"{'copied as a parameter' if name == '__deepcopy__' else 'pickled'} by itself. Take "
             f"full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write a checkpoint: "
             f"autopar.save(path, model, optimizer)"
         )
@@ -282,11 +294,14 @@ def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Hooks on gradients are given parts, of which norms are those of the whole."""
     lies = x._lies
 
-    def on_part(grad: Tensor) -> Tensor | None:
-        changed = hook(part_like(grad, lies))
-        if changed is None:
+    def on_part(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # no gradient reaches it, of which torch tells no hook of a plain parameter
             return None
-        return cut_as(_of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
+        with torch._C._EnableTorchFunction():  # which torch.autograd.grad of parts has switched off
+            changed = hook(part_like(grad, lies))
+            if changed is None:
+                return None
+            return cut_as(_of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
 
     with _plain():
         return x.register_hook(on_part)

@@ -28,6 +28,7 @@ from autopar.run.parts import Part, PartTensor, as_part, cut_as, lies_of
 __all__ = ["close_steps", "hook_optimizers"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # states of these that are one number, whatever the parameter is
 # by its id: an optimizer, and its parameters and their gradients, which are plain for the time of its step
 _open: dict[int, tuple[Optimizer, list[Any], list[Any]]] = {}
 _hooked = False
@@ -120,7 +121,7 @@ def _state_to_plain(optimizer: Optimizer, params: list[Any]) -> None:
             kind = type(value)
             if kind is PartTensor and lies_of(value) is lies:
                 value.__class__ = Tensor
-            elif kind is PartTensor or (kind is Tensor and lies.split and value.shape == lies.shape and value.dim() > 0):
+            elif kind is PartTensor or (kind is Tensor and lies.split and value.shape == lies.shape and _of_elements(name, value)):
                 state[name] = cut_as(value, lies)
 
 
@@ -131,6 +132,11 @@ def _state_to_parts(optimizer: Optimizer, params: list[Any]) -> None:
         if not lies.split:  # it is the whole
             continue
         here = param.shape
-        for value in optimizer.state.get(param, {}).values():
-            if type(value) is Tensor and value.shape == here and value.dim() > 0:
+        for name, value in optimizer.state.get(param, {}).items():
+            if type(value) is Tensor and value.shape == here and _of_elements(name, value):
                 as_part(value, lies)
+
+
+def _of_elements(name: str, value: Tensor) -> bool:
+    """Whether a state has a number for each element of its parameter, which may be one without dims."""
+    return value.dim() > 0 or name not in _NUMBERS

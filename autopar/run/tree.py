@@ -62,7 +62,7 @@ class Tree:
         self.leaves = Leaves()
         self.whole = False  # the parameters are whole for the moment
         self._writing = False
-        self.gone = False  # they have been given back
+        self.gone = ""  # to whom they have been given back, in words
 
     def take(self, specs: Iterable[tuple[ParamSpec | BufferSpec, Tensor]]) -> None:
         """Keep this rank's parts of the whole tensors."""
@@ -201,7 +201,7 @@ class Tree:
 
     def _check_here(self) -> None:
         if self.gone:
-            raise LaunchError(f"this parallel {self.model} gave its parameters back when the model was compiled again: use the new one")
+            raise LaunchError(f"this parallel {self.model} gave its parameters back when {self.gone}")
 
     # ---------------------------------------------------------------------------------------------------- whole parameters
     @contextlib.contextmanager
@@ -283,4 +283,10 @@ def whole_again(model: nn.Module) -> None:
                 lies = lies_of(buffer)  # type: ignore[arg-type]
                 module._buffers[name] = lies.gather(local(buffer)).to(lies.home)
     for tree in trees:
-        tree.gone = True
+        shared = [name for name, param in tree.params.items() if id(param) in parts]
+        tree.gone = (
+            "the model was compiled again: use the new one"
+            if len(shared) == len(tree.params)
+            else f"{type(model).__name__} was compiled, which shares {shared[0]} with it: put both into one module, whose forward calls "
+            f"the one or the other, and compile that instead"
+        )
