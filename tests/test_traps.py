@@ -25,8 +25,8 @@ PROGRAMS_HERE = (
     "label_smoothing_with_ignored_labels", "labels_of_another_dtype_later", "lamb", "lion", "loss_in_a_dict", "low_rank_adapters",
     "mask_taken_away", "methods_of_the_root_overridden", "noise_in_new_tensors_of_its_size", "optimizer_before_compile",
     "original_called_in_training_mode", "outputs_in_a_dict_with_attributes", "parts_of_a_sequence", "rates_tried_and_put_back",
-    "samples_repeated", "scale_annealed_from_one", "sizes_and_names_left", "some_norms_frozen_midway", "table_made_once",
-    "target_moved_and_a_loss_outside", "target_moved_by_the_forward", "targets_as_an_input", "two_models_in_turns",
+    "samples_repeated", "scale_annealed_from_one", "sizes_and_names_left", "some_norms_frozen_midway", "states_of_a_number",
+    "table_made_once", "target_moved_and_a_loss_outside", "target_moved_by_the_forward", "targets_as_an_input", "two_models_in_turns",
     "two_views_and_a_loss_outside", "two_views_through_one_encoder", "unused_layers_switched_on", "weights_drawn_anew",
     "whole_state_by_place", "written_by_save_pretrained",
 )  # fmt: skip

@@ -19,11 +19,11 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """That of a parameter and of its other names (p.data, p.detach()). owner: the parameter. left: it has been given another since, so
-    that what becomes of that says nothing of this."""
+    """That of a parameter and of its other names (p.data, p.detach()). owner: the parameter. left: its count of writes when it was given
+    another memory, so that what becomes of that says nothing of this; None: it has this one."""
 
     owner: weakref.ref[Any]
-    left: bool = False
+    left: int | None = None
 
 
 class _Given(NamedTuple):
@@ -52,7 +52,7 @@ def check_given(named: Iterable[tuple[str, Any]]) -> None:
                 continue
             if isinstance(given, Memory):
                 owner = given.owner()
-                if owner is not None and owner is not param and not given.left:
+                if owner is not None and owner is not param and given.left is None:
                     _refuse_one_memory(name, what)
                 continue
             tensor = given.tensor()

@@ -242,7 +242,7 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
     if is_part(value) and _memory(value) is _memory(x):  # type: ignore[arg-type]  # which all ranks see alike, addresses they do not
         return
     if (memory := vars(x).pop("_memory", None)) is not None:
-        memory.left = True
+        memory.left = local(x)._version
     with _plain():
         func(x, mine.to(x.device))
     if not is_part(value):

@@ -32,9 +32,14 @@ class Source:
     version: int
     whole: Tensor
 
+    @property
+    def written(self) -> int:
+        """How often the memory of the part has been written to, while the parameter had it."""
+        return self.part._version if self.memory.left is None else self.memory.left
+
     def check(self, name: str) -> None:
         """TypeError if the parameter has changed since."""
-        if self.part._version != self.version and not self.memory.left:
+        if self.written != self.version:
             raise TypeError(
                 f"{name} of a view of {self.lies.name} that was taken before the parameter changed; the view is a copy that was gathered "
                 f"from parts. Take the view again"
@@ -69,7 +74,7 @@ class Gathered(Tensor):
             for source, version in zip(sources, before, strict=True):
                 if source.whole._version != version:
                     write_whole(source.part, source.lies, source.whole)
-                    source.version = source.part._version  # of all views of this copy
+                    source.version = source.written  # of all views of this copy
         return found if any(found is x for x in views) else sharing(found, sources)
 
     def detach(self) -> Tensor:

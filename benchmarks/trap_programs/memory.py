@@ -105,6 +105,30 @@ def backup_of_rows(compile: Compile) -> Results:
 
 
 @program(KIND)
+def backup_of_rows_that_were_written(compile: Compile) -> Results:
+    """A row is taken, the weight is doubled, and given other data: the row is of the doubled weight."""
+    model = _net(compile)
+    losses = train(model)
+    w = model.first.weight
+    row = w.data[1]
+    w.data.mul_(2)
+    w.data = torch.full_like(w, 0.25)
+    return {"losses": losses, "row": row.tolist(), "later": train(model), "state": state(model)}
+
+
+@program(KIND)
+def rows_written_after_other_data(compile: Compile) -> Results:
+    """A row of what a weight had before is halved, and read: the weight has other memory."""
+    model = _net(compile)
+    losses = train(model)
+    w = model.first.weight
+    row = w.data[1]
+    w.data = torch.full_like(w, 0.25)
+    row.mul_(0.5)
+    return {"losses": losses, "row": row.tolist(), "later": train(model), "state": state(model)}
+
+
+@program(KIND)
 def gradients_in_a_flat_buffer(compile: Compile) -> Results:
     """Each p.grad is a view of one vector, which is zeroed, added to and scaled as a whole."""
     model = _net(compile)
