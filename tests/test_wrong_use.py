@@ -210,6 +210,7 @@ def test_a_world_that_is_too_small() -> None:
         assert error.value.exit_code == 2
         with pytest.raises(autopar.LaunchError, match="after the first call"):
             deferred.full_state_dict()
+        assert not hasattr(deferred, "full_state_dict") and hasattr(deferred, "state_dict")
 
 
 # ---------------------------------------------------------------------------------------------------- on the command line

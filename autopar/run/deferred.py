@@ -35,6 +35,10 @@ def world_size() -> int:
     return int(text)
 
 
+class _NotYet(LaunchError, AttributeError):
+    """Nor does `hasattr` find it."""
+
+
 class DeferredModule(StandIn):
     """Stands for the parallel module until the first batch is there.
 
@@ -137,7 +141,7 @@ class DeferredModule(StandIn):
         if module is not None and not name.startswith("_"):
             return getattr(module, name)
         if name in _OF_A_STARTED_MODULE:
-            raise LaunchError(f"{name} is there after the first call, or at once with example_inputs=... and all {self._gpus} processes")
+            raise _NotYet(f"{name} is there after the first call, or at once with example_inputs=... and all {self._gpus} processes")
         original = self.__dict__.get("original")
         if original is None or name.startswith("__"):
             return super().__getattr__(name)
