@@ -109,7 +109,7 @@ def pool() -> Iterator[WorkerPool]:
         (wrapped, "cannot be put into DistributedDataParallel: it reduces its gradients itself"),
         (wrapped_with_others, "cannot be put into DistributedDataParallel: .*wrap only the modules around it"),
         (put_into_what_was_wrapped, "cannot be put into DistributedDataParallel: .*wrap only the modules around it"),
-        (copied, r"cannot be copied with the parameters of this one\. Call copy\.deepcopy"),
+        (copied, r"cannot be copied with the parameters of this one: call copy\.deepcopy"),
         (compiled, r"compile its original \(model.original\) again"),
         (made_into_a_parameter, "nn.Parameter of layers.0.weight: .*before it is compiled"),
     ],

@@ -143,7 +143,7 @@ class StandIn(nn.Module):
         return shown
 
     def __copy__(self) -> NoReturn:
-        self._refuse("copied with the parameters of this one. Call copy.deepcopy(model) for one with its own")
+        self._refuse("copied with the parameters of this one: call copy.deepcopy(model), which makes one with its own")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse_copy("pickled")
