@@ -171,6 +171,24 @@ def test_ranks_agree_where_some_have_drawn_since_the_seed(drawing: tuple[int, ..
     assert results[0][1] != results[2][1]  # a rank that draws goes on with its own numbers
 
 
+def after_calls_and_a_seed() -> list[float]:
+    """In a worker: the loss after a seed, of equal modules that were called so many times before."""
+    losses, ids = [], torch.arange(SAMPLES)
+    for calls in (0, 2):
+        torch.manual_seed(0)
+        module = autopar.compile(Rows("dropout"), gpus=4, example_inputs={"ids": ids}, cluster="cpu", pins={"dp": 2, "tp": 2})
+        for _ in range(calls):
+            module(ids=ids)
+        torch.manual_seed(5)
+        losses.append(module(ids=ids).item())
+    return losses
+
+
+def test_a_seed_says_what_is_drawn_whatever_was_before(workers: WorkerPool) -> None:
+    for first, second in workers.run(after_calls_and_a_seed, timeout_s=120.0):
+        assert first == second
+
+
 def test_a_model_that_draws_nothing_leaves_the_users_numbers_alone() -> None:
     torch.manual_seed(7)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.ones(6, 4)
