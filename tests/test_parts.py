@@ -342,6 +342,20 @@ def _another(pins: dict[str, Any]) -> None:
         torch.testing.assert_close(moved[name], before[name] + 0.5)
 
 
+class _Writing(nn.Linear):
+    def save_pretrained(self, folder: str) -> None:
+        raise OSError(f"{folder} is full")
+
+
+def _not_written() -> str:
+    model = autopar.compile(_Writing(4, 4), gpus=2, example_inputs=(torch.ones(2, 4),), cluster="cpu", pins={"tp": 2}, loss=torch.sum)
+    try:
+        model.save_pretrained("disk")
+    except (OSError, autopar.LaunchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "written"
+
+
 def _added_to_another(pins: dict[str, Any], others: dict[str, Any]) -> None:
     """Parameters of two modules under different plans."""
     model, other = compiled(pins), compiled(others)
@@ -434,6 +448,11 @@ def test_the_originals_modules_and_parameters_are_the_modules_own(pair: WorkerPo
 
 def test_copies_are_refused(pair: WorkerPool) -> None:
     pair.run(_copies, timeout_s=60)
+
+
+def test_what_rank_0_cannot_write_is_an_error_on_all(pair: WorkerPool) -> None:
+    first, second = pair.run(_not_written, timeout_s=60)
+    assert first == "OSError: disk is full" and second == "LaunchError: save_pretrained failed on rank 0: OSError: disk is full"
 
 
 @pytest.mark.parametrize(("one", "other"), [("tp", "zero1"), ("zero1", "tp"), ("pp", "dp"), ("dp", "zero3"), ("pp", "tp")])

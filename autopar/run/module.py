@@ -39,6 +39,7 @@ from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import StandIn, has_state_of_its_own, runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
+from autopar.run.together import done_by_all
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
 
@@ -456,11 +457,12 @@ class ParallelModule(StandIn):
 
     # ---------------------------------------------------------------------------------------------------------- private
     def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written."""
+        """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written,
+        and raise where it fails."""
         with self.full_parameters(write=False):
-            found = method(*args, **kwargs) if self.mesh.rank == 0 else None
-        self.mesh.agree(None)
-        return found
+            return done_by_all(
+                lambda: method(*args, **kwargs) if self.mesh.rank == 0 else None, same=lambda _: "", what=method.__name__
+            )  # fmt: skip
 
     def _modes(self) -> bytes:
         """Of the module and each of its submodules, whether it trains."""
