@@ -268,7 +268,7 @@ def compile(  # noqa: A001  (the field's word)
         if decided is not None:
             with contextlib.suppress(PlanError):
                 return again(plan=decided)
-        return again(plan=given) if given is not None else again(pins=pins, reduce_dtype=reduce_dtype)
+        return again(plan=given, pins=pins, reduce_dtype=reduce_dtype)
 
     def finish(inputs: Inputs) -> Compiled:
         if world_size() == count:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
-from autopar.capture.export import objective_of
+from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.held import ABSENT, Opaque
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
@@ -294,15 +294,11 @@ def lowest_draws() -> Iterator[None]:
         yield
 
 
-# What a model's own code may end with.
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-
-
 @contextlib.contextmanager
 def _own_errors(model: nn.Module, number: int) -> Iterator[None]:
     try:
         yield
-    except _FAILURES as e:
+    except FAILURES as e:
         which = "" if number == 0 else ", called a second time,"
         remedy = "check that model(*args, **kwargs) and backward() run on the example inputs, twice in a row"
         if "backward through the graph a second time" in str(e):

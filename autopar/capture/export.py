@@ -18,6 +18,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
@@ -207,24 +208,13 @@ def own_gradients() -> Iterator[list[str]]:
     """Collects the names of the custom autograd functions and tensor hooks that run inside: a graph of operators does not show
     what they make of gradients."""
     used: list[str] = []
-    apply, register_hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
 
-    def noted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            used.append(cls.__qualname__)
-        return apply.__func__(cls, *args, **kwargs)
+    def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        used.append(cls.__qualname__)
+        return apply(*args, **kwargs)
 
-    def noted_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        used.append(f"the hook {getattr(hook, '__qualname__', hook)}")
-        return register_hook(tensor, hook)
-
-    torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[assignment]
-    torch.Tensor.register_hook = noted_hook  # type: ignore[method-assign]
-    try:
+    with applied_by(noted), hooks_told(lambda hook: used.append(f"the hook {getattr(hook, '__qualname__', hook)}")):
         yield used
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._subclasses.fake_tensor")

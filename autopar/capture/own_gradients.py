@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -14,17 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.source import module_of, running_line
 
-__all__ = ["OwnGradients", "applied_by", "innermost", "own_gradients"]
-
-
-Apply = Callable[..., Any]
-Function = type[torch.autograd.Function]
-Calls = Callable[[Function, Apply, tuple[Any, ...], dict[str, Any]], Any]
+__all__ = ["OwnGradients", "below", "innermost", "own_gradients"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,18 +44,18 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
         if (path := innermost(paths)) is not None:
             found.setdefault(path, running_line())
 
-    def noted(cls: Function, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         functions.add((innermost(paths) or "", cls))
         return apply(*args, **kwargs)
 
-    with left_as_it_was(model, loss), _watched(note), applied_by(noted), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        with as_called():
+    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
+        with _asked_by(note), hooks_told(lambda _: note()), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     if line := found.get("", ""):
         own = f"\n  {line} has gradients of its own: call it in a submodule of {type(model).__name__}, which then runs as it is written"
         return OwnGradients(remedy=own)
-    outermost = {p: line for p, line in found.items() if not any(p.startswith(f"{other}.") for other in found)}
-    outside = frozenset(cls for p, cls in functions if not any(f"{p}.".startswith(f"{other}.") for other in outermost))
+    outermost = {p: line for p, line in found.items() if not below(p, found)}
+    outside = frozenset(cls for p, cls in functions if p not in outermost and not below(p, outermost))
     return OwnGradients(modules=outermost, functions=outside)
 
 
@@ -71,40 +67,22 @@ def innermost(paths: Mapping[int, str]) -> str | None:
     return None if frame is None else paths[id(module_of(frame))]
 
 
-@contextlib.contextmanager
-def applied_by(call: Calls) -> Iterator[None]:
-    """Inside, autograd functions that are not torch's are applied by `call`: it is given the function, what applies it, and its
-    arguments."""
-    before = torch.autograd.Function.__dict__["apply"]
-
-    def applied(cls: Function, *args: Any, **kwargs: Any) -> Any:
-        apply = before.__get__(None, cls)
-        return apply(*args, **kwargs) if cls.__module__.startswith(("torch.", "autopar.")) else call(cls, apply, args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+def below(path: str, others: Iterable[str]) -> bool:
+    """Whether a submodule is inside of one of others, and none of them."""
+    return any(path.startswith(f"{other}.") for other in others)
 
 
 @contextlib.contextmanager
-def _watched(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, `note` is called by hooks that are registered on tensors, and where gradients are asked for."""
-    register, grad = Tensor.register_hook, torch.autograd.grad
-
-    def registered(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        note()
-        return register(self, hook)
+def _asked_by(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, `tell` is called where gradients are asked for."""
+    grad = torch.autograd.grad
 
     def asked(*args: Any, **kwargs: Any) -> Any:
-        note()
+        tell()
         return grad(*args, **kwargs)
 
     torch.autograd.grad = asked
-    Tensor.register_hook = registered  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.grad = grad
-        Tensor.register_hook = register  # type: ignore[method-assign]

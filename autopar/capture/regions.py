@@ -21,12 +21,13 @@ from torch import Tensor, fx, library, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.applied import Function, applied_by
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
-from autopar.capture.own_gradients import OwnGradients, applied_by, innermost
+from autopar.capture.own_gradients import OwnGradients, below, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import works_by_samples
@@ -34,7 +35,7 @@ from autopar.capture.source import first_line, module_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.condition import Condition
-from autopar.run.region import Applied, Place, Region
+from autopar.run.region import Applied, Place, Region, within
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
 
@@ -92,7 +93,7 @@ class Regions:
         _TRACED.clear()
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
-        self.functions: frozenset[type[torch.autograd.Function]] = frozenset()  # autograd functions whose calls are regions
+        self.functions: frozenset[Function] = frozenset()  # autograd functions whose calls are regions
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         self._raised = ""  # what the last run of the model ended with, as a line
@@ -111,9 +112,9 @@ class Regions:
             module = self.model.get_submodule(path)
             if path not in self.calls and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 alike = [p for m in self.model.modules() if type(m) is type(module) and (p := self._paths[id(m)])]
-                found = self._run([p for p in alike if not any(p.startswith(f"{q}.") for q in alike)], line)
+                found = self._run([p for p in alike if not below(p, alike)], line)
                 if path in found:
-                    self.calls = {p: c for p, c in self.calls.items() if not any(p.startswith(f"{q}.") for q in found)} | found
+                    self.calls = {p: c for p, c in self.calls.items() if not below(p, found)} | found
                     return True
             path = path.rpartition(".")[0]
         return self._include_model(line)
@@ -146,9 +147,9 @@ class Regions:
             found = self._run([path], line)
             if path not in found:
                 raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not() or self._raised}")
-            self.calls = {p: calls for p, calls in self.calls.items() if not p.startswith(f"{path}.")} | found
+            self.calls = {p: calls for p, calls in self.calls.items() if not below(p, [path])} | found
 
-    def include_functions(self, applied: Collection[type[torch.autograd.Function]], error: CaptureError) -> bool:
+    def include_functions(self, applied: Collection[Function], error: CaptureError) -> bool:
         """Make regions of the calls of those of these autograd functions that an error of capture came from; whether there is one."""
         frames = [] if error.__cause__ is None else [frame for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)]
         failed = {cls for cls in applied if any(frame.f_code is getattr(cls.forward, "__code__", None) for frame in frames)}
@@ -164,39 +165,47 @@ class Regions:
         """Keep the calls of the functions in a call of the model, but of those in other regions; the paths of functions that cannot be
         regions, and a line of each."""
         lines: dict[str, str] = {}
+        found: dict[str, list[Call]] = {}
         self.calls = {path: calls for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
         around = tuple(self.calls)
         observed = False  # inside of one that is observed nothing is
 
-        def noted(cls: type[torch.autograd.Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal observed
             if observed or cls not in self.functions:
                 return apply(*args, **kwargs)
             path, module = self._path_of(cls), Applied(cls)
-            if any(path.startswith(f"{other}.") for other in around):
+            if below(path, around):
                 return apply(*args, **kwargs)
             lines[path], observed = running_line(), True
             try:
                 output, call = _observed(path, module, module.forward, args, kwargs, lines[path], self._names)
             finally:
                 observed = False
-            if isinstance(call, str):
-                self.refused[path] = call
-            else:
-                self.calls.setdefault(path, []).append(call)
+            self._note(path, call, found)
             return output
 
+        self._call_model(applied_by(noted))
+        self.calls |= {path: calls for path, calls in found.items() if path not in self.refused}
+        return {path: line for path, line in lines.items() if path in self.refused}
+
+    def _call_model(self, watched: contextlib.AbstractContextManager[object]) -> None:
+        """Call the model once on copies of its inputs, and leave it as it was."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
-        with left_as_it_was(self.model, self.loss), applied_by(noted), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
+        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
             torch.manual_seed(0)
             objective_of(self.model(*args, **kwargs), self.loss, None)
-        failed = {path: line for path, line in lines.items() if path in self.refused}
-        self.calls = {path: calls for path, calls in self.calls.items() if path not in failed}
-        return failed
+
+    def _note(self, path: str, call: Call | str, found: dict[str, list[Call]]) -> None:
+        """One of its calls, or why it cannot be a region."""
+        if isinstance(call, str):
+            self.refused[path] = call
+        else:
+            found.setdefault(path, []).append(call)
 
     def _path_of(self, function: type) -> str:
         """Where a function is in the model: below the submodule whose code calls it."""
-        path = ".".join(x for x in (innermost(self._paths), function.__name__) if x)
+        path = within(innermost(self._paths) or "", function.__name__)
         while path in self._paths.values():
             path += "_"
         return path
@@ -221,32 +230,25 @@ class Regions:
             trace = trace.tb_next
         return found
 
-    def _run(self, paths: list[str], line: str, within: TorchFunctionMode | None = None) -> dict[str, list[Call]]:
-        """Run the model, and keep the calls of those of these submodules that can be regions. within: as of `_observed`."""
+    def _run(self, paths: list[str], line: str, mode: TorchFunctionMode | None = None) -> dict[str, list[Call]]:
+        """Run the model, and keep the calls of those of these submodules that can be regions. mode: as of `_observed`."""
         found: dict[str, list[Call]] = {}
         self._raised = ""
 
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                output, call = _observed(path, module, forward, args, kwargs, line, self._names, within)
-                if isinstance(call, str):
-                    self.refused[path] = call
-                else:
-                    found.setdefault(path, []).append(call)
+                output, call = _observed(path, module, forward, args, kwargs, line, self._names, mode)
+                self._note(path, call, found)
                 return output
 
             return run
 
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
-        with left_as_it_was(self.model, self.loss):
-            try:
-                forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
-                with forwards_replaced(forwards, self.model), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
-                    torch.manual_seed(0)
-                    objective_of(self.model(*args, **kwargs), self.loss, None)
-            except FAILURES as error:
-                self._raised = f"\n  running it as it is written raises {type(error).__name__}: {first_line(error)}"
-                return {}
+        forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
+        try:
+            self._call_model(forwards_replaced(forwards, self.model))
+        except FAILURES as error:
+            self._raised = f"\n  running it as it is written raises {type(error).__name__}: {first_line(error)}"
+            return {}
         return {p: calls for p, calls in found.items() if p not in self.refused}
 
     def why_not(self, error: CaptureError | None = None) -> str:
@@ -264,10 +266,9 @@ class Regions:
         return not any(isinstance(x, Tensor) and x.device.type == "meta" for x in leaves)
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[Collection[type[torch.autograd.Function]]]:
+    def standing_in(self) -> Iterator[Collection[Function]]:
         """Inside, every region is one operator of the trace, and distributions do not check their arguments. Takes the autograd functions
         that are applied there."""
-
         left = {path: iter(range(len(calls))) for path, calls in self.calls.items()}
 
         def traced(path: str, args: Any, kwargs: Any) -> Any:
@@ -286,13 +287,12 @@ class Regions:
             forward.stands_in = True  # type: ignore[attr-defined]
             return forward
 
-        def applied(cls: type[torch.autograd.Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             seen.add(cls)
             path = self._path_of(cls)
             return traced(path, args, kwargs) if path in self.calls else apply(*args, **kwargs)
 
-        seen: set[type[torch.autograd.Function]] = set()
-
+        seen: set[Function] = set()
         modules = {path: replaced(path) for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
 
         validated = torch.distributions.Distribution._validate_args
@@ -362,10 +362,10 @@ _READS_VALUES = frozenset((
 
 def _observed(
     path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str],
-    within: TorchFunctionMode | None = None,
+    mode: TorchFunctionMode | None = None,
 ) -> tuple[Any, Call | str]:  # fmt: skip
-    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. within: a mode in
-    which it runs."""
+    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. mode: in which it
+    runs."""
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
@@ -383,7 +383,7 @@ def _observed(
 
     outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
     kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with outside, CountedFlops() as counted, kept, within or contextlib.nullcontext():  # which sees who calls
+    with outside, CountedFlops() as counted, kept, mode or contextlib.nullcontext():  # which sees who calls
         output = forward(*args, **kwargs)
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):

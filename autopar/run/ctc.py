@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 __all__ = ["ctc_loss"]
 
 
-@torch.library.custom_op("autopar_operators::ctc_loss", mutates_args=())
+@library.custom_op("autopar_operators::ctc_loss", mutates_args=())
 def _ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
 ) -> Tensor:
