@@ -79,6 +79,13 @@ class Net(nn.Module):
         return F.cross_entropy(self.logits(x), y)
 
 
+class Logits(Net):
+    """Returns logits [batch, 4]; the loss is given apart."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.logits(x)
+
+
 class Normed(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +111,11 @@ def batch(index: int = 0, size: int = BATCH) -> tuple[Tensor, Tensor]:
     """Samples [size, 8] and their classes."""
     generator = torch.Generator().manual_seed(100 + index)
     return torch.randn(size, WIDTH, generator=generator), torch.randint(CLASSES, (size,), generator=generator)
+
+
+def samples(index: int = 0) -> Tensor:
+    """A batch without its classes."""
+    return batch(index)[0]
 
 
 def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:

@@ -8,16 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import WIDTH, Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
+from benchmarks._traps_kit import WIDTH, Compile, Logits, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
 
 CLOSURES, ARGUMENTS, INPUTS = "closures", "arguments", "inputs"
-
-
-class Logits(Net):
-    """Returns logits; the loss is given apart."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(x)
 
 
 # ------------------------------------------------------------------------------------------------------ loss=

@@ -17,6 +17,7 @@ from benchmarks._traps_kit import (
     HIDDEN,
     WIDTH,
     Compile,
+    Logits,
     Net,
     Normed,
     Results,
@@ -24,6 +25,7 @@ from benchmarks._traps_kit import (
     batches,
     gradients,
     program,
+    samples,
     seeded,
     sgd,
     state,
@@ -36,29 +38,20 @@ from benchmarks.trap_programs.training import folder_of_all
 KIND = "habits"
 
 
-class Logits(Net):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.logits(x)
-
-
 class Features(Net):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return self.hidden(x)
-
-
-def _x(index: int = 0) -> Tensor:
-    return batch(index)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- frozen networks
 @program(KIND)
 def frozen_network_as_a_loss(compile: Compile) -> Results:
     """A perceptual loss: a frozen network is asked for the features of what a plain generator makes, and of the target, gradients on."""
-    network = compile(seeded(Features), example_inputs=(_x(),))
+    network = compile(seeded(Features), example_inputs=(samples(),))
     network.requires_grad_(False)
     generator = seeded(nn.Linear, WIDTH, WIDTH)
     losses = stepped(generator, lambda x, y: F.l1_loss(network(generator(x)), network(x)), sgd(generator))
-    return {"losses": losses, "generator": state(generator), "features": network(_x(4)) - 1}
+    return {"losses": losses, "generator": state(generator), "features": network(samples(4)) - 1}
 
 
 @program(KIND)
@@ -74,12 +67,12 @@ def critic_frozen_for_the_generator(compile: Compile) -> Results:
             features = F.leaky_relu(self.first(x), 0.2)
             return self.last(features), features
 
-    generator = compile(seeded(nn.Sequential, nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)), example_inputs=(_x(),))
-    critic = compile(seeded(Critic), example_inputs=(_x(),))
+    generator = compile(seeded(nn.Sequential, nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)), example_inputs=(samples(),))
+    critic = compile(seeded(Critic), example_inputs=(samples(),))
     one, two = (torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.5, 0.99)) for m in (generator, critic))
     losses = []
     for k in range(3):
-        noise, real = _x(k + 7), _x(k)
+        noise, real = samples(k + 7), samples(k)
         two.zero_grad()
         loss = F.softplus(-critic(real)[0]).mean() + F.softplus(critic(generator(noise).detach())[0]).mean()
         loss.backward()
@@ -98,13 +91,13 @@ def critic_frozen_for_the_generator(compile: Compile) -> Results:
 @program(KIND)
 def loss_apart_of_a_frozen_model(compile: Compile) -> Results:
     """loss= gives the loss also where nothing trains, and after everything trains again."""
-    model = compile(seeded(Features), loss=lambda h: h.square().mean(), example_inputs=(_x(),))
+    model = compile(seeded(Features), loss=lambda h: h.square().mean(), example_inputs=(samples(),))
     optimizer = sgd(model)
-    losses = train(model, optimizer, inputs=[(_x(k),) for k in range(2)])
+    losses = train(model, optimizer, inputs=[(samples(k),) for k in range(2)])
     model.requires_grad_(False)
-    losses.append(model(_x(3)).item())
+    losses.append(model(samples(3)).item())
     model.requires_grad_(True)
-    return {"losses": losses + train(model, optimizer, inputs=[(_x(4),)]), "state": state(model)}
+    return {"losses": losses + train(model, optimizer, inputs=[(samples(4),)]), "state": state(model)}
 
 
 # -------------------------------------------------------------------------------------------------------- copies and files
@@ -127,7 +120,7 @@ def rates_tried_and_put_back(compile: Compile) -> Results:
 @program(KIND)
 def teacher_by_loading(compile: Compile) -> Results:
     """A mean teacher of one module: its averages are loaded for a pass without gradients, then the student's weights again."""
-    model = compile(seeded(Logits), example_inputs=(_x(),))
+    model = compile(seeded(Logits), example_inputs=(samples(),))
     optimizer, losses = sgd(model), []
     average = {name: value.clone() for name, value in model.state_dict().items()}
     for x, y in batches():
@@ -153,7 +146,7 @@ def whole_state_by_place(compile: Compile) -> Results:
     average = copy.deepcopy(net)
     model = compile(net, example_inputs=batch())
     losses = train(model)
-    whole = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+    whole = state(model)
     with torch.no_grad():
         for mean, value in zip(average.state_dict().values(), whole.values(), strict=True):
             mean.copy_((mean + value) / 2 if mean.is_floating_point() else value)
@@ -235,7 +228,7 @@ def returns_its_temperature(compile: Compile) -> Results:
         scores, places = scale * one @ two.T, torch.arange(len(x))
         return (F.cross_entropy(scores, places) + F.cross_entropy(scores.T, places)) / 2
 
-    model = compile(seeded(Towers), example_inputs=(_x(), _x(1)))
+    model = compile(seeded(Towers), example_inputs=(samples(), samples(1)))
     losses = stepped(model, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-2))
     with torch.no_grad():
         model.scale.clamp_(0, math.log(7))
@@ -265,7 +258,7 @@ def returns_what_it_holds(compile: Compile) -> Results:
         loss = F.cross_entropy(out["logits"] + out["rows"] + 0.1 * out["shift"], y) + 0.1 * out["weight"].square().sum()
         return loss + out["view"].square().mean() + 0.1 * (out["x"] * out["x"]).mean() + 0.01 * out["twice"].mean()
 
-    model = compile(seeded(Open), example_inputs=(_x(),))
+    model = compile(seeded(Open), example_inputs=(samples(),))
     return {"losses": stepped(model, loss_of), "best": best, "state": state(model)}
 
 
@@ -286,7 +279,7 @@ def losses_in_training_and_predictions_later(compile: Compile) -> Results:
     losses = stepped(model, lambda x, y: sum(model(x, y).values(), torch.zeros(())))
     model.eval()
     with torch.no_grad():
-        found = model(_x(3))
+        found = model(samples(3))
     return {"losses": losses, "found": found, "state": state(model)}
 
 
@@ -388,7 +381,7 @@ def jacobian_in_the_loss(compile: Compile) -> Results:
             slopes = torch.vmap(torch.func.jacrev(self.encode))(x)
             return F.mse_loss(self.decoder(self.encode(x)), x) + 0.01 * slopes.square().sum((1, 2)).mean()
 
-    return trained(compile(seeded(Contractive), example_inputs=(_x(),)), inputs=[(_x(k),) for k in range(3)])
+    return trained(compile(seeded(Contractive), example_inputs=(samples(),)), inputs=[(samples(k),) for k in range(3)])
 
 
 @program(KIND)

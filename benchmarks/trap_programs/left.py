@@ -11,14 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import CLASSES, WIDTH, Block, Compile, Net, Results, batch, batches, program, seeded, sgd, state, stepped
+from benchmarks._traps_kit import CLASSES, WIDTH, Block, Compile, Logits, Results, batch, batches, program, seeded, sgd, state, stepped
 
 KIND = "left"
-
-
-class Logits(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.hidden(x))
 
 
 def _with_more(compile: Compile, model: nn.Module, more: Any) -> Results:

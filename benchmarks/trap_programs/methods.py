@@ -19,6 +19,7 @@ from benchmarks._traps_kit import (
     batch,
     batches,
     program,
+    samples,
     seeded,
     sgd,
     state,
@@ -29,10 +30,6 @@ from benchmarks._traps_kit import (
 
 KIND = "methods"
 MORE = ("dp2mb2", "dp2tp2")
-
-
-def _x(index: int = 0) -> Tensor:
-    return batch(index)[0]
 
 
 @program(KIND)
@@ -51,9 +48,9 @@ def policy_of_several_epochs(compile: Compile) -> Results:
     def chosen(logits: Tensor, actions: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(1, actions[:, None]).squeeze(1)
 
-    model = compile(seeded(Policy), example_inputs=(_x(),))
+    model = compile(seeded(Policy), example_inputs=(samples(),))
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5), []
-    seen = torch.cat([_x(0), _x(1)])
+    seen = torch.cat([samples(0), samples(1)])
     model.eval()
     with torch.no_grad():
         logits, values = model(seen)
@@ -83,13 +80,13 @@ def target_network_that_follows(compile: Compile) -> Results:
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return self.logits(x)
 
-    model, target = (compile(seeded(Values), example_inputs=(_x(),)) for _ in range(2))
+    model, target = (compile(seeded(Values), example_inputs=(samples(),)) for _ in range(2))
     target.load_state_dict(model.state_dict())
     target.eval()
     optimizer, losses = sgd(model), []
     for k, (x, action) in enumerate(batches(4)):
         with torch.no_grad():
-            wanted = action.double() + 0.9 * target(_x(k + 1)).max(1).values * (action != 2)
+            wanted = action.double() + 0.9 * target(samples(k + 1)).max(1).values * (action != 2)
         loss = F.smooth_l1_loss(model(x).gather(1, action[:, None]).squeeze(1), wanted)
         optimizer.zero_grad()
         loss.backward()
@@ -119,7 +116,7 @@ def bank_of_samples(compile: Compile) -> Results:
                 self.bank[which] = F.normalize(0.5 * self.bank[which] + 0.5 * features, dim=1)
             return loss
 
-    inputs = [(_x(k), torch.randperm(36, generator=torch.Generator().manual_seed(k))[:12]) for k in range(3)]
+    inputs = [(samples(k), torch.randperm(36, generator=torch.Generator().manual_seed(k))[:12]) for k in range(3)]
     return trained(compile(seeded(Bank), example_inputs=inputs[0]), inputs=inputs)
 
 

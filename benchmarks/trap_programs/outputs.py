@@ -11,7 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._transformers import load_transformers
-from benchmarks._traps_kit import Compile, InDict, Net, Results, batch, batches, loss_loop, program, seeded, sgd, state, stepped, trained
+from benchmarks._traps_kit import (
+    Compile,
+    InDict,
+    Logits,
+    Net,
+    Results,
+    batch,
+    batches,
+    loss_loop,
+    program,
+    seeded,
+    sgd,
+    state,
+    stepped,
+    trained,
+)
 
 KIND = "outputs"
 
@@ -69,11 +84,6 @@ class InOwnDict(Net):
 
 class InSameDict(InOwnDict):
     kind = SameAttributes
-
-
-class Logits(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(x)
 
 
 @program(KIND)
