@@ -24,6 +24,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Program, Ref, refs
 from autopar.planner.moments import split_into_moments
 from autopar.run.region import REGION
+from benchmarks._small import MODELS
 
 pytestmark = pytest.mark.pure
 
@@ -579,3 +580,13 @@ def test_what_the_forward_returns_is_said(wrap: Any, returns: str) -> None:
 
     assert capture(Wrapped(4, 4), (torch.randn(2, 4),)).returns.startswith(returns)
     assert bool(capture(Wrapped(4, 4), (torch.randn(2, 4),)).returns) == bool(returns)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_program_is_the_same_on_meta_where_plans_are_made_as_where_it_is_trained(name: str) -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model, batch = MODELS[name]()
+        found.append(capture(model, batch, check=False).program)
+    assert found[0].types == found[1].types and program_hash(found[0]) == program_hash(found[1])

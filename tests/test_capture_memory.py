@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import random
 from typing import Any
 
 import pytest
@@ -52,3 +54,61 @@ def test_two_parameters_of_one_memory_are_refused() -> None:
 def test_they_are_refused_where_a_model_is_verified_too(how: str) -> None:
     with lift_to_float64(), pytest.raises(CaptureError, match="shares the memory of the parameter head.weight"):
         capture(to_float64(_Holding(how)), (torch.randn(8, 4, dtype=torch.float64),))
+
+
+def test_nothing_that_capture_computed_stays_in_memory() -> None:
+    """Without Python's collector of cycles, which may not look for a long time: on a GPU it would be the activations of a step."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
+    x = torch.randn(8, 16)
+    capture(model, (x,), loss=torch.mean)  # modules that are imported on the way keep frames
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(t) for t in _tensors()}
+        captured = capture(model, (x,), loss=torch.mean)
+        known = before | {id(t) for t in captured.tensors.values()}
+        left = [t for t in _tensors() if id(t) not in known and t.device.type == "cpu" and type(t) is torch.Tensor]
+    finally:
+        gc.enable()
+    assert [tuple(t.shape) for t in left] == []
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+
+
+class _Greedy(nn.Module):
+    """Its device has memory for so many samples; no trace of it is kept."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.layer, self.room = nn.Linear(4, 4), room
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting() and x.shape[0] > self.room:
+            raise torch.OutOfMemoryError(f"no memory for {x.shape[0]} samples")
+        return self.layer(x).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (8, ()),
+        (4, ("the captured program was compared with the model on 4 samples alone: one device has no memory for the whole batch",)),
+        (1, ("the captured program was compared with the model on 1 sample alone: one device has no memory for the whole batch",)),
+        (0, ("the captured program was not compared with the model, for a sample of which one device has no memory",)),
+    ],
+)
+def test_where_the_whole_batch_does_not_fit_fewer_samples_are_compared(room: int, said: tuple[str, ...]) -> None:
+    found = capture(_Greedy(room), (torch.randn(8, 4),))
+    assert found.program.notes == said
+    assert found.program.types[found.program.inputs[0].value].shape == (8, 4)
+
+
+def test_what_differs_on_fewer_samples_is_refused() -> None:
+    class Drawing(_Greedy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * random.random()
+
+    with pytest.raises(CaptureError, match="random"):
+        capture(Drawing(2), (torch.randn(8, 4),))

@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.run import WorkerPool
+import autopar.compiler
+from autopar.render import load
+from autopar.run import ParallelModule, WorkerPool
+from autopar.variants import tensors_of
 
 pytestmark = pytest.mark.gloo
 
@@ -199,3 +202,28 @@ def test_a_loss_over_the_models_parameters_and_weights_of_samples(pair: WorkerPo
         assert found == pytest.approx(losses, rel=1e-9)
         for key, value in state.items():
             torch.testing.assert_close(parallel_state[key], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.pure
+def test_a_buffer_of_two_names_stays_one_on_another_device() -> None:
+    """As on a GPU, where the tensors of the original are not those that the model computes with."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("mean", torch.ones(WIDTH))
+            self.inner.register_buffer("mean", self.mean)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x) - self.mean * self.inner.mean).square().sum()
+
+    model = Shared()
+    compiled = autopar.compiler.build(
+        model, (torch.randn(BATCH, WIDTH),), 1, loss=None,
+        decide=lambda captured: autopar.compiler.plan_of(captured, 1, cluster="cpu"), outputs=None, dtype=None,
+    )  # fmt: skip
+    elsewhere = Shared()
+    elsewhere.mean = elsewhere.inner.mean = torch.ones(WIDTH, device="meta")
+    made = ParallelModule(load(compiled.source), tensors_of(compiled.captured), original=elsewhere, device="cpu")
+    assert [b.device.type for b in made.buffers()] == ["cpu"] and set(made.state_dict()) == set(model.state_dict())

@@ -36,14 +36,8 @@ def run_op(op: Op, env: Mapping[str, torch.Tensor], device: torch.device | None 
     env: value -> tensor, for every value that the operator reads. device: where an operator that makes a tensor from
     nothing (arange, zeros) puts it; None for torch's default device. It runs with gradients off if op.no_grad.
     """
-
-    def value(arg: Arg) -> object:
-        if isinstance(arg, Ref):
-            return env[arg.name]
-        return [value(a) for a in arg] if isinstance(arg, tuple) else arg
-
-    args = [value(a) for a in op.args]
-    kwargs = {k: value(v) for k, v in op.kwargs}
+    args = [_given(a, env) for a in op.args]
+    kwargs = {k: _given(v, env) for k, v in op.kwargs}
     if op.target == REGION:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not op.no_grad):
             return region(*args, **kwargs)  # type: ignore[arg-type]
@@ -55,6 +49,13 @@ def run_op(op: Op, env: Mapping[str, torch.Tensor], device: torch.device | None 
         assert isinstance(result, Sequence) and len(result) == len(op.outputs), (op, result)
         return tuple(result)
     return (result,)
+
+
+def _given(arg: Arg, env: Mapping[str, torch.Tensor]) -> object:
+    """An argument with the values that it refers to. (A closure that calls itself would keep them until Python looks for cycles.)"""
+    if isinstance(arg, Ref):
+        return env[arg.name]
+    return [_given(a, env) for a in arg] if isinstance(arg, tuple) else arg
 
 
 def run_ops(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,20 +96,77 @@ def capture(
     example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
     theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
     the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
-    loss, gradients and buffers (not on meta). outputs: the tensors that the model returns beside the loss are in the program too;
-    None: if it returns no loss, for the user to make one of them. dtype: what float32 parameters and inputs are cast to where they are
-    used (`run.precision`); None: nothing is cast. The model is left as it was. Raises CaptureError with the line of
-    the model's source and what to do, NoLoss if there is no loss.
+    loss, gradients and buffers (not on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the
+    tensors that the model returns beside the loss are in the program too; None: if it returns no loss, for the user to make one of them.
+    dtype: what float32 parameters and inputs are cast to where they are used (`run.precision`); None: nothing is cast. The model is left
+    as it was. Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
-    args, kwargs = arguments_of(example_inputs)
+    example = arguments_of(example_inputs)
+
+    def captured(example: Inputs, check: bool) -> Captured:
+        try:
+            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype)
+        except OtherGradients as error:
+            with computing_in(dtype, model):
+                own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
+            if not (own.modules or own.functions):
+                raise OtherGradients(f"{error}{own.remedy}") from error
+            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
+
+    if check:
+        with contextlib.suppress(_OutOfMemory), _out_of_memory_told_apart():
+            return captured(example, True)
+        return _compared_on_fewer(captured, example)
+    return captured(example, check)
+
+
+class _OutOfMemory(Exception):  # noqa: N818  (it is no error of capture's)
+    """The device has no memory for what was run."""
+
+
+@contextlib.contextmanager
+def _out_of_memory_told_apart() -> Iterator[None]:
+    """Inside, whatever fails because a device has no memory left is _OutOfMemory, which holds on to nothing."""
     try:
-        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype)
-    except OtherGradients as error:
-        with computing_in(dtype, model):
-            own = own_gradients(model, loss, copied(inputs_in(dtype, (args, kwargs))))
-        if not (own.modules or own.functions):
-            raise OtherGradients(f"{error}{own.remedy}") from error
-        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
+        yield
+        return
+    except (CaptureError, torch.OutOfMemoryError) as error:
+        causes: list[BaseException | None] = [error]
+        while (last := causes[-1]) is not None:
+            causes.append(last.__cause__)
+        if not any(isinstance(e, torch.OutOfMemoryError) for e in causes):
+            raise
+        causes.clear()
+    raise _OutOfMemory
+
+
+def _compared_on_fewer(captured: Callable[[Inputs, bool], Captured], example: Inputs) -> Captured:
+    """What a call of the whole batch is captured to, compared with the model on as many samples as one device has memory for: half of
+    them, a quarter, and so on. One of eight GPUs is asked for the memory of all."""
+    _let_go()
+    whole = captured(example, False)
+    sizes = {t.shape[0] for t in _tensors(example) if t.dim()}
+    count = sizes.pop() // 2 if len(sizes) == 1 else 0
+    said = "not compared with the model, for a sample of which one device has no memory"
+    while count:
+        with contextlib.suppress(_OutOfMemory), _out_of_memory_told_apart():
+            part = captured(pytree.tree_map_only(torch.Tensor, functools.partial(_first, count), example), True)
+            if [op.target for op in part.program.ops] == [op.target for op in whole.program.ops]:
+                said = f"compared with the model on {count} sample{'s' * (count > 1)} alone: one device has no memory for the whole batch"
+            break
+        _let_go()
+        count //= 2
+    return dataclasses.replace(whole, program=whole.program.replace(notes=(*whole.program.notes, f"the captured program was {said}")))
+
+
+def _first(count: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:count] if tensor.dim() else tensor
+
+
+def _let_go() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _captured(
@@ -124,6 +183,8 @@ def _captured(
     _check_leaves(type(model).__name__, example)
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+    else:
+        args, kwargs = _beside(model, (args, kwargs))
     given = args, kwargs
     inputs, infer = inputs_in(dtype, given), Inference()
     with held_back():
@@ -279,6 +340,18 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
                 f"numbers, strings, and tuples, lists and dicts of these\n  what to do: give the model what stands in it (mode.value, "
                 f"vars(options), torch.as_tensor(array)), or keep it in an attribute of the model, which is watched"
             )
+
+
+def _beside(model: nn.Module, inputs: Inputs) -> Inputs:
+    """The inputs where the model lies, as the parallel module takes them from anywhere."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        return inputs
+    (device,) = devices
+    moved: Inputs = pytree.tree_map_only(
+        torch.Tensor, lambda t: t if t.device == device else t.detach().to(device).requires_grad_(t.requires_grad), inputs
+    )
+    return moved
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

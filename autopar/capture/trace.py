@@ -189,6 +189,7 @@ class _Flattener:
     def _placeholders(self) -> dict[fx.Node, Any]:
         env: dict[fx.Node, Any] = {}
         paths = iter(_leaf_paths(self.exported))
+        given = {leaf_path(path): leaf for path, leaf in pytree.tree_leaves_with_path(self.exported.example_inputs)}
         placeholders = [n for n in self.exported.graph.nodes if n.op == "placeholder"]
         constants = self.exported.constants
         for node, spec in zip(placeholders, self.exported.graph_signature.input_specs, strict=True):
@@ -200,7 +201,8 @@ class _Flattener:
                     self.constant_inputs.append((path, self._arg(spec.arg.value)))
                     continue
                 value = self.names.fresh(node.name)
-                self.metas[value] = meta_of(node.meta["val"], node.meta["val"].requires_grad)
+                example = given.get(path, node.meta["val"])  # on the meta device the graph's own may want gradients that nobody asked for
+                self.metas[value] = meta_of(node.meta["val"], example.requires_grad)
                 self.inputs.append(Input(value=value, path=path))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]

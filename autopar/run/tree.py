@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,26 @@ class _Place:
 
     registry: dict[str, Tensor | None]
     key: str
+
+
+class _OfGradients:
+    """A hook of a parameter's gradient, which torch does not call where there is none. Of a gradient that a function of ours does not
+    return, it would be told None."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else self._hook(grad)
+
+
+def _tell_of_gradients_alone(hooks: dict[int, Any]) -> None:
+    """hooks: of a parameter, as torch keeps them."""
+    for key, hook in hooks.items():
+        if not isinstance(hook, _OfGradients):
+            hooks[key] = _OfGradients(hook)
 
 
 class Tree:
@@ -102,18 +123,17 @@ class Tree:
         place = self._place(spec.name, "_buffers")
         known = place.registry.get(place.key)
         lies.home = known.device if isinstance(known, Tensor) else self._device
-        if lies.split and not isinstance(here, FakeTensor):
-            own = spec.stages, spec.layouts
-            before = parts.get(id(known))
-            found = before[1] if before is not None and before[0] == own else part_like(here, lies)
-            place.registry[place.key] = found
-            if isinstance(known, Tensor):
-                parts[id(known)] = own, found, known
-        elif isinstance(known, Tensor) and known.shape == here.shape and known.device == here.device and known.dtype == here.dtype:
+        split = lies.split and not isinstance(here, FakeTensor)
+        if not split and isinstance(known, Tensor) and (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype):
             with torch.no_grad():
                 known.copy_(here)
         else:
-            place.registry[place.key] = here
+            own = spec.stages, spec.layouts
+            before = parts.get(id(known))
+            found = before[1] if before is not None and before[0] == own else part_like(here, lies) if split else here
+            place.registry[place.key] = found
+            if isinstance(known, Tensor):
+                parts[id(known)] = own, found, known
         if not spec.persistent:
             path, _, last = spec.name.rpartition(".")
             self._module(path)._non_persistent_buffers_set.add(last)
@@ -190,6 +210,8 @@ class Tree:
                     )
             check_given(self.params.items())
             for name, param in self.params.items():
+                if param._backward_hooks:
+                    _tell_of_gradients_alone(param._backward_hooks)
                 trains = param.requires_grad
                 if trains and not self._specs[name].trainable:
                     raise ValueError(

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from autopar.run import comm
 from autopar.run.buckets import Bucket, Computes, Gathering, Held, Reduction, add_parts
 from autopar.run.gathered import GatheredWhereUsed
-from autopar.run.leaves import Leaf, Leaves, leaf_of
+from autopar.run.leaves import Arrived, Leaf, Leaves, leaf_of
 
 __all__ = ["Step", "Weights", "buffers_kept"]
 
@@ -110,6 +110,8 @@ class Step:
         self._grad = torch.is_grad_enabled()
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._free = leaves
+        arrived: Arrived = self._arrived
+        self._told = weakref.WeakMethod(arrived) if self._buckets or self._of_a_pass else None  # else nothing waits for a gradient
         self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
         self._lower: dict[str, Tensor] = {}
@@ -134,15 +136,22 @@ class Step:
         leaf = self._leaf(canonical)
         if self._held[canonical].gathered_when_used:
             return self._where_used.read(canonical, leaf)
+        dtype = self._computes.get(canonical)
+        if dtype is None:
+            return leaf
         lower = self._lower.get(canonical)
-        return leaf if lower is None else _Lower.apply(leaf, lower)
+        if lower is not None:
+            return _Lower.apply(leaf, lower)
+        first = leaf.to(dtype)  # which costs the host less than a function of our own
+        self._lower[canonical] = first.detach()
+        return first
 
     def _leaf(self, name: str) -> Tensor:
         if name in self._leaves:
             return self._leaves[name]
         gathering, held = self._gathering.get(name), self._held[name]
-        if gathering is None and self._trains_now(name) and (held.gathered_when_used or name not in self._computes):
-            self._borrowed[name] = borrowed = self._free.take(held, weakref.WeakMethod(self._arrived))
+        if gathering is None and self._trains_now(name):
+            self._borrowed[name] = borrowed = self._free.take(held, self._told)
             self._leaves[name] = borrowed.tensor
             return borrowed.tensor
         found = gathering.finish() if gathering is not None else {name: held.local}
@@ -164,7 +173,7 @@ class Step:
         return self._grad and name in self._trains
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        return leaf_of(value, name, weakref.WeakMethod(self._arrived)).tensor if self._trains_now(name) else value
+        return leaf_of(value, name, self._told).tensor if self._trains_now(name) else value
 
     def saving(self) -> AbstractContextManager[object]:
         """The context to run forward in."""

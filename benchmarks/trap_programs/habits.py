@@ -312,7 +312,7 @@ class TwoHeads(nn.Module):
         return F.cross_entropy(self.heads[k](torch.tanh(self.body(x))), y)
 
 
-@program(KIND)
+@program(KIND, plans=("one",))
 def hook_of_a_weight_without_a_gradient(compile: Compile) -> Results:
     """Every weight has a hook that bounds its gradient; the heads are used in turns."""
     model = compile(seeded(TwoHeads), example_inputs=(*batch(), 0))
