@@ -61,6 +61,8 @@ PLANS = {
     "hybrid3": PlanOf(gpus=4, pins={"dp": 4, "zero": 3, "shard": 2}),
     "dp2mb2": PlanOf(gpus=2, pins={"dp": 2, "micro_batches": 2}),
     "dp2tp2": PlanOf(gpus=4, pins={"dp": 2, "tp": 2}),
+    "one": PlanOf(gpus=1, pins={}),
+    "one2": PlanOf(gpus=1, pins={"micro_batches": 2}),
 }
 USUAL = ("dp2", "tp2", "pp2", "zero1", "zero3")  # every program runs under these; under the others, those that name them
 
@@ -86,11 +88,11 @@ class Outcome:
 
 class Judge:
     """Keeps a pool of workers for each number of processes. Use as a context. limit_s: for each run of a program. It ends a pool that
-    hangs; a run that did not end is tried a second time."""
+    hangs; a run that did not end is tried a second time. device: where what is compiled runs; programs make their tensors on the CPU."""
 
-    def __init__(self, *, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._pools: dict[int, WorkerPool] = {}
+    def __init__(self, *, limit_s: float, device: str = "cpu") -> None:
+        self.limit_s, self.device = limit_s, device
+        self._pools: dict[tuple[int, str], WorkerPool] = {}
 
     def __enter__(self) -> Judge:
         if "forkserver" in multiprocessing.get_all_start_methods():  # workers are then forked from a process that has imported all this
@@ -129,13 +131,16 @@ class Judge:
             yield Outcome(plan=plan, outcome="wrong" if wrong else "right", reason="; ".join(wrong[:4]), **about)
 
     def _run(self, gpus: int, name: str, plan: str | None) -> list[Any]:
-        pool = self._pools.setdefault(gpus, WorkerPool(gpus, backend="gloo"))
+        backend = "gloo" if self.device == "cpu" or plan is None else "nccl"
+        if (gpus, backend) not in self._pools:
+            self._pools[gpus, backend] = WorkerPool(gpus, backend=backend)
+        pool = self._pools[gpus, backend]
         try:
-            return pool.run(run_program, name, plan, timeout_s=self.limit_s)
+            return pool.run(run_program, name, plan, self.device, timeout_s=self.limit_s)
         except LaunchError as error:
             if "did not end within" not in str(error):
                 raise
-        return pool.run(run_program, name, plan, timeout_s=self.limit_s)  # a busy machine is slow once; what hangs does it again
+        return pool.run(run_program, name, plan, self.device, timeout_s=self.limit_s)  # busy machines are slow once; what hangs is twice
 
 
 def differences(found: Results, expected: Results) -> list[str]:
@@ -202,13 +207,13 @@ class Stopped(Exception):  # noqa: N818  (its text is the record of an error)
     """What stopped a program."""
 
 
-def run_program(name: str, plan: str | None) -> Any:
-    """The program's results on this process, tensors whole and without gradients. plan: None for the plain model."""
+def run_program(name: str, plan: str | None, device: str = "cpu") -> Any:
+    """The program's results on this process, tensors whole, on the CPU and without gradients. plan: None for the plain model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1234)
     try:
-        return _plain(PROGRAMS[name].run(_same if plan is None else _compiled(plan)))
+        return _plain(PROGRAMS[name].run(_same if plan is None else _compiled(plan, device)))
     except Exception as error:  # noqa: BLE001  (whatever a program ends with is its outcome)
         raise Stopped(json.dumps(_described(error))) from None
     finally:
@@ -216,8 +221,9 @@ def run_program(name: str, plan: str | None) -> Any:
         gc.collect()
 
 
-def _compiled(plan: str) -> Compile:
-    return functools.partial(autopar.compile, gpus=PLANS[plan].gpus, cluster="cpu", pins=PLANS[plan].pins)
+def _compiled(plan: str, device: str) -> Compile:
+    cluster = "cpu" if device == "cpu" else "auto"
+    return functools.partial(autopar.compile, gpus=PLANS[plan].gpus, cluster=cluster, pins=PLANS[plan].pins)
 
 
 def _same(model: nn.Module, *, loss: Callable[[Any], Any] | None = None, **_: Any) -> nn.Module:
@@ -230,7 +236,7 @@ def _same(model: nn.Module, *, loss: Callable[[Any], Any] | None = None, **_: An
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        found = value.detach()
+        found = value.detach().cpu()
         return found.clone() if type(found) in (Tensor, nn.Parameter) else torch.tensor(found.tolist(), dtype=found.dtype)
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
