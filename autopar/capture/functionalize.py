@@ -9,7 +9,7 @@ autograd does for writes through views is the same (its CopySlices), so gradient
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
-from autopar.ir import Arg, Op, Ref, map_refs, refs
+from autopar.ir import Arg, Buffer, Op, Param, Ref, map_refs, refs
 from autopar.run.region import REGION
 
 __all__ = ["EFFECTS", "functionalize"]
@@ -50,12 +50,13 @@ class _View:
     index: int
 
 
-def functionalize(trace: Trace, infer: Inference) -> tuple[Trace, tuple[tuple[str, str], ...]]:
-    """The trace without operators that write to their operands, and its mutations: (buffer, the value it ends with).
+def functionalize(trace: Trace, infer: Inference, written: Collection[str] = ()) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+    """The trace without operators that write to their operands, and its mutations: (buffer, the value it ends with). Frozen parameters
+    that it writes to are buffers of it, and so are those of which `written` has a name.
 
     Raises CaptureError for writes that have no functional form, or that would change what gradients mean.
     """
-    return _Functionalizer(trace, infer).run()
+    return _Functionalizer(trace, infer).run(written)
 
 
 class _Functionalizer:
@@ -71,7 +72,7 @@ class _Functionalizer:
         self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
 
-    def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+    def run(self, written_before: Collection[str]) -> tuple[Trace, tuple[tuple[str, str], ...]]:
         for traced in self.trace.ops:
             self.origin, op = traced, traced.op
             arguments = resolve(op.target)._schema.arguments if op.target != REGION else ()
@@ -83,6 +84,9 @@ class _Functionalizer:
             else:
                 self._in_place(op, written)
         loss, *returned = (self._now(value) for value in (self.trace.loss, *self.trace.returned))
+        known = frozenset(written_before)
+        frozen = [p for p in self.trace.params if self.version.get(p.value, 0) or not known.isdisjoint((p.fqn, *p.aliases))]
+        self.trace = _with_buffers(self.trace, frozen)
         mutations = []
         for buffer in self.trace.buffers:
             first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
@@ -192,9 +196,12 @@ class _Functionalizer:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
         old = self._now(self_name)
         meta = self.metas[old]
-        params = {p.value: p.fqn for p in self.trace.params}
-        if fqn := params.get(old) or params.get(self._base(self_name)):
-            remedy = "change parameters after optimizer.step(), not in the forward; or compute with a changed copy"
+        trained = {p.value: p.fqn for p in self.trace.params if p.trainable}
+        if fqn := trained.get(old) or trained.get(self._base(self_name)):
+            remedy = (
+                "change parameters after optimizer.step(), not in the forward; or compute with a changed copy; one that the optimizer does "
+                "not train (of a momentum encoder) may be changed if it is frozen (requires_grad_(False)) before the model is compiled"
+            )
             raise self._error(f"the forward changes a parameter in place: {fqn}", remedy)
         new = self._functional(op, old)
         if self.metas[new].dtype != meta.dtype:
@@ -332,6 +339,13 @@ class _Functionalizer:
         dim %= len(self.metas[parent].shape)
         written = self._new(target, Ref(whole), Ref(part), dim, *place, like=like)
         return self._new("aten.view_as_complex.default", Ref(written), like=like)
+
+
+def _with_buffers(trace: Trace, frozen: Sequence[Param]) -> Trace:
+    """The trace in which these parameters are buffers."""
+    buffers = (Buffer(value=p.value, fqn=p.fqn, aliases=p.aliases, parameter=True) for p in frozen)
+    params = tuple(p for p in trace.params if p not in frozen)
+    return dataclasses.replace(trace, params=params, buffers=(*trace.buffers, *buffers))
 
 
 def _arguments(op: Op) -> Callable[[str], Any]:

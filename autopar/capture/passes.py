@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Buffer, Input, Program, Ref
+from autopar.ir import Input, Program, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of
 from autopar.run.outputs import Returned
@@ -88,6 +88,7 @@ def capture(
     check: bool = True,
     outputs: bool | None = False,
     dtype: torch.dtype | None = None,
+    written: Collection[str] = (),
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -96,23 +97,24 @@ def capture(
     the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
     loss, gradients and buffers (not on meta). outputs: the tensors that the model returns beside the loss are in the program too;
     None: if it returns no loss, for the user to make one of them. dtype: what float32 parameters and inputs are cast to where they are
-    used (`run.precision`); None: nothing is cast. The model is left as it was. Raises CaptureError with the line of
+    used (`run.precision`); None: nothing is cast. written: names of frozen parameters that other calls write to: buffers, like those that
+    this call writes to. The model is left as it was. Raises CaptureError with the line of
     the model's source and what to do, NoLoss if there is no loss.
     """
     args, kwargs = arguments_of(example_inputs)
     try:
-        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype)
+        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, written=written)
     except OtherGradients as error:
         with computing_in(dtype, model):
             own = own_gradients(model, loss, copied(inputs_in(dtype, (args, kwargs))))
         if not (own.modules or own.functions):
             raise OtherGradients(f"{error}{own.remedy}") from error
-        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
+        return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, written=written, as_written=own)
 
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, as_written: OwnGradients | None = None,
+    dtype: torch.dtype | None, written: Collection[str], as_written: OwnGradients | None = None,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: what runs as it is written."""
     args, kwargs = example
@@ -133,7 +135,9 @@ def _captured(
         with held_back():
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written)
-            trace, mutations = functionalize(with_casts(trace, infer), infer)
+            trace, mutations = functionalize(with_casts(trace, infer), infer, written)
+            frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
+            _check_precision(model, at_rest, frozen)
             trace = split_label_means(trace)
             trace, renamed = normalise(trace, infer)
             mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
@@ -147,8 +151,8 @@ def _captured(
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())
-        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None)
-        written = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None)
+        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen)
+        left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
             leaves = {p.value: originals[p.value].detach().requires_grad_(p.trainable) for p in program.params}
@@ -161,11 +165,11 @@ def _captured(
                 f"graph of operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are "
                 f"compared"
             )
-    if written:
-        listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
+    if left:
+        listed = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
-        guards.follow(written, calls.settled, calls.left)
+        guards.follow(left, calls.settled, calls.left)
     if around.asked:
         guards.ask_for(around.mode)
     if program.outputs:
@@ -176,7 +180,7 @@ def _captured(
             program = program.replace(own_loss=False)
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
     return Captured(
-        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned,
+        program, dict(trace.tensors), model.training, guards, left, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast,
     )  # fmt: skip
 
@@ -240,9 +244,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     changed = {buffer for buffer, _ in mutations}
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
     changed |= {copy for copy, first in trace.buffer_copies if first in changed}
-    buffers = tuple(
-        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed, region=b.region) for b in trace.buffers
-    )
+    buffers = tuple(dataclasses.replace(b, mutated=b.value in changed) for b in trace.buffers)
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}
     calls = [t.calls for t in trace.ops]
@@ -278,6 +280,18 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
                 f"input {'.'.join(map(str, leaf_path(path)))} of {name} is a {type(leaf).__name__}, and a program is given tensors, "
                 f"numbers, strings, and tuples, lists and dicts of these\n  what to do: give the model what stands in it (mode.value, "
                 f"vars(options), torch.as_tensor(array)), or keep it in an attribute of the model, which is watched"
+            )
+
+
+def _check_precision(model: nn.Module, at_rest: Mapping[int, torch.Tensor], frozen: Mapping[str, torch.Tensor]) -> None:
+    """at_rest: of parameters in a lower dtype than they rest in, by their ids. frozen: those that the forward writes to."""
+    for name, tensor in frozen.items():
+        original = at_rest.get(id(tensor))
+        if original is not None and original.dtype != tensor.dtype:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} changes the frozen parameter {name}, which rests in {original.dtype}, and computes "
+                f"in {tensor.dtype}: what it adds would be rounded away\n  what to do: change it after optimizer.step(), or compile with "
+                f"precision='fp32' and call the model inside of torch.autocast(dtype={tensor.dtype})"
             )
 
 

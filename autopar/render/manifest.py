@@ -70,6 +70,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             persistent=b.persistent and b.fqn is not None,
             constant=b.fqn is None or b.region,
             region=b.region,
+            parameter=b.parameter,
+            aliases=b.aliases,
             layouts=_layouts(b.layouts),
             stages=(stages := used.get(b.value, homes.get(b.value, (0,)))),
             written=writers.get(b.value) if len(stages) > 1 else None,
