@@ -42,7 +42,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """One call. gradients: of the asked parameters, in their order. of_inputs: of the inputs that require one, in the order of their
-    leaves. buffers: by name, after it, with the frozen parameters that it writes to. returned: the tensors that the model returned beside the loss, where they were asked for."""
+    leaves. buffers: by name, after it, with the frozen parameters that it writes to. returned: the tensors
+    that the model returned beside the loss, where they were asked for."""
 
     loss: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
@@ -86,16 +87,16 @@ def call_twice(
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
     frozen = frozen or {}
-    calls, states, writes = [], [start], [_writes(model)]
-    first_values = _copies(frozen)
+    calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
     with _as_before(model, start, frozen.values()):
         for number in (0, 1):
             given = copied(inputs)
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
+            moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
-                with watch, as_called():
+                with watch, moving, as_called():
                     output = model(*given[0], **given[1])
                     result, own = objective_of(output, loss, outputs)
                 wanted = (*parameters, *differentiated(given)) if compare else ()
@@ -108,6 +109,7 @@ def call_twice(
             calls.append(Call(loss=result.detach(), gradients=found[:n], of_inputs=found[n:], buffers=buffers, returned=others))
             states.append(State.take(model, loss, start))
             writes.append(_writes(model))
+            into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         written = refuse_changing(type(model).__name__, first.changes(second), read)
@@ -116,9 +118,7 @@ def call_twice(
         left = left_by(start, first, written, traced)
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
-    for name, was in first_values.items():  # which .data writes to unseen
-        one, two = (call.buffers[name] for call in calls)
-        once += [name] if not torch.equal(was, one) and torch.equal(one, two) else []
+    once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
     return Calls(calls=tuple(calls), settled=settled, written=written, left=left)
@@ -207,6 +207,29 @@ class _Reads(TorchDispatchMode):
 
     def has_read(self, tensor: torch.Tensor) -> bool:
         return _storage(tensor) in self._read
+
+
+class _Writes(TorchDispatchMode):
+    """Notes which of some parameters the operators inside write to, through .data too, which counts no version."""
+
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._params, self._before = params, {name: _storage(p) for name, p in params.items()}
+        self._written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = {a.name: x for a, x in zip(arguments, args)} | dict(kwargs)
+            into = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+            self._written |= {_storage(x) for x in pytree.tree_leaves(into) if isinstance(x, torch.Tensor)}
+        return func(*args, **kwargs)
+
+    def names(self) -> frozenset[str]:
+        """Those written to, and those that were given other memory."""
+        now = {name: _storage(p) for name, p in self._params.items()}
+        return frozenset(name for name, was in self._before.items() if was in self._written or now[name] != was)
 
 
 # ------------------------------------------------------------------------------------------------------------- the inputs

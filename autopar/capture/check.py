@@ -61,7 +61,8 @@ def check_program(
             raise CaptureError(
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
                 f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
-                f"{_of(calls)}, keep it in a buffer; else this is a defect of autopar"
+                f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; else "
+                f"this is a defect of autopar"
             )
         returned = dict(zip(program.outputs, outputs, strict=True))
         for k, (name, expected) in enumerate(zip(names, call.returned, strict=True)):
