@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
-from autopar.capture.export import End, Step, export, own_gradients
+from autopar.capture.export import HOOK, End, Step, export, own_gradients
 from autopar.capture.held import ABSENT, Opaque, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.reach import LruCache
@@ -41,6 +41,10 @@ class TracedCall:
     drawn: tuple[str, ...]
     returns: str = ""
     returned: Returned | None = None
+
+    @property
+    def hooks(self) -> list[str]:
+        return [name for name in self.own_gradients if name.startswith(HOOK)]
 
 
 def traced(
@@ -99,13 +103,15 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
-    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None,
+    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
-    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen: as of
-    `call_twice`."""
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales: as
+    of `call_twice`."""
     if trainable is not None:
-        return call_twice(model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen)
+        return call_twice(
+            model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales
+        )
     if not found.changes:
         return None
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from autopar.errors import CaptureError
 from autopar.run.outputs import taken_apart
 
 __all__ = [
-    "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "left_as_it_was",
+    "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
     "lowest_draws", "refuse_changing", "seeded",
 ]  # fmt: skip
 
@@ -42,12 +42,13 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """One call. gradients: of the asked parameters, in their order. of_inputs: of the inputs that require one, in the order of their
-    leaves. buffers: by name, after it, with the frozen parameters that it writes to. returned: the tensors
-    that the model returned beside the loss, where they were asked for."""
+    leaves. scaled: both, of the loss multiplied by a number. buffers: by name, after it, with the frozen parameters that it writes to.
+    returned: the tensors that the model returned beside the loss, where they were asked for."""
 
     loss: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
     of_inputs: tuple[torch.Tensor | None, ...]
+    scaled: Mapping[float, tuple[torch.Tensor | None, ...]]
     buffers: Mapping[str, torch.Tensor]
     returned: tuple[torch.Tensor, ...] = ()
 
@@ -77,12 +78,12 @@ def differentiated(inputs: Inputs) -> list[torch.Tensor]:
 def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
-    frozen: Mapping[str, torch.Tensor] | None = None,
+    frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
     Python and numpy draw as they do for the program that is compared; else as the caller has set them. frozen: the frozen parameters to
-    which the program writes, by name.
+    which the program writes, by name. scales: by which the loss is multiplied for further gradients.
 
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
@@ -100,13 +101,17 @@ def call_twice(
                     output = model(*given[0], **given[1])
                     result, own = objective_of(output, loss, outputs)
                 wanted = (*parameters, *differentiated(given)) if compare else ()
-                found = torch.autograd.grad(result, wanted, allow_unused=True) if wanted and result.requires_grad else (None,) * len(wanted)
+                scaled = {scale: gradients_of(result, wanted, scale) for scale in scales}
+                found = gradients_of(result, wanted)
             _check_inputs(given, before)
             _check_parameters(model, versions, frozen)
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
             others = tuple(t.detach().clone() for t in taken_apart(output, result, own_loss=own)[1]) if outputs else ()
-            calls.append(Call(loss=result.detach(), gradients=found[:n], of_inputs=found[n:], buffers=buffers, returned=others))
+            call = Call(
+                loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others
+            )  # fmt: skip
+            calls.append(call)
             states.append(State.take(model, loss, start))
             writes.append(_writes(model))
             into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
@@ -122,6 +127,14 @@ def call_twice(
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
     return Calls(calls=tuple(calls), settled=settled, written=written, left=left)
+
+
+def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
+    """scale: the loss is multiplied by it; None for the last gradients that are asked of the graph."""
+    if not wanted or not loss.requires_grad:
+        return (None,) * len(wanted)
+    factor = None if scale is None else torch.full_like(loss, scale)
+    return torch.autograd.grad(loss, wanted, factor, retain_graph=scale is not None, allow_unused=True)
 
 
 def _writes(model: nn.Module) -> dict[str, tuple[int, int]]:

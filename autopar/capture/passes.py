@@ -57,6 +57,8 @@ from autopar.run.precision import computing_in, inputs_in
 
 __all__ = ["Captured", "capture"]
 
+SCALES = (2.0**-24, 2.0**24)  # of the loss, where gradients are not autograd's own: a bound on them may cut off none of the example's
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -151,7 +153,10 @@ def _captured(
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())
-        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen)
+        if as_written is None and trainable is not None and found.hooks:
+            raise OtherGradients(f"{program.name} registers {found.hooks[0]} on an activation in its forward")
+        scales = SCALES if found.own_gradients else ()
+        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales)
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program

@@ -21,7 +21,7 @@ from torch import Tensor, fx, library, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.applied import Function, applied_by
+from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import FAILURES, objective_of
@@ -30,7 +30,7 @@ from autopar.capture.follow import storage_of
 from autopar.capture.own_gradients import OwnGradients, below, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
-from autopar.capture.samples import works_by_samples
+from autopar.capture.samples import is_proportional, works_by_samples
 from autopar.capture.source import first_line, module_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
@@ -383,7 +383,14 @@ def _observed(
 
     outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
     kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with outside, CountedFlops() as counted, kept, mode or contextlib.nullcontext():  # which sees who calls
+    own_backward: list[object] = [module] if isinstance(module, Applied) else []
+    hooks: list[Callable[..., Any]] = []
+
+    def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own_backward.append(cls)
+        return apply(*args, **kwargs)
+
+    with outside, CountedFlops() as counted, kept, hooks_told(hooks.append), applied_by(applied), mode or contextlib.nullcontext():
         output = forward(*args, **kwargs)
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
@@ -406,6 +413,10 @@ def _observed(
     )  # fmt: skip
     with forwards_replaced({"": forward}, module):
         steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
+        if hooks and not all(map(only_computes, hooks)):
+            rows = ()  # what it leaves is of all that there is
+        if (own_backward or hooks) and not is_proportional(call.region, copies, tuple(own.values()), draws=draws):
+            call = dataclasses.replace(call, region=dataclasses.replace(call.region, proportional=False))
     return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
 
 

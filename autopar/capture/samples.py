@@ -16,7 +16,7 @@ from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
 
-__all__ = ["works_by_samples"]
+__all__ = ["is_proportional", "works_by_samples"]
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 AT_ONCE = 4  # tensors of which every subset is tried
@@ -50,6 +50,24 @@ def works_by_samples(
                 if _holds(exact, doubles, weights, frozenset(split), size):
                     return True, split
     return True, ()
+
+
+def is_proportional(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
+    """Whether gradients that come to it multiplied by a number leave it so: not where a hook clamps them. Powers of two change no digit."""
+    if draws or sum(t.numel() for t in state) > LARGE:
+        return False
+    exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
+    doubles, weights = [_double(t) for t in given], [_double(t) for t in state]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        once = _differentiated(exact, doubles, weights, None)
+        if once is None:
+            return False
+        for factor in (2.0**-30, 2.0**-8, 2.0**8, 2.0**30):
+            found = _differentiated(exact, doubles, weights, [g * factor for g in once[1]])
+            pairs = [] if found is None else [*zip(found[2], once[2], strict=True), *zip(found[3], once[3], strict=True)]
+            if found is None or not all(_close(a / factor, b) for a, b in pairs):
+                return False
+    return True
 
 
 def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int) -> bool:

@@ -39,7 +39,7 @@ class Place:
 class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
-    tensor. autocast: what was on.
+    tensor. autocast: what was on. proportional: gradients that come to it multiplied by a number leave it so.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -50,6 +50,7 @@ class Region:
     modes: tuple[bool, ...]
     autocast: tuple[Autocast, ...] = ()
     params: tuple[tuple[int, str], ...] = ()
+    proportional: bool = True
     reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters of the model that a gradient has come to
 
     device = torch.device("cpu")
