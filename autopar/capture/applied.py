@@ -36,13 +36,20 @@ def applied_by(call: Calls) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hooks_told(tell: Callable[[Callable[..., Any]], None]) -> Iterator[None]:
-    """Inside, `tell` is given each hook that is registered on a tensor, before it is."""
-    register = Tensor.register_hook
+def hooks_told(tell: Callable[[Tensor, Callable[..., Any]], None]) -> Iterator[None]:
+    """Inside, `tell` is given each tensor and the hook that is registered on it, before it is."""
+    register, again = Tensor.register_hook, False  # torch asks modes of functions, and what is there, once more
 
     def registered(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        tell(hook)
-        return register(tensor, hook)
+        nonlocal again
+        if again:
+            return register(tensor, hook)
+        again = True
+        try:
+            tell(tensor, hook)
+            return register(tensor, hook)
+        finally:
+            again = False
 
     Tensor.register_hook = registered  # type: ignore[method-assign]
     try:

@@ -214,7 +214,7 @@ def own_gradients() -> Iterator[list[str]]:
         used.append(cls.__qualname__)
         return apply(*args, **kwargs)
 
-    with applied_by(noted), hooks_told(lambda hook: used.append(f"{HOOK}{getattr(hook, '__qualname__', hook)}")):
+    with applied_by(noted), hooks_told(lambda _, hook: used.append(f"{HOOK}{getattr(hook, '__qualname__', hook)}")):
         yield used
 
 

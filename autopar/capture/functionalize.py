@@ -9,7 +9,7 @@ autograd does for writes through views is the same (its CopySlices), so gradient
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
+from autopar.capture.regions import HOOK
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Op, Param, Ref, map_refs, refs
@@ -69,12 +70,16 @@ class _Functionalizer:
         self.current: dict[str, str] = {n: n for n in self.metas}  # what a traced value is called now
         self.version: dict[str, int] = {}  # of a base: how often it was written to
         self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
+        self.has_hook: dict[str, str] = {}  # a base of which a value has a hook -> the line that registers it
         self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
 
     def run(self, written_before: Collection[str]) -> tuple[Trace, tuple[tuple[str, str], ...]]:
         for traced in self.trace.ops:
             self.origin, op = traced, traced.op
+            if op.target == HOOK:
+                self._hooked(op)
+                continue
             arguments = resolve(op.target)._schema.arguments if op.target != REGION else ()
             written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
             if not written:
@@ -184,6 +189,35 @@ class _Functionalizer:
     ) -> CaptureError:
         return CaptureError(f"{what}\n  at {self.origin.op.source}\n  what to do: {remedy}")
 
+    # ---------------------------------------------------------------------------------------------------------- hooks
+    def _hooked(self, op: Op) -> None:
+        """A hook on an activation: its region gives what is read from here on as the activation, and as the views of it."""
+        (operand,) = refs(op)[1:]
+        name = self._same(operand)
+        base, parts = self._base(name), {n for n in self.current if name in self._chain(n)}
+        values = {self.current[n] for n in parts}
+        views = {o for n in parts - {name} for o in self.views[n].op.outputs if o is not None}
+        readers = [t.op for t in self.ops if not values.isdisjoint(refs(t.op)) and views.isdisjoint(o for o in t.op.outputs if o)]
+        if reader := next((r for r in readers if any(o is not None and self.metas[o].grad for o in r.outputs)), None):
+            raise self._error(
+                f"a hook on an activation that has been used before ({reader.source}): its gradient comes from there too",
+                "register the hook where the activation is made, before it is used",
+            )
+        if base in self.trace.given:
+            raise self._error("a hook on a parameter or an input", "register hooks on parameters after the model is compiled")
+        now = self._now(name)
+        self._emit(dataclasses.replace(op, target=REGION, args=(op.args[0], (Ref(now),), ())))
+        self.version[base] = self.version.get(base, 0) + 1
+        self.current[name], self.seen_version[name] = op.outputs[0] or now, self.version[base]
+        self.has_hook[base] = op.source
+
+    def _chain(self, name: str) -> Iterator[str]:
+        """A value, what it is a view of, and so on."""
+        yield name
+        while name in self.views:
+            name = self.views[name].parent
+            yield name
+
     # ------------------------------------------------------------------------------------------------------- in place
     def _in_place(self, op: Op, written: Sequence[str]) -> None:
         name = op.target.split(".")[1]
@@ -194,6 +228,8 @@ class _Functionalizer:
             self_name = self._same(op.args[0].name)
         else:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
+        if hooked := self.has_hook.get(self._base(self_name)):
+            raise self._error(f"it writes in place to an activation with a hook ({hooked})")
         old = self._now(self_name)
         meta = self.metas[old]
         trained = {p.value: p.fqn for p in self.trace.params if p.trainable}

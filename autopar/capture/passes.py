@@ -106,11 +106,11 @@ def capture(
     args, kwargs = arguments_of(example_inputs)
     try:
         return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, written=written)
-    except OtherGradients as error:
+    except OtherGradients:
         with computing_in(dtype, model):
             own = own_gradients(model, loss, copied(inputs_in(dtype, (args, kwargs))))
-        if not (own.modules or own.functions):
-            raise OtherGradients(f"{error}{own.remedy}") from error
+        if not (own.modules or own.functions or own.hooks or own.whole):
+            raise
         return _captured(model, (args, kwargs), loss, check=check, outputs=outputs, dtype=dtype, written=written, as_written=own)
 
 
@@ -197,7 +197,10 @@ def _traced(
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
     there is none, the operators whose sizes depend on values."""
     regions = Regions(model, loss, inputs)
-    if as_written is not None:
+    if as_written is not None and as_written.whole:
+        if not regions.include_model(as_written.whole):
+            raise OtherGradients(f"cannot capture {type(model).__name__} with gradients that it asks for itself{as_written.remedy}")
+    elif as_written is not None:
         regions.include_all(as_written)
     else:
         again = repeated(model, loss, inputs, start, outputs=outputs)

@@ -16,7 +16,7 @@ from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
 
-__all__ = ["is_proportional", "works_by_samples"]
+__all__ = ["is_linear", "works_by_samples"]
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 AT_ONCE = 4  # tensors of which every subset is tried
@@ -52,8 +52,9 @@ def works_by_samples(
     return True, ()
 
 
-def is_proportional(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
-    """Whether gradients that come to it multiplied by a number leave it so: not where a hook clamps them. Powers of two change no digit."""
+def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
+    """Whether the gradients that it gives are linear in those that come to it, as autograd's own are: not where a hook clamps them. Powers
+    of two change no digit."""
     if draws or sum(t.numel() for t in state) > LARGE:
         return False
     exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
@@ -62,12 +63,24 @@ def is_proportional(region: Region, given: Sequence[Tensor], state: Sequence[Ten
         once = _differentiated(exact, doubles, weights, None)
         if once is None:
             return False
-        for factor in (2.0**-30, 2.0**-8, 2.0**8, 2.0**30):
+        generator = torch.Generator().manual_seed(2)
+        other = [torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.dtype) for g in once[1]]
+        second = _differentiated(exact, doubles, weights, other)
+        summed = _differentiated(exact, doubles, weights, [a + b for a, b in zip(once[1], other, strict=True)])
+        if second is None or summed is None:
+            return False
+        if not all(_close(x + y, z) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
+            return False
+        for factor in (2.0**-30, -(2.0**-8), 2.0**8, 2.0**30):
             found = _differentiated(exact, doubles, weights, [g * factor for g in once[1]])
-            pairs = [] if found is None else [*zip(found[2], once[2], strict=True), *zip(found[3], once[3], strict=True)]
-            if found is None or not all(_close(a / factor, b) for a, b in pairs):
+            if found is None or not all(_close(a / factor, b) for a, b in zip(_left(found), _left(once), strict=True)):
                 return False
     return True
+
+
+def _left(ran: Ran) -> list[Tensor]:
+    """The gradients that it has given."""
+    return [*ran[2], *ran[3]]
 
 
 def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int) -> bool:

@@ -25,7 +25,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Applied", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
+__all__ = ["REGION", "Applied", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -39,7 +39,8 @@ class Place:
 class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
-    tensor. autocast: what was on. proportional: gradients that come to it multiplied by a number leave it so.
+    tensor. autocast: what was on. linear: the gradients that it gives are
+    linear in those that come to it.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -50,7 +51,7 @@ class Region:
     modes: tuple[bool, ...]
     autocast: tuple[Autocast, ...] = ()
     params: tuple[tuple[int, str], ...] = ()
-    proportional: bool = True
+    linear: bool = True
     reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters of the model that a gradient has come to
 
     device = torch.device("cpu")
@@ -131,6 +132,33 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+class Hooked(nn.Module):
+    """What it is given, with a hook on its gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.hook = _Hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.view_as(x)
+        if given.requires_grad:
+            given.register_hook(self.hook)
+        return given
+
+
+class _Hook:
+    """The user's own, in copies too: it may be a method of the whole model."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        return self.hook(grad)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
 
 
 class _Forward(nn.Module):

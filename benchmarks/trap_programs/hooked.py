@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import Compile, Net, Results, batch, program, seeded, sgd, state, train
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Results, batch, program, samples, seeded, sgd, state, train
 
 KIND = "hooked"
 
@@ -152,3 +153,148 @@ def gradient_left_by_a_hook(compile: Compile) -> Results:
     part = LastSeen()
     model = compile(seeded(WithPart, part), example_inputs=batch())
     return {"losses": train(model), "last": part.last.item(), "state": state(model)}
+
+
+class Rooted(Net):
+    """Hooks in the model's own forward: one scales, one clamps what comes to a view, one reverses gradients for a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(HIDDEN, 2)
+        self.strength = 0.5
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        h = self.blocks(h)
+        left, right = h.chunk(2, dim=-1)
+        if right.requires_grad:
+            right.register_hook(lambda grad: 0.25 * grad)
+        return torch.cat([right, left], dim=-1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.hidden(x)
+        seen = h * 1.0
+        if seen.requires_grad:
+            seen.register_hook(lambda grad: -self.strength * grad)
+        return F.cross_entropy(self.head(h), y) + F.cross_entropy(self.critic(seen), y % 2)
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def hooks_of_the_own_forward(compile: Compile) -> Results:
+    """The strength of the reversed gradients is annealed between the steps."""
+    model = compile(seeded(Rooted), example_inputs=batch())
+    optimizer, losses = sgd(model, 0.5), []
+    for k in range(4):
+        model.strength = 0.5 + k
+        losses += train(model, optimizer, inputs=[batch(k)])
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(*batch(9)).item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def hook_after_a_first_use(compile: Compile) -> Results:
+    """What is hooked has been used already: its gradient comes from there too."""
+
+    class Late(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            other = self.blocks[0](h)
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            return other + self.blocks[1](h)
+
+    return {"losses": train(model := compile(seeded(Late), example_inputs=batch())), "state": state(model)}
+
+
+@program(KIND)
+def gradient_kept_by_a_hook_of_the_own_forward(compile: Compile) -> Results:
+    """Saliency: the gradient of an activation is left in an attribute of the model."""
+
+    class Salient(Net):
+        def keep(self, grad: Tensor) -> None:
+            self.kept = grad.detach().clone()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = self.blocks(torch.tanh(self.first(x)))
+            if h.requires_grad:
+                h.register_hook(self.keep)
+            return h
+
+    built = seeded(Salient)
+    model = compile(built, example_inputs=batch())
+    losses, norms = [], []
+    for k in range(3):
+        losses += train(model, inputs=[batch(k)])
+        norms.append(built.kept.norm().item())
+    return {"losses": losses, "norms": norms, "state": state(model)}
+
+
+class Field(nn.Module):
+    """Energies of samples, and forces: their negative gradients by the positions, which are trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.net(x).squeeze(-1)
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -slope
+
+
+def _energies_and_forces(found: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    energy, force = found
+    return F.mse_loss(energy, x.square().sum(-1)) + F.mse_loss(force, -2 * x)
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def forces_of_the_own_forward(compile: Compile) -> Results:
+    model = compile(seeded(Field), example_inputs=(samples(),))
+    optimizer, losses = sgd(model, 0.05), []
+    for k in range(3):
+        x = samples(k)
+        optimizer.zero_grad()
+        loss = _energies_and_forces(model(x), x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def penalty_of_the_own_forward(compile: Compile) -> Results:
+    """The norm of the gradient of the loss by the inputs is added to the loss, in forward."""
+
+    class Penalised(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            loss = F.cross_entropy(self.logits(x), y)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + 10.0 * slope.square().sum()
+
+    return {"losses": train(model := compile(seeded(Penalised), example_inputs=batch())), "state": state(model)}
+
+
+class FirstClipped(nn.Module):
+    """A clipped activation that the next layer, split over its outputs, reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip = Clipping()
+        self.up, self.down = nn.Linear(WIDTH, 8 * HIDDEN), nn.Linear(8 * HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.down(torch.tanh(self.up(10.0 * self.clip(self.down(torch.tanh(self.up(x)))))))
+        return 30.0 * F.cross_entropy(self.head(h), y)
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def clipped_before_a_split_layer(compile: Compile) -> Results:
+    model = compile(seeded(FirstClipped), example_inputs=batch())
+    return {"losses": train(model, sgd(model, 0.01)), "state": state(model)}
