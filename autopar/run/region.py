@@ -103,7 +103,13 @@ class Region:
         names |= {m.function.__module__ for m in self.module.modules() if isinstance(m, Applied)} - {"__main__"}
         files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
-        return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
+        try:
+            return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"{self.name} runs as it is written, and cannot be given to another process: {error}\n  what to do: define its classes and "
+                f"functions (hooks too) at the top of a file"
+            ) from error
 
 
 def _loaded(files: Sequence[tuple[str, str | None]], paths: Sequence[str], fields: bytes) -> Region:
