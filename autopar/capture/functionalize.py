@@ -80,6 +80,10 @@ class _Functionalizer:
             if op.target == HOOK:
                 self._hooked(op)
                 continue
+            if op.target.startswith(FOREACH) and (each := _one_by_one(op, self.trace.names.fresh)):
+                for one in each:
+                    self._in_place(one, ["self"])
+                continue
             arguments = resolve(op.target)._schema.arguments if op.target != REGION else ()
             written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
             if not written:
@@ -375,6 +379,32 @@ class _Functionalizer:
         dim %= len(self.metas[parent].shape)
         written = self._new(target, Ref(whole), Ref(part), dim, *place, like=like)
         return self._new("aten.view_as_complex.default", Ref(written), like=like)
+
+
+def _one_by_one(op: Op, fresh: Callable[[str], str]) -> list[Op]:
+    """The in-place operators on single tensors that one on a list of them is; [] if there are none."""
+    name, overload = op.target.removeprefix(FOREACH).split(".")
+    first = op.args[0]
+    candidates = (f"aten.{name}.{kind}" for kind in (_OF_ONE.get(overload, overload), "default", "Tensor"))
+    target = next((t for t in candidates if _is_operator(t)), "")
+    if not name.endswith("_") or not target or not isinstance(first, tuple):
+        return []
+    made = []
+    for k in range(len(first)):
+        args = tuple(a[k] if isinstance(a, tuple) else a for a in op.args)
+        made.append(dataclasses.replace(op, target=target, args=args, outputs=(fresh(name),), multi=False))
+    return made
+
+
+FOREACH = "aten._foreach_"
+_OF_ONE = {"List": "Tensor", "ScalarList": "Scalar"}
+
+
+def _is_operator(target: str) -> bool:
+    try:
+        return bool(resolve(target))
+    except LookupError:
+        return False
 
 
 def _with_buffers(trace: Trace, frozen: Sequence[Param]) -> Trace:

@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, left_as_it_was
+from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.export import objective_of
+from autopar.capture.samples import gives_the_same
 from autopar.capture.source import module_of, running_line
+from autopar.run.region import Applied, AsAutograd, Place, Region
 
-__all__ = ["OwnGradients", "below", "innermost", "own_gradients"]
+__all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients"]
+
+
+MOST = 4  # calls of a function that are tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +74,31 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
     outermost = {p: line for p, line in found.items() if not below(p, found)}
     outside = frozenset(cls for p, cls in functions if p not in outermost and not below(p, outermost))
     return OwnGradients(modules=outermost, functions=outside, hooks=bool(hooks))
+
+
+def other_backward(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> str:
+    """The name of an autograd function that the model applies whose gradients are not, of whatever it is given, those that autograd gives
+    of its forward; '' if there is none. Calls the model once, and leaves it as it was."""
+    seen: dict[Function, list[tuple[Any, Any]]] = {}
+
+    def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls = seen.setdefault(cls, [])
+        if len(calls) < MOST:
+            calls.append(copied((args, kwargs)))
+        return apply(*args, **kwargs)
+
+    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(), applied_by(noted):
+        objective_of(model(*inputs[0], **inputs[1]), loss, None)
+    for cls, calls in seen.items():
+        for args, kwargs in calls:
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            arguments = pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs))
+            one, two = (
+                Region(path=cls.__name__, module=kind(cls), state=(), arguments=arguments, modes=(True,)) for kind in (Applied, AsAutograd)
+            )
+            if not gives_the_same(one, two, given):
+                return cls.__qualname__
+    return ""
 
 
 def innermost(paths: Mapping[int, str]) -> str | None:

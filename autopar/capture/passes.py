@@ -41,7 +41,7 @@ from autopar.capture.normalise import (
     with_copies_returned,
     with_old_values,
 )  # fmt: skip
-from autopar.capture.own_gradients import OwnGradients, own_gradients
+from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -155,6 +155,9 @@ def _captured(
         compared = None if trainable is None else tuple(trainable.values())
         if as_written is None and trainable is not None and found.hooks:
             raise OtherGradients(f"{program.name} registers {found.hooks[0]} on an activation in its forward")
+        if as_written is None and trainable is not None and found.own_gradients:
+            if function := other_backward(model, loss, copied(inputs)):
+                raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
         calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales)
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)

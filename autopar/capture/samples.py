@@ -16,7 +16,7 @@ from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
 
-__all__ = ["is_linear", "works_by_samples"]
+__all__ = ["gives_the_same", "is_linear", "works_by_samples"]
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 AT_ONCE = 4  # tensors of which every subset is tried
@@ -52,30 +52,75 @@ def works_by_samples(
     return True, ()
 
 
+def gives_the_same(region: Region, other: Region, given: Sequence[Tensor]) -> bool:
+    """Whether two regions without a state give the same results and gradients, also of tensors and of gradients of other sizes and signs
+    than they are given: what one of them cuts off may be in none of these."""
+    doubles, tried = [_double(t) for t in given], 0
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for tensors in (*_variations(doubles), *_larger(doubles)):
+            torch.manual_seed(0)
+            one = _differentiated(region, tensors, (), None)
+            torch.manual_seed(0)
+            two = None if one is None else _differentiated(other, tensors, (), one[1])
+            if one is None:
+                continue
+            if two is None or not _alike(one, two):
+                return False
+            for factor in (2.0**-30, -(2.0**30)):
+                scaled = [g * factor for g in one[1]]
+                torch.manual_seed(0)
+                more = _differentiated(region, tensors, (), scaled)
+                torch.manual_seed(0)
+                others = _differentiated(other, tensors, (), scaled)
+                if more is None or others is None or not all(_close(a / factor, b / factor) for a, b in zip(_left(more), _left(others))):
+                    return False
+            tried += 1
+    return tried > 1
+
+
+def _alike(one: Ran, two: Ran) -> bool:
+    pairs = [*zip(one[0], two[0], strict=True), *zip(_left(one), _left(two), strict=True)]
+    return all(_close(a, b) or bool((a.isnan() & b.isnan()).any()) for a, b in pairs)
+
+
 def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
     """Whether the gradients that it gives are linear in those that come to it, as autograd's own are: not where a hook clamps them. Powers
     of two change no digit."""
     if draws or sum(t.numel() for t in state) > LARGE:
         return False
     exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
-    doubles, weights = [_double(t) for t in given], [_double(t) for t in state]
+    doubles, weights, tried = [_double(t) for t in given], [_double(t) for t in state], 0
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        once = _differentiated(exact, doubles, weights, None)
-        if once is None:
-            return False
-        generator = torch.Generator().manual_seed(2)
-        other = [torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.dtype) for g in once[1]]
-        second = _differentiated(exact, doubles, weights, other)
-        summed = _differentiated(exact, doubles, weights, [a + b for a, b in zip(once[1], other, strict=True)])
-        if second is None or summed is None:
-            return False
-        if not all(_close(x + y, z) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
-            return False
-        for factor in (2.0**-30, -(2.0**-8), 2.0**8, 2.0**30):
-            found = _differentiated(exact, doubles, weights, [g * factor for g in once[1]])
-            if found is None or not all(_close(a / factor, b) for a, b in zip(_left(found), _left(once), strict=True)):
+        for tensors in (*_variations(doubles), *_larger(doubles)):
+            once = _differentiated(exact, tensors, weights, None)
+            if once is None:
+                continue
+            if not _is_linear_at(exact, tensors, weights, once):
                 return False
+            tried += 1
+    return tried > 0
+
+
+def _is_linear_at(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], once: Ran) -> bool:
+    generator = torch.Generator().manual_seed(2)
+    other = [torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.dtype) for g in once[1]]
+    second = _differentiated(region, tensors, state, other)
+    summed = _differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
+    if second is None or summed is None:
+        return False
+    if not all(_close(x + y, z) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
+        return False
+    for factor in (2.0**-30, -(2.0**-8), 2.0**8, 2.0**30):
+        found = _differentiated(region, tensors, state, [g * factor for g in once[1]])
+        if found is None or not all(_close(a / factor, b) for a, b in zip(_left(found), _left(once), strict=True)):
+            return False
     return True
+
+
+def _larger(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """What was given with other signs, smaller and larger."""
+    for factor in (-1.0, 2.0**-10, 2.0**10, -(2.0**20)):
+        yield [t * factor if t.dtype.is_floating_point else t for t in given]
 
 
 def _left(ran: Ran) -> list[Tensor]:

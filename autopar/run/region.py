@@ -25,7 +25,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Applied", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
+__all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -138,6 +138,21 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+class AsAutograd(nn.Module):
+    """The forward of an autograd function, differentiated by autograd."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function.setup_context is not torch.autograd.Function.setup_context:
+            return self.function.forward(*args, **kwargs)
+        context = torch.autograd.function.FunctionCtx()
+        context.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)  # type: ignore[attr-defined]
+        return self.function.forward(context, *args, **kwargs)
 
 
 class Hooked(nn.Module):
