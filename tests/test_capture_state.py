@@ -864,3 +864,12 @@ def test_a_parameter_that_is_written_to_unless_it_is_traced_is_refused() -> None
 
     with pytest.raises(CaptureError, match=r"writes to target.0.weight, .*and a trace of it does not"):
         capture(Followed(moved), (torch.randn(BATCH, DIM),))
+
+
+def test_a_gradient_that_the_forward_reads_is_refused() -> None:
+    class Reading(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).sum() * (1.0 if self.weight.grad is None else 2.0)
+
+    with pytest.raises(CaptureError, match=r"(?s)reads the gradient of a parameter.*self.weight.grad is None"):
+        capture(Reading(DIM, DIM), (torch.randn(BATCH, DIM),))

@@ -343,7 +343,24 @@ def test_gradients_that_a_model_asks_for_itself_are_of_samples_or_refused() -> N
     assert op.kwarg("rows") == (0,)
 
 
+@pure
+def test_of_two_hooks_the_first_is_given_the_gradient_first() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if h.requires_grad:
+                h.register_hook(lambda grad: 10.0 * grad)
+                h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+                h.register_hook(lambda grad: 10.0 * grad)
+            return h.square().sum()
+
+    clamps = [op.kwarg("linear") for op in regions(capture(Twice(4, 4), (torch.randn(6, 4),)))]
+    assert clamps == [True, False, True]  # and the program has been compared with the model
+
+
 class _Bounded(torch.autograd.Function):
+    """Of gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -353,20 +370,54 @@ class _Bounded(torch.autograd.Function):
         return grad.clamp(-1e3, 1e3)
 
 
-class _Bounding(nn.Module):
-    def __init__(self) -> None:
+class _Within(torch.autograd.Function):
+    """A bound of values that lets those return which gradients draw back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=-1e3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * ((x >= -1e3) | (grad < 0))
+
+
+class _Same(torch.autograd.Function):
+    """What autograd does too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=-1e3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x >= -1e3)
+
+
+class _Applying(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.function = nn.Linear(4, 4), function
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = _Bounded.apply(self.linear(x))
+        made: Tensor = self.function.apply(self.linear(x))
         return made.square().mean()
 
 
 @pure
-def test_a_bound_that_cuts_off_none_of_the_examples_gradients_is_kept() -> None:
-    (op,) = regions(capture(_Bounding(), (torch.randn(6, 4),)))
-    assert op.kwarg("linear") is False
+@pytest.mark.parametrize("function", [_Bounded, _Within])
+def test_a_bound_that_the_example_does_not_come_to_is_kept(function: type[torch.autograd.Function]) -> None:
+    (op,) = regions(capture(_Applying(function), (torch.randn(6, 4),)))
+    assert (op.module, op.kwarg("linear"), op.kwarg("rows")) == (function.__name__, False, (0,))
+
+
+@pure
+def test_a_function_that_does_as_autograd_is_in_the_graph() -> None:
+    assert not regions(capture(_Applying(_Same), (torch.randn(6, 4),)))
 
 
 @gloo

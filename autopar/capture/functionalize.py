@@ -70,6 +70,7 @@ class _Functionalizer:
         self.current: dict[str, str] = {n: n for n in self.metas}  # what a traced value is called now
         self.version: dict[str, int] = {}  # of a base: how often it was written to
         self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
+        self.last_hook: dict[str, str] = {}  # a traced value -> the result of the hook on it that is given gradients last
         self.has_hook: dict[str, str] = {}  # a base of which a value has a hook -> the line that registers it
         self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
@@ -209,11 +210,19 @@ class _Functionalizer:
             )
         if base in self.trace.given:
             raise self._error("a hook on a parameter or an input", "register hooks on parameters after the model is compiled")
-        now = self._now(name)
+        (made,) = op.outputs
+        assert made is not None, op
+        later = next((k for k, t in enumerate(self.ops) if t.op.outputs[0] == self.last_hook.get(name)), len(self.ops))
+        before = self.ops[later:]  # a hook that was registered before this one: it is given gradients first, and so comes after it
+        now = self._now(name) if not before else refs(before[0].op)[1]
+        del self.ops[later:]
         self._emit(dataclasses.replace(op, target=REGION, args=(op.args[0], (Ref(now),), ())))
-        self.version[base] = self.version.get(base, 0) + 1
-        self.current[name], self.seen_version[name] = op.outputs[0] or now, self.version[base]
-        self.has_hook[base] = op.source
+        if before:
+            self.ops += [before[0].with_op(dataclasses.replace(before[0].op, args=(before[0].op.args[0], (Ref(made),), ()))), *before[1:]]
+        else:
+            self.version[base] = self.version.get(base, 0) + 1
+            self.current[name], self.seen_version[name] = made, self.version[base]
+        self.last_hook[name], self.has_hook[base] = made, op.source
 
     def _chain(self, name: str) -> Iterator[str]:
         """A value, what it is a view of, and so on."""

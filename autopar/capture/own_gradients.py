@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -76,14 +77,16 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
     return OwnGradients(modules=outermost, functions=outside, hooks=bool(hooks))
 
 
-def other_backward(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> str:
+def other_backward(
+    model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs, known: Collection[Function] = ()
+) -> str:  # fmt: skip
     """The name of an autograd function that the model applies whose gradients are not, of whatever it is given, those that autograd gives
-    of its forward; '' if there is none. Calls the model once, and leaves it as it was."""
+    of its forward; '' if there is none. known: those that are not asked about. Calls the model once, and leaves it as it was."""
     seen: dict[Function, list[tuple[Any, Any]]] = {}
 
     def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls = seen.setdefault(cls, [])
-        if len(calls) < MOST:
+        if len(calls) < MOST and cls not in known:
             calls.append(copied((args, kwargs)))
         return apply(*args, **kwargs)
 
@@ -96,8 +99,10 @@ def other_backward(model: nn.Module, loss: Callable[[Any], Tensor] | None, input
             one, two = (
                 Region(path=cls.__name__, module=kind(cls), state=(), arguments=arguments, modes=(True,)) for kind in (Applied, AsAutograd)
             )
-            if not gives_the_same(one, two, given):
-                return cls.__qualname__
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a forward that takes values of tensors, which now need gradients
+                if not gives_the_same(one, two, given):
+                    return cls.__qualname__
     return ""
 
 

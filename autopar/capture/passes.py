@@ -54,6 +54,7 @@ from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
+from autopar.run.region import Applied, Region
 
 __all__ = ["Captured", "capture"]
 
@@ -156,7 +157,9 @@ def _captured(
         if as_written is None and trainable is not None and found.hooks:
             raise OtherGradients(f"{program.name} registers {found.hooks[0]} on an activation in its forward")
         if as_written is None and trainable is not None and found.own_gradients:
-            if function := other_backward(model, loss, copied(inputs)):
+            modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
+            as_regions = {m.function for m in modules if isinstance(m, Applied)}
+            if function := other_backward(model, loss, copied(inputs), as_regions):
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
         calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales)

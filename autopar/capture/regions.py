@@ -444,7 +444,9 @@ def _observed(
         structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,
     )  # fmt: skip
     with forwards_replaced({"": forward}, module):
-        steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
+        steady, rows = works_by_samples(
+            call.region, copies, tuple(own.values()), call.results, draws=draws, own_backward=bool(own_backward or hooks)
+        )
         leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
         if leaves or ((own_backward or hooks) and not is_linear(call.region, copies, tuple(own.values()), draws=draws)):
             call = dataclasses.replace(call, region=dataclasses.replace(call.region, linear=False))
@@ -458,7 +460,7 @@ def _hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str) -> C
     region = Region(path=path, module=Hooked(hook), state=(), arguments=((Place(),), {}), modes=(True,))
     result, linear, rows = given.clone().requires_grad_(), False, tuple[int, ...]()
     if only_computes(hook):  # else it is given all of the gradient, as it leaves something
-        _, rows = works_by_samples(region, (given,), (), (result,), draws=False)
+        _, rows = works_by_samples(region, (given,), (), (result,), draws=False, own_backward=True)
         linear = is_linear(region, (given,), (), draws=False)
     return Call(
         region=dataclasses.replace(region, linear=linear), arguments=(given,), results=(result,), structure=torch.empty(0), flops=0,

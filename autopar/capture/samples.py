@@ -20,15 +20,16 @@ __all__ = ["gives_the_same", "is_linear", "works_by_samples"]
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 AT_ONCE = 4  # tensors of which every subset is tried
+FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
 LARGE = 1 << 26  # elements of parameters and buffers, beyond which it is not copied in order to be tried
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 def works_by_samples(
-    region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor], *, draws: bool
+    region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor], *, draws: bool, own_backward: bool = False
 ) -> tuple[bool, tuple[int, ...]]:
     """Whether the shapes of its results do not depend on values, and which of its tensors may be cut along dim 0, so that its results
-    are cut alike (none if it cannot)."""
+    are cut alike (none if it cannot). own_backward: it need not be the same for large gradients as for small ones."""
     shapes = [tuple(r.shape) for r in results]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for tensors in _variations(given):
@@ -47,7 +48,7 @@ def works_by_samples(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for count in range(len(rows), least - 1, -1):
             for split in itertools.combinations(rows, count):
-                if _holds(exact, doubles, weights, frozenset(split), size):
+                if all(_holds(exact, doubles, weights, frozenset(split), size, f) for f in (FACTORS if own_backward else (1.0,))):
                     return True, split
     return True, ()
 
@@ -128,10 +129,13 @@ def _left(ran: Ran) -> list[Tensor]:
     return [*ran[2], *ran[3]]
 
 
-def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int) -> bool:
+def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int, factor: float) -> bool:
+    """factor: of the gradients that come to it."""
     tried = 0
     for tensors in _variations(given):
         whole = _differentiated(region, tensors, state, None)
+        if whole is not None and factor != 1:
+            whole = _differentiated(region, tensors, state, [g * factor for g in whole[1]])
         if whole is None:
             continue
         tried += 1
@@ -153,20 +157,21 @@ def _same(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], sp
             return False
         found.append(part)
     results, _, of_tensors, of_state = whole
+    scale = max((float(g.abs().amax()) for g in whole[1] if g.numel() and g.dtype.is_floating_point), default=1.0)
     joined = [(torch.cat([p[0][k] for p in found]), r) for k, r in enumerate(results)]
     for k, g in enumerate(of_tensors):
         pieces = [p[2][k] for p in found]
         joined.append((torch.cat(pieces) if k in split else torch.stack(pieces).sum(0), g))
     joined += [(torch.stack([p[3][k] for p in found]).sum(0), g) for k, g in enumerate(of_state)]
-    return all(_close(a, b) for a, b in joined)
+    return all(_close(a, b, 1e-2 * min(1.0, scale)) for a, b in joined)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, least: float = 1e-2) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point or not a.numel():
         return torch.equal(a, b)
-    return bool(((a - b).abs() <= TOLERANCE * b.abs().amax().clamp(min=1e-2)).all())
+    return bool(((a - b).abs() <= TOLERANCE * b.abs().amax().clamp(min=least)).all())
 
 
 def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:

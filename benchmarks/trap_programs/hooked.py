@@ -298,3 +298,21 @@ class FirstClipped(nn.Module):
 def clipped_before_a_split_layer(compile: Compile) -> Results:
     model = compile(seeded(FirstClipped), example_inputs=batch())
     return {"losses": train(model, sgd(model, 0.01)), "state": state(model)}
+
+
+@program(KIND)
+def norm_of_what_comes_bounded_later(compile: Compile) -> Results:
+    """A hook bounds the norm of the gradient of the whole batch's activations, which is as large in later steps alone."""
+
+    class Bounded(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad * (50.0 / grad.norm().clamp(min=50.0)))
+            return h
+
+    model = compile(seeded(Bounded), example_inputs=batch())
+    losses = train(model, sgd(model, 1e-4), steps=1)
+    with torch.no_grad():
+        model.head.weight.mul_(2000.0)
+    return {"losses": losses + train(model, sgd(model, 1e-4), steps=3), "state": state(model)}

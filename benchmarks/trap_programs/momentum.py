@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from benchmarks._traps_kit import CLASSES, HIDDEN, WIDTH, Compile, Results, batch, program, samples, seeded, sgd, state, train
+from benchmarks._traps_kit import CLASSES, HIDDEN, WIDTH, Compile, Net, Results, batch, program, samples, seeded, sgd, state, train, trained
 
 KIND = "momentum"
 
@@ -237,3 +237,76 @@ def teacher_that_follows_and_a_loss_outside(compile: Compile) -> Results:
         optimizer.step()
         losses.append(loss.item())
     return {"losses": losses, "state": state(model), "frozen": [n for n, p in model.named_parameters() if not p.requires_grad]}
+
+
+class Slow(Net):
+    """A frozen copy of its first layer follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(WIDTH, HIDDEN).requires_grad_(False)
+        self.moving = True
+
+    def move(self) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.slow.parameters()), list(self.first.parameters()), 0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.moving:
+            self.move()
+        return super().forward(x, y) + F.mse_loss(self.first(x), self.slow(x))
+
+
+@program(KIND)
+def momentum_by_operators_on_lists(compile: Compile) -> Results:
+    """It moves in every second step alone, as the loop says."""
+    model = compile(seeded(Slow), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k in range(5):
+        model.moving = k % 2 == 0
+        losses += train(model, optimizer, inputs=[batch(k)])
+    return {"losses": losses, "state": state(model)}
+
+
+class SlowByState(Slow):
+    def move(self) -> None:
+        with torch.no_grad():
+            now = self.slow.state_dict()
+            self.slow.load_state_dict({k: 0.9 * now[k] + 0.1 * v for k, v in self.first.state_dict().items()})
+
+
+@program(KIND)
+def momentum_by_the_state_dict(compile: Compile) -> Results:
+    return trained(compile(seeded(SlowByState), example_inputs=batch()))
+
+
+class SlowByData(Slow):
+    def move(self) -> None:
+        for old, new in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * new.data
+
+
+@program(KIND)
+def momentum_with_gradients_left_on(compile: Compile) -> Results:
+    return trained(compile(seeded(SlowByData), example_inputs=batch()))
+
+
+class Codes(Net):
+    """Frozen codes are moved towards the activations that are nearest to them, and normalised, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(6, HIDDEN), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.hidden(x)
+        with torch.no_grad():
+            nearest = torch.cdist(h, self.codes).argmin(0)
+            self.codes.mul_(0.8).add_(h[nearest], alpha=0.2)
+            self.codes.div_(self.codes.norm(dim=1, keepdim=True))
+        return F.cross_entropy(self.head(h), y) + 0.1 * (F.normalize(h, dim=1) @ self.codes.T).square().mean()
+
+
+@program(KIND, plans=("dp2tp2",))
+def frozen_codes_moved_by_the_batch(compile: Compile) -> Results:
+    return trained(compile(seeded(Codes), example_inputs=batch()))
