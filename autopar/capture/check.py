@@ -79,8 +79,8 @@ def check_program(
         if wrong:
             raise OtherGradients(
                 f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
-                f"largest\n  what to do: look for torch.no_grad, .detach(), .data or custom autograd functions on the way to these "
-                f"parameters"
+                f"largest\n  what to do: look for torch.no_grad, .detach(), .data, custom autograd functions, and hooks that are "
+                f"removed again on the way to these parameters"
             )
         named = {b.fqn: b.value for b in program.buffers if b.fqn is not None and not b.region}
         wrong = [fqn for fqn, value in named.items() if not _same_buffer(call.buffers[fqn], state[value], tolerance)]
