@@ -105,12 +105,12 @@ class Backward:
 
     def _check_factor(self, factor: Tensor) -> None:
         """RuntimeError if gradients of the loss, multiplied by this, are not those of the loss that is multiplied by it."""
-        other = [region.name for region in self.form.regions if not region.linear]
+        other = self.form.manifest.not_linear
         if other and factor.item() != 1:
             raise RuntimeError(
-                f"the loss was multiplied by {factor.item():g} before backward(), and gradients have gone through {other[0]} by then, "
-                f"whose own backward (a hook, an autograd function) is not linear. Multiply the loss inside "
-                f"of the model, or in loss=fn; or compile with Pins(pp=1, micro_batches=1)"
+                f"the loss was multiplied by {factor.item():g} before backward(), and gradients have gone through what is at {other[0]} "
+                f"by then, whose own backward (a hook, a function) is not linear. Multiply the loss inside of the model, or in loss=fn; or "
+                f"compile with Pins(pp=1, micro_batches=1)"
             )
 
     def of_outputs(self, values: dict[str, Tensor], run: OpenRun) -> dict[str, Tensor]:

@@ -96,7 +96,8 @@ class Manifest:
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
     outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
     libraries: Python modules that register operators which the stages call. training: the mode that the model was captured
-    in; mode_dependent: operators that compute something else in the other one."""
+    in; mode_dependent: operators that compute something else in the other one. not_linear: those whose backward gives gradients that are
+    not linear in those that come to it."""
 
     model: str
     mesh: Mapping[str, int]
@@ -116,6 +117,7 @@ class Manifest:
     libraries: tuple[str, ...] = ()
     training: bool = True
     mode_dependent: tuple[str, ...] = ()
+    not_linear: tuple[str, ...] = ()
 
     @property
     def places(self) -> tuple[int, ...]:

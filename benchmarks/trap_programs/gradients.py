@@ -246,3 +246,32 @@ class Codebook(nn.Module):
 def codebook_of_averages(compile: Compile) -> Results:
     model = compile(seeded(Codebook), example_inputs=(samples(),))
     return {"losses": train(model, inputs=[(samples(k),) for k in range(4)]), "state": state(model)}
+
+
+@torch.library.custom_op("traps::clipped", mutates_args=())
+def clipped(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+clipped.register_fake(torch.empty_like)
+clipped.register_autograd(lambda ctx, grad: grad.clamp(-0.02, 0.02))
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def clipped_by_an_operator_of_its_own(compile: Compile) -> Results:
+    """The loss is divided before backward, and multiplied when the example's gradients are far from the bound."""
+
+    class Clipped(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            found: Tensor = clipped(self.blocks(torch.tanh(self.first(x))))
+            return found
+
+    model = compile(seeded(Clipped), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k, factor in enumerate((0.25, 1.0, 40.0, 0.5)):
+        optimizer.zero_grad()
+        loss = model(*batch(k)) * factor
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
