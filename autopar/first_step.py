@@ -55,14 +55,16 @@ def first_loss(
     devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
     given = inputs_in(dtype, arguments_of(inputs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), given)
-    with torch.no_grad(), left_as_it_was(model, loss), computing_in(dtype, model):
+    held = dict(model.named_parameters(remove_duplicate=False))
+    frozen = [held[b.fqn] for b in program.buffers if b.parameter and b.fqn is not None]
+    with torch.no_grad(), left_as_it_was(model, loss, frozen), computing_in(dtype, model):
         return objective_of(model(*args, **kwargs), loss, None)[0].detach().cpu()
 
 
 def check_first_loss(module: ParallelModule, inputs: Any, loss: Callable[[Any], Tensor] | None, expected: Tensor) -> None:
     """Collective. VerificationError on every rank if the parallel module's loss is not rank 0's `expected`."""
     wanted = module.mesh.agree(expected.item())
-    with torch.no_grad(), _kept(dict(module.named_buffers())):
+    with torch.no_grad(), _kept({**dict(module.named_buffers()), **module.written_parameters}):
         args, kwargs = arguments_of(inputs)
         found = objective_of(module(*args, **kwargs), loss, None)[0].item()
     error = abs(found - wanted) / max(abs(wanted), 1e-30)

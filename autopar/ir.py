@@ -263,13 +263,16 @@ class Param:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
     """A buffer (fqn is its name in the model) or a constant tensor that capture lifted (fqn None). region: it stands for a submodule
-    that an operator runs (see capture/regions.py), and has no data."""
+    that an operator runs (see capture/regions.py), and has no data. parameter: in the model it is a frozen parameter, which the forward
+    writes to; aliases: its further names there."""
 
     value: str
     fqn: str | None
     persistent: bool = True
     mutated: bool = False
     region: bool = False
+    parameter: bool = False
+    aliases: tuple[str, ...] = ()
     layouts: tuple[tuple[str, Layout], ...] = ()
 
 

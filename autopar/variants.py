@@ -54,9 +54,10 @@ class Variants:
     ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
+        written = [spec.name for spec in module.manifest.buffers if spec.parameter]
         with with_gradients(), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype),
+                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, written=written),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
         program = captured.program
@@ -93,6 +94,11 @@ class Variants:
         for buffer in emitted.MANIFEST.buffers:
             here = buffers.get(buffer.name)
             if not buffer.constant and (here is None or here.layouts != buffer.layouts):
+                if buffer.parameter and here is None:
+                    raise PlanError(
+                        f"this call writes to the frozen parameter {buffer.name}, and the one that was planned does not: compile the model "
+                        f"with a call that does (in training mode)"
+                    )
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
 
 

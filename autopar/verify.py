@@ -142,7 +142,7 @@ def reference(
         capture_s = time.perf_counter() - start
         batches = (inputs, _doubled(inputs, captured.program)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)
-        forms, notes = _captured(model, batches, loss, wanted if later else (), drawn_names(captured))
+        forms, notes = _captured(model, batches, loss, wanted if later else (), captured)
         notes = (*_lower_precision(captured), *notes)
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
         original = _Original(model, batches, loss, draws=bool(drawn_names(captured)))
@@ -155,7 +155,8 @@ def reference(
             if not math.isfinite(losses[-1]):
                 raise VerificationError(_not_a_number(model, odd, k, losses[-1]))
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
-        buffers = _cloned(dict(model.named_buffers(remove_duplicate=False)))
+        frozen = {b.fqn: parameters[b.fqn] for b in captured.program.buffers if b.parameter and b.fqn is not None}
+        buffers = frozen | _cloned(dict(model.named_buffers(remove_duplicate=False)))
         later_losses = []
         for call in calls:
             try:
@@ -241,17 +242,18 @@ def _doubled(inputs: Any, program: Program) -> Any:
 
 
 def _captured(
-    model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, wanted: tuple[Call, ...], drawn: tuple[str, ...]
+    model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, wanted: tuple[Call, ...], step: Captured
 ) -> tuple[dict[Call, Captured], tuple[str, ...]]:
-    """What was captured for each call that is not one of the usual steps, and why others could not be."""
-    forms, notes = {}, []
+    """What was captured for each call that is not one of the usual steps, and why others could not be. step: what was for one of those."""
+    forms, notes, drawn = {}, [], drawn_names(step)
+    written = [b.fqn for b in step.program.buffers if b.parameter and b.fqn is not None]
     for trains, index in wanted:
         if (trains, index) == (True, 0):
             continue
         what = "a batch twice as large" if index else "evaluation"
         other = copied(model)
         try:
-            found = capture(other if trains else other.eval(), batches[index], loss=loss)
+            found = capture(other if trains else other.eval(), batches[index], loss=loss, written=written)
         except CaptureError as error:
             notes.append(f"{what} is not compared, since it cannot be captured: {str(error).splitlines()[0]}")
             continue

@@ -321,7 +321,8 @@ def _as_it_was(module: ParallelModule) -> Iterator[None]:
     """Afterwards gradients, buffers and random numbers are what they were."""
     params = list(module.parameters())
     grads = [param.grad for param in params]
-    buffers = {name: local(b).clone() for name, b in module.named_buffers()}
+    changing = {**dict(module.named_buffers()), **module.written_parameters}
+    before = {name: local(b).clone() for name, b in changing.items()}
     stream, generator = module.random_stream, torch.get_rng_state()
     for param in params:
         param.grad = None
@@ -330,8 +331,8 @@ def _as_it_was(module: ParallelModule) -> Iterator[None]:
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-        now = dict(module.named_buffers())
-        for name, value in buffers.items():
+        now = {**dict(module.named_buffers()), **module.written_parameters}
+        for name, value in before.items():
             local(now[name]).copy_(value)
         module.random_stream = stream
         torch.set_rng_state(generator)

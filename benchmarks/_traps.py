@@ -8,14 +8,17 @@ from benchmarks.trap_programs import changes as _changes
 from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import elsewhere as _elsewhere
 from benchmarks.trap_programs import evaluation as _evaluation
+from benchmarks.trap_programs import gradients as _gradients
 from benchmarks.trap_programs import habits as _habits
 from benchmarks.trap_programs import holders as _holders
+from benchmarks.trap_programs import hooked as _hooked
 from benchmarks.trap_programs import idioms as _idioms
 from benchmarks.trap_programs import left as _left
 from benchmarks.trap_programs import lengths as _lengths
 from benchmarks.trap_programs import memory as _memory
 from benchmarks.trap_programs import methods as _methods
 from benchmarks.trap_programs import modules as _modules
+from benchmarks.trap_programs import momentum as _momentum
 from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
@@ -35,6 +38,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _habits, _holders, _idioms, _left, _lengths, _memory, _methods
-del _modules, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools
-del _training, _turns, _wrapped
+del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
+del _lengths, _memory, _methods, _modules, _momentum, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules
+del _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped

@@ -273,17 +273,152 @@ def test_a_function_that_writes_to_what_it_is_given_is_run_by_the_submodule_arou
         capture(_Doubles(None), (torch.randn(4, 4),))
 
 
-@pure
-def test_a_model_that_has_gradients_of_its_own_itself_is_told_what_to_do() -> None:
-    class Hooked(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            made = super().forward(x)
-            if made.requires_grad:
-                made.register_hook(lambda grad: 0.5 * grad)
-            return made.square().mean()
+class _Hooked(nn.Module):
+    """Calls `hook` on an activation, and what `forward` says before and after that."""
 
-    with pytest.raises(CaptureError, match=r"register_hook.* has gradients of its own: call it in a submodule of Hooked"):
-        capture(Hooked(4, 4), (torch.randn(4, 4),))
+    def __init__(self, hook: Callable[[Tensor], Tensor | None], before: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.hook, self.before, self.after = hook, before, after
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        other = 0.0 if self.before is None else self.before(h)
+        if h.requires_grad:
+            h.register_hook(self.hook)
+        if self.after is not None:
+            self.after(h)
+        return (self.second(torch.tanh(h)) + other).square().mean()
+
+
+@pure
+@pytest.mark.parametrize(
+    ("hook", "rows", "linear"),
+    [
+        (lambda grad: 0.5 * grad, (0,), True),
+        (lambda grad: grad.clamp(-1.0, 1.0), (0,), False),
+        (lambda grad: grad / grad.norm(), (), False),
+        (lambda grad: grad.relu(), (0,), False),
+        (lambda grad: print(end=""), (), False),
+    ],
+    ids=["scales", "clamps", "normalises", "cuts off", "looks"],
+)
+def test_a_hook_of_the_models_own_forward_is_a_region_of_the_activation(hook: Any, rows: tuple[int, ...], linear: bool) -> None:
+    (op,) = regions(found := capture(_Hooked(hook), (torch.randn(6, 4),)))
+    assert (op.kwarg("rows"), op.kwarg("linear")) == (rows, linear)
+    assert [o.target for o in found.program.ops][:3] == ["aten.linear.default", REGION, "aten.tanh.default"]
+    possible = strategies_of(view_of(found.program, op, 2))
+    assert any(s.splits_work for s in possible) == bool(rows)
+    assert any(s.outputs == (R,) for s in possible) == linear, "what is replicated for different work is given terms of the gradient"
+
+
+@pure
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (lambda h: h * 2, None, r"a hook on an activation that has been used before \(.*self.before\(h\)"),
+        (lambda h: h.view(-1, 4).exp(), None, "has been used before"),
+        (None, lambda h: h.mul_(2), "writes in place to an activation with a hook"),
+    ],
+)
+def test_a_hook_that_would_not_see_all_of_a_gradient_is_refused(before: Any, after: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(_Hooked(lambda grad: 0.5 * grad, before, after), (torch.randn(6, 4),))
+
+
+@pure
+def test_gradients_that_a_model_asks_for_itself_are_of_samples_or_refused() -> None:
+    class Field(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).tanh().sum(-1)
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            return (energy, slope) if self.by_samples else (energy - slope.norm(dim=-1)).square().mean()
+
+    model = Field(4, 4)
+    model.by_samples = False  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"autograd.grad.* has gradients of its own: call it in a submodule of Field, .*by samples"):
+        capture(model, (torch.randn(6, 4),))
+    model.by_samples = True  # type: ignore[assignment]
+    (op,) = regions(capture(model, (torch.randn(6, 4),), outputs=None))
+    assert op.kwarg("rows") == (0,)
+
+
+@pure
+def test_of_two_hooks_the_first_is_given_the_gradient_first() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if h.requires_grad:
+                h.register_hook(lambda grad: 10.0 * grad)
+                h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+                h.register_hook(lambda grad: 0.5 * grad)
+            return h.square().sum()
+
+    clamps = [op.kwarg("linear") for op in regions(capture(Twice(4, 4), (torch.randn(6, 4),)))]
+    assert clamps == [True, False, True]  # and the program has been compared with the model
+
+
+class _Bounded(torch.autograd.Function):
+    """Of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e3, 1e3)
+
+
+class _Within(torch.autograd.Function):
+    """A bound of values that lets those return which gradients draw back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=-1e3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * ((x >= -1e3) | (grad < 0))
+
+
+class _Same(torch.autograd.Function):
+    """What autograd does too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=-1e3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x >= -1e3)
+
+
+class _Applying(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.function.apply(self.linear(x))
+        return made.square().mean()
+
+
+@pure
+@pytest.mark.parametrize("function", [_Bounded, _Within])
+def test_a_bound_that_the_example_does_not_come_to_is_kept(function: type[torch.autograd.Function]) -> None:
+    (op,) = regions(capture(_Applying(function), (torch.randn(6, 4),)))
+    assert (op.module, op.kwarg("linear"), op.kwarg("rows")) == (function.__name__, False, (0,))
+
+
+@pure
+def test_a_function_that_does_as_autograd_is_in_the_graph() -> None:
+    assert not regions(capture(_Applying(_Same), (torch.randn(6, 4),)))
 
 
 @gloo

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-__all__ = ["Function", "applied_by", "hooks_told"]
+__all__ = ["Function", "applied_by", "hooks_told", "only_computes"]
 
 Function = type[torch.autograd.Function]
 Calls = Callable[[Function, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -33,16 +36,40 @@ def applied_by(call: Calls) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hooks_told(tell: Callable[[Callable[..., Any]], None]) -> Iterator[None]:
-    """Inside, `tell` is given each hook that is registered on a tensor, before it is."""
-    register = Tensor.register_hook
+def hooks_told(tell: Callable[[Tensor, Callable[..., Any]], None]) -> Iterator[None]:
+    """Inside, `tell` is given each tensor and the hook that is registered on it, before it is."""
+    register, again = Tensor.register_hook, False  # torch asks modes of functions, and what is there, once more
 
     def registered(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        tell(hook)
-        return register(tensor, hook)
+        nonlocal again
+        if again:
+            return register(tensor, hook)
+        again = True
+        try:
+            tell(tensor, hook)
+            return register(tensor, hook)
+        finally:
+            again = False
 
     Tensor.register_hook = registered  # type: ignore[method-assign]
     try:
         yield
     finally:
         Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+_KNOWN = frozenset((*dir(Tensor), *dir(torch), *dir(F), *dir(nn), "F", "torch"))
+_LEAVES = ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE")
+
+
+def only_computes(hook: Callable[..., Any]) -> bool:
+    """Whether a hook does nothing but give a gradient that it computes: it uses operators of torch alone, none in place, and leaves
+    nothing anywhere. Not every one that does so is known."""
+    code = getattr(hook, "__code__", None)
+    if not isinstance(code, CodeType) or any(isinstance(const, CodeType) for const in code.co_consts):
+        return False
+    if any(name not in _KNOWN or (name.endswith("_") and not name.endswith("__")) for name in code.co_names):
+        return False
+    made = list(dis.get_instructions(code))
+    gives_nothing = not code.co_names and not any(i.opname.startswith(("BINARY", "UNARY")) for i in made)
+    return not gives_nothing and not any(i.opname.startswith(_LEAVES) for i in made)

@@ -15,6 +15,7 @@ from autopar.capture.casts import CAST, Casting
 from autopar.capture.export import quiet
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve, run_op
+from autopar.capture.regions import HOOK
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
 from autopar.ir import Op, Ref, map_refs, refs
@@ -42,7 +43,7 @@ class _Casts:
     def run(self) -> Trace:
         for traced in self.trace.ops:
             op = traced.op
-            if traced.autocast and op.target not in (REGION, CAST):
+            if traced.autocast and op.target not in (REGION, HOOK, CAST):
                 op = self._explicit(traced)
             self.casting.add(traced.with_op(op))
         return self.casting.trace()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
-from autopar.capture.export import End, Step, export, own_gradients
+from autopar.capture.export import HOOK, End, Step, export, own_gradients
 from autopar.capture.held import ABSENT, Opaque, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.reach import LruCache
@@ -41,6 +41,10 @@ class TracedCall:
     drawn: tuple[str, ...]
     returns: str = ""
     returned: Returned | None = None
+
+    @property
+    def hooks(self) -> list[str]:
+        return [name for name in self.own_gradients if name.startswith(HOOK)]
 
 
 def traced(
@@ -99,16 +103,19 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
-    *, outputs: bool = False,
+    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
-    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see."""
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales: as
+    of `call_twice`."""
     if trainable is not None:
-        return call_twice(model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs)
+        return call_twice(
+            model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales
+        )
     if not found.changes:
         return None
     try:
-        return call_twice(model, loss, inputs, start, traced=found.changes, outputs=outputs)
+        return call_twice(model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen)
     except CaptureError as e:
         if e.__cause__ is None:
             raise
@@ -118,8 +125,9 @@ def observed(
 
 
 def check_border(
-    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None, *, checked: bool
-) -> tuple[str, ...]:
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None, *, checked: bool,
+    frozen: Mapping[str, torch.Tensor],
+) -> tuple[str, ...]:  # fmt: skip
     """CaptureError for state that is neither in a buffer nor a cache, and for random numbers that torch did not draw. The paths at
     which each call leaves a tensor. checked: the calls were made on real tensors, and are compared with the program."""
     if calls is None:
@@ -144,7 +152,7 @@ def check_border(
             )
     _check_constants(trace, start, set(written))
     if found.drawn:
-        _check_draws(model, loss, inputs, start, found, trace, calls if checked else None)
+        _check_draws(model, loss, inputs, start, found, trace, calls if checked else None, frozen)
     return written
 
 
@@ -172,12 +180,15 @@ def _same_value(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-5, atol=0.0, equal_nan=True)
 
 
-def _check_draws(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None) -> None:
+def _check_draws(
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None,
+    frozen: Mapping[str, torch.Tensor],
+) -> None:  # fmt: skip
     """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
     outputs = found.returned is not None
     if calls is not None:
         with lowest_draws():
-            other = call_twice(model, loss, inputs, start, reseed=False, outputs=outputs).calls[0]
+            other = call_twice(model, loss, inputs, start, reseed=False, outputs=outputs, frozen=frozen).calls[0]
         made = calls.calls[0]
         differs = not all(map(_same_value, (other.loss, *other.returned), (made.loss, *made.returned)))
     else:

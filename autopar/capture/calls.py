@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from autopar.errors import CaptureError
 from autopar.run.outputs import taken_apart
 
 __all__ = [
-    "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "left_as_it_was",
+    "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
     "lowest_draws", "refuse_changing", "seeded",
 ]  # fmt: skip
 
@@ -42,11 +42,13 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """One call. gradients: of the asked parameters, in their order. of_inputs: of the inputs that require one, in the order of their
-    leaves. buffers: by name, after it. returned: the tensors that the model returned beside the loss, where they were asked for."""
+    leaves. scaled: both, of the loss multiplied by a number. buffers: by name, after it, with the frozen parameters that it writes to.
+    returned: the tensors that the model returned beside the loss, where they were asked for."""
 
     loss: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
     of_inputs: tuple[torch.Tensor | None, ...]
+    scaled: Mapping[float, tuple[torch.Tensor | None, ...]]
     buffers: Mapping[str, torch.Tensor]
     returned: tuple[torch.Tensor, ...] = ()
 
@@ -76,33 +78,43 @@ def differentiated(inputs: Inputs) -> list[torch.Tensor]:
 def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
+    frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
-    Python and numpy draw as they do for the program that is compared; else as the caller has set them.
+    Python and numpy draw as they do for the program that is compared; else as the caller has set them. frozen: the frozen parameters to
+    which the program writes, by name. scales: by which the loss is multiplied for further gradients.
 
-    Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs.
+    Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
-    calls, states, writes = [], [start], [_writes(model)]
-    with _as_before(model, start):
+    frozen = frozen or {}
+    calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
+    with _as_before(model, start, frozen.values()):
         for number in (0, 1):
             given = copied(inputs)
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
+            moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
-                before = _marks(given)
-                with watch, as_called():
+                before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
+                with watch, moving, as_called():
                     output = model(*given[0], **given[1])
                     result, own = objective_of(output, loss, outputs)
                 wanted = (*parameters, *differentiated(given)) if compare else ()
-                found = torch.autograd.grad(result, wanted, allow_unused=True) if wanted and result.requires_grad else (None,) * len(wanted)
+                scaled = {scale: gradients_of(result, wanted, scale) for scale in scales}
+                found = gradients_of(result, wanted)
             _check_inputs(given, before)
-            buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
+            _check_parameters(model, versions, frozen)
+            buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
             others = tuple(t.detach().clone() for t in taken_apart(output, result, own_loss=own)[1]) if outputs else ()
-            calls.append(Call(loss=result.detach(), gradients=found[:n], of_inputs=found[n:], buffers=buffers, returned=others))
+            call = Call(
+                loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others
+            )  # fmt: skip
+            calls.append(call)
             states.append(State.take(model, loss, start))
             writes.append(_writes(model))
+            into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         written = refuse_changing(type(model).__name__, first.changes(second), read)
@@ -111,8 +123,18 @@ def call_twice(
         left = left_by(start, first, written, traced)
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
-    refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *_computed(model, loss, inputs, start, once, calls[0])])
+    once += [name for name in frozen if name in into[0] and name not in into[1]]
+    computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
+    refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
     return Calls(calls=tuple(calls), settled=settled, written=written, left=left)
+
+
+def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
+    """scale: the loss is multiplied by it; None for the last gradients that are asked of the graph."""
+    if not wanted or not loss.requires_grad:
+        return (None,) * len(wanted)
+    factor = None if scale is None else torch.full_like(loss, scale)
+    return torch.autograd.grad(loss, wanted, factor, retain_graph=scale is not None, allow_unused=True)
 
 
 def _writes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -120,21 +142,27 @@ def _writes(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(b), b._version if not b.is_inference() else 0) for name, b in model.named_buffers(remove_duplicate=False)}
 
 
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in tensors.items()}
+
+
 def _computed(
-    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, paths: list[str], call: Call
-) -> list[str]:
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, paths: list[str], call: Call,
+    frozen: Mapping[str, torch.Tensor],
+) -> list[str]:  # fmt: skip
     """Which of some tensors, made by the first call and kept by the second, hold what it computes from inputs, from parameters that train
     or from buffers that change."""
     if not paths:
         return []
-    with _as_before(model, start):
+    with _as_before(model, start, frozen.values()):
         given = copied(inputs)
-        others = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in paths}
+        held = {**dict(model.named_buffers(remove_duplicate=False)), **frozen}
+        others = {name: b for name, b in held.items() if name not in paths}
         moving = [b for name, b in others.items() if not b.is_meta and not torch.equal(b, call.buffers[name])]
         watch = Followed([*pytree.tree_leaves(given), *(p for p in model.parameters() if p.requires_grad), *moving])
         with torch.enable_grad(), seeded(0, inputs), watch, as_called():
             model(*given[0], **given[1])
-        made = {**dict(model.named_buffers(remove_duplicate=False)), **State.take(model, loss, start).tensors}
+        made = {**dict(model.named_buffers(remove_duplicate=False)), **frozen, **State.take(model, loss, start).tensors}
         return [path for path in paths if watch.has(made.get(path))]
 
 
@@ -194,6 +222,29 @@ class _Reads(TorchDispatchMode):
         return _storage(tensor) in self._read
 
 
+class _Writes(TorchDispatchMode):
+    """Notes which of some parameters the operators inside write to, through .data too, which counts no version."""
+
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._params, self._before = params, {name: _storage(p) for name, p in params.items()}
+        self._written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = {a.name: x for a, x in zip(arguments, args)} | dict(kwargs)
+            into = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+            self._written |= {_storage(x) for x in pytree.tree_leaves(into) if isinstance(x, torch.Tensor)}
+        return func(*args, **kwargs)
+
+    def names(self) -> frozenset[str]:
+        """Those written to, and those that were given other memory."""
+        now = {name: _storage(p) for name, p in self._params.items()}
+        return frozenset(name for name, was in self._before.items() if was in self._written or now[name] != was)
+
+
 # ------------------------------------------------------------------------------------------------------------- the inputs
 def _marks(inputs: Inputs) -> list[tuple[str, Any, object]]:
     return [(pytree.keystr(path), leaf, _mark(leaf)) for path, leaf in pytree.tree_leaves_with_path(inputs)]
@@ -214,18 +265,32 @@ def _check_inputs(inputs: Inputs, before: list[tuple[str, Any, object]]) -> None
         )
 
 
+def _check_parameters(model: nn.Module, before: Mapping[str, int], written: Collection[str]) -> None:
+    """before: how often each had been written to."""
+    found = [name for name, p in model.named_parameters() if name not in written and p._version != before.get(name, p._version)]
+    if found:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} writes to {', '.join(found[:3])}, and a trace of it does not\n  what to do: let it do "
+            f"so whether it is traced or not, or change parameters after optimizer.step()"
+        )
+
+
 # --------------------------------------------------------------------------------------------------- as it was before
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[None]:
-    """Inside, the model's own forward may run; afterwards its buffers, attributes, and what its code keeps elsewhere are as before."""
-    with _as_before(model, State.take(model, loss)):
+def left_as_it_was(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None = None, params: Iterable[torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Inside, the model's own forward may run; afterwards its buffers, attributes, and what its code keeps elsewhere are as before, and
+    its parameters. params: those to which it may write, if that is known."""
+    with _as_before(model, State.take(model, loss), model.parameters() if params is None else params):
         yield
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, start: State) -> Iterator[None]:
-    """Everything is as before afterwards: registries, the values of buffers and plain tensors, all that the State shows."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Everything is as before afterwards: registries, the values of buffers and plain tensors, all that the State shows. params: those to
+    which the forward may write."""
+    buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *params)]
     others = [(t, t._version, t.detach().clone()) for t in start.tensors.values() if not t.is_inference()]
     try:
         yield
@@ -233,7 +298,7 @@ def _as_before(model: nn.Module, start: State) -> Iterator[None]:
         start.restore()
         with torch.no_grad():
             for buffer, value in buffers:  # all of them: batch norm writes without raising their versions
-                buffer.copy_(value)
+                buffer.detach().copy_(value)
             for tensor, version, value in others:
                 if tensor._version != version:
                     tensor.detach().copy_(value)

@@ -3,11 +3,11 @@ and every buffer are compared after each call. What else the model's code change
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.capture.calls import Calls, seeded
+from autopar.capture.calls import Calls, gradients_of, seeded
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError, OtherGradients
@@ -50,7 +50,8 @@ def check_program(
         try:
             with torch.enable_grad(), seeded(number, inputs):
                 found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)
-                gradients = torch.autograd.grad(found, list(leaves.values()), allow_unused=True)
+                scaled = {scale: gradients_of(found, list(leaves.values()), scale) for scale in call.scaled}
+                gradients = gradients_of(found, list(leaves.values()))
         except _FAILURES as e:
             raise CaptureError(
                 f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
@@ -61,26 +62,25 @@ def check_program(
             raise CaptureError(
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
                 f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
-                f"{_of(calls)}, keep it in a buffer; else this is a defect of autopar"
+                f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; else "
+                f"this is a defect of autopar"
             )
         returned = dict(zip(program.outputs, outputs, strict=True))
-        for k, (name, expected) in enumerate(zip(names, call.returned, strict=True)):
-            if not _same_output(expected, returned[name], tolerance):
+        for k, (name, output) in enumerate(zip(names, call.returned, strict=True)):
+            if not _same_output(output, returned[name], tolerance):
                 raise CaptureError(
-                    f"tensor {k} of what {program.name} returns beside its loss, {list(expected.shape)}, is another one in the captured "
+                    f"tensor {k} of what {program.name} returns beside its loss, {list(output.shape)}, is another one in the captured "
                     f"program{which}\n  what to do: compile with outputs='loss', and give what else you need a model of its own"
                 )
-        scale = max((float(g.abs().max()) for g in (*call.gradients, *call.of_inputs) if g is not None and g.numel()), default=0.0)
-        wrong = []
-        for value, expected_grad, found_grad in zip(leaves, (*call.gradients, *call.of_inputs), gradients, strict=True):
-            zero = torch.zeros_like(leaves[value])
-            if not _close(zero if expected_grad is None else expected_grad, zero if found_grad is None else found_grad, tolerance * scale):
-                wrong.append(fqn_of[value])
+        wrong = _wrong(leaves, (*call.gradients, *call.of_inputs), gradients, tolerance)
+        for factor, expected in call.scaled.items():  # what is cut off where gradients are large, or left out where they are small
+            wrong = wrong or _wrong(leaves, expected, scaled[factor], tolerance)
+        wrong = [fqn_of[value] for value in wrong]
         if wrong:
             raise OtherGradients(
                 f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
-                f"largest\n  what to do: look for torch.no_grad, .detach(), .data or custom autograd functions on the way to these "
-                f"parameters"
+                f"largest\n  what to do: look for torch.no_grad, .detach(), .data, custom autograd functions, and hooks that are "
+                f"removed again on the way to these parameters"
             )
         named = {b.fqn: b.value for b in program.buffers if b.fqn is not None and not b.region}
         wrong = [fqn for fqn, value in named.items() if not _same_buffer(call.buffers[fqn], state[value], tolerance)]
@@ -89,6 +89,19 @@ def check_program(
                 f"the captured program's buffers {_listed(wrong)} differ{which} from what the model's forward makes of them{_of(calls)}\n"
                 f"  what to do: assign or change them where the forward is traced, by operators of torch"
             )
+
+
+def _wrong(
+    leaves: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None], tolerance: float
+) -> list[str]:
+    """Of which leaves the gradients differ by more than the tolerance, relative to the largest of all."""
+    scale = max((float(g.abs().max()) for g in expected if g is not None and g.numel()), default=0.0)
+    wrong = []
+    for value, a, b in zip(leaves, expected, found, strict=True):
+        zero = torch.zeros_like(leaves[value])
+        if not _close(zero if a is None else a, zero if b is None else b, tolerance * scale):
+            wrong.append(value)
+    return wrong
 
 
 def _of(calls: Calls) -> str:

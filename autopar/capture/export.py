@@ -28,10 +28,11 @@ from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
 __all__ = [
-    "FAILURES", "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet",
+    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet",
     "without_key_value_cache",
 ]  # fmt: skip
 
+HOOK = "the hook "  # begins the name of one
 PREFIX = "model"  # the name of the user's model inside Step
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
@@ -213,7 +214,7 @@ def own_gradients() -> Iterator[list[str]]:
         used.append(cls.__qualname__)
         return apply(*args, **kwargs)
 
-    with applied_by(noted), hooks_told(lambda hook: used.append(f"the hook {getattr(hook, '__qualname__', hook)}")):
+    with applied_by(noted), hooks_told(lambda _, hook: used.append(f"{HOOK}{getattr(hook, '__qualname__', hook)}")):
         yield used
 
 

@@ -20,6 +20,7 @@ def program_hash(program: Program) -> str:
     state: dict[str, object] = {i.value: ("input", i.path) for i in program.inputs}
     state |= {p.value: ("param", p.trainable, len(p.aliases)) for p in program.params}
     state |= {b.value: ("buffer", b.fqn is not None, b.persistent, b.mutated) for b in program.buffers}
+    state |= {b.value: ("written param", b.mutated, len(b.aliases)) for b in program.buffers if b.parameter}
     ops, renamed = _without_float_casts(program)
     operators, external = span_signature(ops, program.types, state, exact_dtypes=False)
     position = {name: f"e{i}" for i, name in enumerate(external)}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.conditions import chooses_a_kernel, must_be
-from autopar.capture.source import running_line
+from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
 
@@ -135,6 +135,7 @@ def _trained(module: nn.Module) -> frozenset[str]:
 
 
 Ask = Callable[[torch.Tensor, bool, str], torch.Tensor]
+_READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -169,6 +170,11 @@ class AtTheBorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             self.differentiates = running_line()
+        if func == _READS_GRAD and isinstance(args[0], nn.Parameter) and not in_library(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"the forward reads the gradient of a parameter, {_type(args[0])}, which a graph holds as it was when it was traced\n"
+                f"  at {running_line()}\n  what to do: keep what it needs of gradients in a buffer, which is written after backward()"
+            )
         if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
             asking = sys._getframe(1)
             if chooses_a_kernel(asking):

@@ -9,7 +9,7 @@ autograd does for writes through views is the same (its CopySlices), so gradient
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ import torch
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
+from autopar.capture.regions import HOOK
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
-from autopar.ir import Arg, Op, Ref, map_refs, refs
+from autopar.ir import Arg, Buffer, Op, Param, Ref, map_refs, refs
 from autopar.run.region import REGION
 
 __all__ = ["EFFECTS", "functionalize"]
@@ -52,12 +53,13 @@ class _View:
     index: int
 
 
-def functionalize(trace: Trace, infer: Inference) -> tuple[Trace, tuple[tuple[str, str], ...]]:
-    """The trace without operators that write to their operands, and its mutations: (buffer, the value it ends with).
+def functionalize(trace: Trace, infer: Inference, written: Collection[str] = ()) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+    """The trace without operators that write to their operands, and its mutations: (buffer, the value it ends with). Frozen parameters
+    that it writes to are buffers of it, and so are those of which `written` has a name.
 
     Raises CaptureError for writes that have no functional form, or that would change what gradients mean.
     """
-    return _Functionalizer(trace, infer).run()
+    return _Functionalizer(trace, infer).run(written)
 
 
 class _Functionalizer:
@@ -70,12 +72,21 @@ class _Functionalizer:
         self.current: dict[str, str] = {n: n for n in self.metas}  # what a traced value is called now
         self.version: dict[str, int] = {}  # of a base: how often it was written to
         self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
+        self.last_hook: dict[str, str] = {}  # a traced value -> the result of the hook on it that is given gradients last
+        self.has_hook: dict[str, str] = {}  # a base of which a value has a hook -> the line that registers it
         self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
 
-    def run(self) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+    def run(self, written_before: Collection[str]) -> tuple[Trace, tuple[tuple[str, str], ...]]:
         for traced in self.trace.ops:
             self.origin, op = traced, traced.op
+            if op.target == HOOK:
+                self._hooked(op)
+                continue
+            if op.target.startswith(FOREACH) and (each := _one_by_one(op, self.trace.names.fresh)):
+                for one in each:
+                    self._in_place(one, ["self"])
+                continue
             arguments = resolve(op.target)._schema.arguments if op.target != REGION else ()
             written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
             if not written:
@@ -85,6 +96,9 @@ class _Functionalizer:
             else:
                 self._in_place(op, written)
         loss, *returned = (self._now(value) for value in (self.trace.loss, *self.trace.returned))
+        known = frozenset(written_before)
+        frozen = [p for p in self.trace.params if self.version.get(p.value, 0) or not known.isdisjoint((p.fqn, *p.aliases))]
+        self.trace = _with_buffers(self.trace, frozen)
         mutations = []
         for buffer in self.trace.buffers:
             first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
@@ -184,6 +198,43 @@ class _Functionalizer:
     ) -> CaptureError:
         return CaptureError(f"{what}\n  at {self.origin.op.source}\n  what to do: {remedy}")
 
+    # ---------------------------------------------------------------------------------------------------------- hooks
+    def _hooked(self, op: Op) -> None:
+        """A hook on an activation: its region gives what is read from here on as the activation, and as the views of it."""
+        (operand,) = refs(op)[1:]
+        name = self._same(operand)
+        base, parts = self._base(name), {n for n in self.current if name in self._chain(n)}
+        values = {self.current[n] for n in parts}
+        views = {o for n in parts - {name} for o in self.views[n].op.outputs if o is not None}
+        readers = [t.op for t in self.ops if not values.isdisjoint(refs(t.op)) and views.isdisjoint(o for o in t.op.outputs if o)]
+        if reader := next((r for r in readers if any(o is not None and self.metas[o].grad for o in r.outputs)), None):
+            raise self._error(
+                f"a hook on an activation that has been used before ({reader.source}): its gradient comes from there too",
+                "register the hook where the activation is made, before it is used",
+            )
+        if base in self.trace.given:
+            raise self._error("a hook on a parameter or an input", "register hooks on parameters after the model is compiled")
+        (made,) = op.outputs
+        assert made is not None, op
+        later = next((k for k, t in enumerate(self.ops) if t.op.outputs[0] == self.last_hook.get(name)), len(self.ops))
+        before = self.ops[later:]  # a hook that was registered before this one: it is given gradients first, and so comes after it
+        now = self._now(name) if not before else refs(before[0].op)[1]
+        del self.ops[later:]
+        self._emit(dataclasses.replace(op, target=REGION, args=(op.args[0], (Ref(now),), ())))
+        if before:
+            self.ops += [before[0].with_op(dataclasses.replace(before[0].op, args=(before[0].op.args[0], (Ref(made),), ()))), *before[1:]]
+        else:
+            self.version[base] = self.version.get(base, 0) + 1
+            self.current[name], self.seen_version[name] = made, self.version[base]
+        self.last_hook[name], self.has_hook[base] = made, op.source
+
+    def _chain(self, name: str) -> Iterator[str]:
+        """A value, what it is a view of, and so on."""
+        yield name
+        while name in self.views:
+            name = self.views[name].parent
+            yield name
+
     # ------------------------------------------------------------------------------------------------------- in place
     def _in_place(self, op: Op, written: Sequence[str]) -> None:
         name = op.target.split(".")[1]
@@ -194,11 +245,16 @@ class _Functionalizer:
             self_name = self._same(op.args[0].name)
         else:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
+        if hooked := self.has_hook.get(self._base(self_name)):
+            raise self._error(f"it writes in place to an activation with a hook ({hooked})")
         old = self._now(self_name)
         meta = self.metas[old]
-        params = {p.value: p.fqn for p in self.trace.params}
-        if fqn := params.get(old) or params.get(self._base(self_name)):
-            remedy = "change parameters after optimizer.step(), not in the forward; or compute with a changed copy"
+        trained = {p.value: p.fqn for p in self.trace.params if p.trainable}
+        if fqn := trained.get(old) or trained.get(self._base(self_name)):
+            remedy = (
+                "change parameters after optimizer.step(), not in the forward; or compute with a changed copy; one that the optimizer does "
+                "not train (of a momentum encoder) may be changed if it is frozen (requires_grad_(False)) before the model is compiled"
+            )
             raise self._error(f"the forward changes a parameter in place: {fqn}", remedy)
         new = self._functional(op, old)
         if self.metas[new].dtype != meta.dtype:
@@ -336,6 +392,39 @@ class _Functionalizer:
         dim %= len(self.metas[parent].shape)
         written = self._new(target, Ref(whole), Ref(part), dim, *place, like=like)
         return self._new("aten.view_as_complex.default", Ref(written), like=like)
+
+
+def _one_by_one(op: Op, fresh: Callable[[str], str]) -> list[Op]:
+    """The in-place operators on single tensors that one on a list of them is; [] if there are none."""
+    name, overload = op.target.removeprefix(FOREACH).split(".")
+    first = op.args[0]
+    candidates = (f"aten.{name}.{kind}" for kind in (_OF_ONE.get(overload, overload), "default", "Tensor"))
+    target = next((t for t in candidates if _is_operator(t)), "")
+    if not name.endswith("_") or not target or not isinstance(first, tuple):
+        return []
+    made = []
+    for k in range(len(first)):
+        args = tuple(a[k] if isinstance(a, tuple) else a for a in op.args)
+        made.append(dataclasses.replace(op, target=target, args=args, outputs=(fresh(name),), multi=False))
+    return made
+
+
+FOREACH = "aten._foreach_"
+_OF_ONE = {"List": "Tensor", "ScalarList": "Scalar"}
+
+
+def _is_operator(target: str) -> bool:
+    try:
+        return bool(resolve(target))
+    except LookupError:
+        return False
+
+
+def _with_buffers(trace: Trace, frozen: Sequence[Param]) -> Trace:
+    """The trace in which these parameters are buffers."""
+    buffers = (Buffer(value=p.value, fqn=p.fqn, aliases=p.aliases, parameter=True) for p in frozen)
+    params = tuple(p for p in trace.params if p not in frozen)
+    return dataclasses.replace(trace, params=params, buffers=(*trace.buffers, *buffers))
 
 
 def _arguments(op: Op) -> Callable[[str], Any]:

@@ -6,32 +6,41 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, left_as_it_was
+from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.export import objective_of
+from autopar.capture.samples import gives_the_same
 from autopar.capture.source import module_of, running_line
+from autopar.run.region import Applied, AsAutograd, Place, Region
 
-__all__ = ["OwnGradients", "below", "innermost", "own_gradients"]
+__all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients"]
+
+
+MOST = 4  # calls of a function that are tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnGradients:
     """modules: the outermost submodules that have hooks on activations or ask for gradients, and a line of each that does ('file.py:12: the
-    code'). functions: the autograd functions that are called outside of these. remedy: a line for the user's error, where code outside of
-    any submodule does what those do; else ''."""
+    code'). functions: the autograd functions that are called outside of these. whole: a line outside of any submodule that asks for
+    gradients; else ''. remedy: for the user's error then. hooks: such code has hooks on activations."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
     functions: frozenset[Function] = frozenset()
+    whole: str = ""
     remedy: str = ""
+    hooks: bool = False
 
 
 def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> OwnGradients:
@@ -40,23 +49,61 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
     found: dict[str, str] = {}
     functions: set[tuple[str, Function]] = set()
 
-    def note() -> None:
+    hooks: dict[str, str] = {}
+
+    def note(into: dict[str, str] = found) -> None:
         if (path := innermost(paths)) is not None:
-            found.setdefault(path, running_line())
+            into.setdefault(path, running_line())
+
+    def hooked(*_: object) -> None:
+        note(hooks if innermost(paths) == "" else found)
 
     def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         functions.add((innermost(paths) or "", cls))
         return apply(*args, **kwargs)
 
     with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
-        with _asked_by(note), hooks_told(lambda _: note()), applied_by(noted):
+        with _asked_by(note), hooks_told(hooked), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     if line := found.get("", ""):
-        own = f"\n  {line} has gradients of its own: call it in a submodule of {type(model).__name__}, which then runs as it is written"
-        return OwnGradients(remedy=own)
+        name = type(model).__name__
+        remedy = (
+            f"\n  {line} has gradients of its own: call it in a submodule of {name}, which then runs as it is written; or let {name} "
+            f"return what it computes of each sample, and make the loss of it outside, or in loss=fn: then {name} runs so by samples"
+        )
+        return OwnGradients(whole=line, remedy=remedy)
     outermost = {p: line for p, line in found.items() if not below(p, found)}
     outside = frozenset(cls for p, cls in functions if p not in outermost and not below(p, outermost))
-    return OwnGradients(modules=outermost, functions=outside)
+    return OwnGradients(modules=outermost, functions=outside, hooks=bool(hooks))
+
+
+def other_backward(
+    model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs, known: Collection[Function] = ()
+) -> str:  # fmt: skip
+    """The name of an autograd function that the model applies whose gradients are not, of whatever it is given, those that autograd gives
+    of its forward; '' if there is none. known: those that are not asked about. Calls the model once, and leaves it as it was."""
+    seen: dict[Function, list[tuple[Any, Any]]] = {}
+
+    def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls = seen.setdefault(cls, [])
+        if len(calls) < MOST and cls not in known:
+            calls.append(copied((args, kwargs)))
+        return apply(*args, **kwargs)
+
+    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(), applied_by(noted):
+        objective_of(model(*inputs[0], **inputs[1]), loss, None)
+    for cls, calls in seen.items():
+        for args, kwargs in calls:
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            arguments = pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs))
+            one, two = (
+                Region(path=cls.__name__, module=kind(cls), state=(), arguments=arguments, modes=(True,)) for kind in (Applied, AsAutograd)
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a forward that takes values of tensors, which now need gradients
+                if not gives_the_same(one, two, given):
+                    return cls.__qualname__
+    return ""
 
 
 def innermost(paths: Mapping[int, str]) -> str | None:

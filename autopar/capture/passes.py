@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +24,7 @@ from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.export import without_key_value_cache
+from autopar.capture.fewer import captured_and_compared
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
@@ -43,7 +42,7 @@ from autopar.capture.normalise import (
     with_copies_returned,
     with_old_values,
 )  # fmt: skip
-from autopar.capture.own_gradients import OwnGradients, own_gradients
+from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -51,13 +50,16 @@ from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Buffer, Input, Program, Ref
+from autopar.ir import Input, Program, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
+from autopar.run.region import Applied, Region
 
 __all__ = ["Captured", "capture"]
+
+SCALES = (2.0**-24, 2.0**24)  # of the loss, where gradients are not autograd's own: a bound on them may cut off none of the example's
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def capture(
     check: bool = True,
     outputs: bool | None = False,
     dtype: torch.dtype | None = None,
+    written: Collection[str] = (),
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -98,80 +101,28 @@ def capture(
     the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
     loss, gradients and buffers (not on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the
     tensors that the model returns beside the loss are in the program too; None: if it returns no loss, for the user to make one of them.
-    dtype: what float32 parameters and inputs are cast to where they are used (`run.precision`); None: nothing is cast. The model is left
-    as it was. Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
+    dtype: what float32 parameters and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of
+    frozen parameters that other calls write to: buffers, like those that this call writes to. The model is left as it was. Raises
+    CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     example = arguments_of(example_inputs)
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
-            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype)
-        except OtherGradients as error:
+            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written)
+        except OtherGradients:
             with computing_in(dtype, model):
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
-            if not (own.modules or own.functions):
-                raise OtherGradients(f"{error}{own.remedy}") from error
-            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, as_written=own)
+            if not (own.modules or own.functions or own.hooks or own.whole):
+                raise
+            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, as_written=own)
 
-    if check:
-        with contextlib.suppress(_OutOfMemory), _out_of_memory_told_apart():
-            return captured(example, True)
-        return _compared_on_fewer(captured, example)
-    return captured(example, check)
-
-
-class _OutOfMemory(Exception):  # noqa: N818  (it is no error of capture's)
-    """The device has no memory for what was run."""
-
-
-@contextlib.contextmanager
-def _out_of_memory_told_apart() -> Iterator[None]:
-    """Inside, whatever fails because a device has no memory left is _OutOfMemory, which holds on to nothing."""
-    try:
-        yield
-        return
-    except (CaptureError, torch.OutOfMemoryError) as error:
-        causes: list[BaseException | None] = [error]
-        while (last := causes[-1]) is not None:
-            causes.append(last.__cause__)
-        if not any(isinstance(e, torch.OutOfMemoryError) for e in causes):
-            raise
-        causes.clear()
-    raise _OutOfMemory
-
-
-def _compared_on_fewer(captured: Callable[[Inputs, bool], Captured], example: Inputs) -> Captured:
-    """What a call of the whole batch is captured to, compared with the model on as many samples as one device has memory for: half of
-    them, a quarter, and so on. One of eight GPUs is asked for the memory of all."""
-    _let_go()
-    whole = captured(example, False)
-    sizes = {t.shape[0] for t in _tensors(example) if t.dim()}
-    count = sizes.pop() // 2 if len(sizes) == 1 else 0
-    said = "not compared with the model, for a sample of which one device has no memory"
-    while count:
-        with contextlib.suppress(_OutOfMemory), _out_of_memory_told_apart():
-            part = captured(pytree.tree_map_only(torch.Tensor, functools.partial(_first, count), example), True)
-            if [op.target for op in part.program.ops] == [op.target for op in whole.program.ops]:
-                said = f"compared with the model on {count} sample{'s' * (count > 1)} alone: one device has no memory for the whole batch"
-            break
-        _let_go()
-        count //= 2
-    return dataclasses.replace(whole, program=whole.program.replace(notes=(*whole.program.notes, f"the captured program was {said}")))
-
-
-def _first(count: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:count] if tensor.dim() else tensor
-
-
-def _let_go() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    return captured_and_compared(captured, example) if check else captured(example, False)
 
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, as_written: OwnGradients | None = None,
+    dtype: torch.dtype | None, written: Collection[str], as_written: OwnGradients | None = None,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: what runs as it is written."""
     args, kwargs = example
@@ -194,7 +145,9 @@ def _captured(
         with held_back():
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written)
-            trace, mutations = functionalize(with_casts(trace, infer), infer)
+            trace, mutations = functionalize(with_casts(trace, infer), infer, written)
+            frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
+            _check_precision(model, at_rest, frozen)
             trace = split_label_means(trace)
             trace, renamed = normalise(trace, infer)
             mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
@@ -208,8 +161,16 @@ def _captured(
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())
-        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None)
-        written = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None)
+        if as_written is None and trainable is not None and found.hooks:
+            raise OtherGradients(f"{program.name} registers {found.hooks[0]} on an activation in its forward")
+        if as_written is None and trainable is not None and found.own_gradients:
+            modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
+            as_regions = {m.function for m in modules if isinstance(m, Applied)}
+            if function := other_backward(model, loss, copied(inputs), as_regions):
+                raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
+        scales = SCALES if found.own_gradients else ()
+        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales)
+        left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
             leaves = {p.value: originals[p.value].detach().requires_grad_(p.trainable) for p in program.params}
@@ -222,11 +183,11 @@ def _captured(
                 f"graph of operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are "
                 f"compared"
             )
-    if written:
-        listed = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
+    if left:
+        listed = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
-        guards.follow(written, calls.settled, calls.left)
+        guards.follow(left, calls.settled, calls.left)
     if around.asked:
         guards.ask_for(around.mode)
     if program.outputs:
@@ -237,7 +198,7 @@ def _captured(
             program = program.replace(own_loss=False)
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
     return Captured(
-        program, dict(trace.tensors), model.training, guards, written, _defaults(model, args, kwargs), found.returns, returned,
+        program, dict(trace.tensors), model.training, guards, left, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast,
     )  # fmt: skip
 
@@ -249,7 +210,10 @@ def _traced(
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
     there is none, the operators whose sizes depend on values."""
     regions = Regions(model, loss, inputs)
-    if as_written is not None:
+    if as_written is not None and as_written.whole:
+        if not regions.include_model(as_written.whole):
+            raise OtherGradients(f"cannot capture {type(model).__name__} with gradients that it asks for itself{as_written.remedy}")
+    elif as_written is not None:
         regions.include_all(as_written)
     else:
         again = repeated(model, loss, inputs, start, outputs=outputs)
@@ -301,9 +265,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     changed = {buffer for buffer, _ in mutations}
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
     changed |= {copy for copy, first in trace.buffer_copies if first in changed}
-    buffers = tuple(
-        Buffer(value=b.value, fqn=b.fqn, persistent=b.persistent, mutated=b.value in changed, region=b.region) for b in trace.buffers
-    )
+    buffers = tuple(dataclasses.replace(b, mutated=b.value in changed) for b in trace.buffers)
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}
     calls = [t.calls for t in trace.ops]
@@ -352,6 +314,18 @@ def _beside(model: nn.Module, inputs: Inputs) -> Inputs:
         torch.Tensor, lambda t: t if t.device == device else t.detach().to(device).requires_grad_(t.requires_grad), inputs
     )
     return moved
+
+
+def _check_precision(model: nn.Module, at_rest: Mapping[int, torch.Tensor], frozen: Mapping[str, torch.Tensor]) -> None:
+    """at_rest: of parameters in a lower dtype than they rest in, by their ids. frozen: those that the forward writes to."""
+    for name, tensor in frozen.items():
+        original = at_rest.get(id(tensor))
+        if original is not None and original.dtype != tensor.dtype:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} changes the frozen parameter {name}, which rests in {original.dtype}, and computes "
+                f"in {tensor.dtype}: what it adds would be rounded away\n  what to do: change it after optimizer.step(), or compile with "
+                f"precision='fp32' and call the model inside of torch.autocast(dtype={tensor.dtype})"
+            )
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, fx, library, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.applied import Function, applied_by
+from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import FAILURES, objective_of
@@ -30,12 +30,12 @@ from autopar.capture.follow import storage_of
 from autopar.capture.own_gradients import OwnGradients, below, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
-from autopar.capture.samples import works_by_samples
+from autopar.capture.samples import is_linear, works_by_samples
 from autopar.capture.source import first_line, module_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.condition import Condition
-from autopar.run.region import Applied, Place, Region, within
+from autopar.run.region import Applied, Hooked, Place, Region, within
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
 
@@ -45,6 +45,8 @@ MOST = 64  # exports that are tried
 
 _LIBRARY = library.Library("autopar_region", "DEF")
 _LIBRARY.define("call(str key, Tensor[] tensors, int results) -> Tensor[]")
+_LIBRARY.define("hook(str key, Tensor(a!) tensor) -> ()")  # a trace sees it write to the activation, so that what follows reads another
+HOOK = "autopar_region.hook.default"
 _TRACED: dict[str, Call] = {}  # while a model is exported, and until its graph has been read
 _CONDITION = "condition_"
 
@@ -70,6 +72,12 @@ def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
     return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in _TRACED[key].results]
 
 
+def _registered(key: str, tensor: Tensor) -> None:
+    pass
+
+
+library.register_fake("autopar_region::hook", _registered, lib=_LIBRARY)
+_LIBRARY.impl("hook", _registered, "CompositeExplicitAutograd")
 library.register_fake("autopar_region::call", _made, lib=_LIBRARY)
 _LIBRARY.impl("call", _made, "CompositeExplicitAutograd")
 
@@ -94,6 +102,7 @@ class Regions:
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
         self.functions: frozenset[Function] = frozenset()  # autograd functions whose calls are regions
+        self.hooks: list[Call] = []  # on activations, of the model's own forward, in order
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         self._raised = ""  # what the last run of the model ended with, as a line
@@ -117,9 +126,9 @@ class Regions:
                     self.calls = {p: c for p, c in self.calls.items() if not below(p, found)} | found
                     return True
             path = path.rpartition(".")[0]
-        return self._include_model(line)
+        return self.include_model(line)
 
-    def _include_model(self, line: str) -> bool:
+    def include_model(self, line: str) -> bool:
         """Make the whole model a region, if it works on every sample by itself, so that the data can be divided, and looks at no value to
         decide what it does; whether it does."""
         if "" in self.calls:
@@ -136,6 +145,8 @@ class Regions:
         """Make regions of these submodules, and of the calls of these functions; of a submodule around one that cannot be. CaptureError
         if there is none that can."""
         self.functions = own.functions
+        if own.hooks:
+            self._keep_hooks()
         paths = dict(own.modules)
         for path, line in self._apply().items():
             around = path.rpartition(".")[0]
@@ -148,6 +159,20 @@ class Regions:
             if path not in found:
                 raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not() or self._raised}")
             self.calls = {p: calls for p, calls in self.calls.items() if not below(p, [path])} | found
+
+    def _keep_hooks(self) -> None:
+        """Keep the hooks on activations that the model's own forward registers."""
+
+        observed = False  # what registers it while it is tried
+
+        def noted(tensor: Tensor, hook: Callable[..., Any]) -> None:
+            nonlocal observed
+            if not observed and innermost(self._paths) == "":
+                line, observed = running_line(), True
+                self.hooks.append(_hooked(f"hook_{len(self.hooks)}", hook, tensor, line))
+                observed = False
+
+        self._call_model(hooks_told(noted))
 
     def include_functions(self, applied: Collection[Function], error: CaptureError) -> bool:
         """Make regions of the calls of those of these autograd functions that an error of capture came from; whether there is one."""
@@ -292,6 +317,11 @@ class Regions:
             path = self._path_of(cls)
             return traced(path, args, kwargs) if path in self.calls else apply(*args, **kwargs)
 
+        def hooked(tensor: Tensor, _: Callable[..., Any]) -> None:
+            if self.hooks and innermost(self._paths) == "":
+                torch.ops.autopar_region.hook(f"hook_{next(hooks)}@0", tensor)
+
+        hooks = iter(range(len(self.hooks)))
         seen: set[Function] = set()
         modules = {path: replaced(path) for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
 
@@ -299,8 +329,9 @@ class Regions:
         torch.distributions.Distribution.set_default_validate_args(False)  # it asks values whether they are valid
         _TRACED.clear()
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
+        _TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
         try:
-            with forwards_replaced(modules, self.model), applied_by(applied):
+            with forwards_replaced(modules, self.model), applied_by(applied), hooks_told(hooked):
                 yield seen
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)
@@ -313,7 +344,7 @@ class Regions:
         """What explain says of them."""
         conditions = [call.line for key, call in _TRACED.items() if key.startswith(_CONDITION)]
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
-        for calls in self.calls.values():
+        for calls in (*self.calls.values(), *([call] for call in self.hooks)):
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
             region = calls[0].region
             if isinstance(region.module, fx.GraphModule):
@@ -383,7 +414,15 @@ def _observed(
 
     outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
     kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with outside, CountedFlops() as counted, kept, mode or contextlib.nullcontext():  # which sees who calls
+    own_backward: list[object] = [module] if isinstance(module, Applied) else []
+    hooks: list[Callable[..., Any]] = []
+
+    def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own_backward.append(cls)
+        return apply(*args, **kwargs)
+
+    watched = hooks_told(lambda _, hook: hooks.append(hook))
+    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), mode or contextlib.nullcontext():
         output = forward(*args, **kwargs)
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
@@ -405,8 +444,28 @@ def _observed(
         structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,
     )  # fmt: skip
     with forwards_replaced({"": forward}, module):
-        steady, rows = works_by_samples(call.region, copies, tuple(own.values()), call.results, draws=draws)
+        steady, rows = works_by_samples(
+            call.region, copies, tuple(own.values()), call.results, draws=draws, own_backward=bool(own_backward or hooks)
+        )
+        leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
+        if leaves or ((own_backward or hooks) and not is_linear(call.region, copies, tuple(own.values()), draws=draws)):
+            call = dataclasses.replace(call, region=dataclasses.replace(call.region, linear=False))
+        rows = () if leaves else rows
     return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
+
+
+def _hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str) -> Call:
+    """A hook on an activation as a region, which gives what it is given."""
+    given = tensor.detach().clone()
+    region = Region(path=path, module=Hooked(hook), state=(), arguments=((Place(),), {}), modes=(True,))
+    result, linear, rows = given.clone().requires_grad_(), False, tuple[int, ...]()
+    if only_computes(hook):  # else it is given all of the gradient, as it leaves something
+        _, rows = works_by_samples(region, (given,), (), (result,), draws=False, own_backward=True)
+        linear = is_linear(region, (given,), (), draws=False)
+    return Call(
+        region=dataclasses.replace(region, linear=linear), arguments=(given,), results=(result,), structure=torch.empty(0), flops=0,
+        saved=0, draws=False, rows=rows, line=line,
+    )  # fmt: skip
 
 
 def _as_traced(call: Call, args: Any, kwargs: Any) -> Call:

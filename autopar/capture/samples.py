@@ -16,19 +16,20 @@ from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
 
-__all__ = ["works_by_samples"]
+__all__ = ["gives_the_same", "is_linear", "works_by_samples"]
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 AT_ONCE = 4  # tensors of which every subset is tried
+FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
 LARGE = 1 << 26  # elements of parameters and buffers, beyond which it is not copied in order to be tried
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 def works_by_samples(
-    region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor], *, draws: bool
+    region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor], *, draws: bool, own_backward: bool = False
 ) -> tuple[bool, tuple[int, ...]]:
     """Whether the shapes of its results do not depend on values, and which of its tensors may be cut along dim 0, so that its results
-    are cut alike (none if it cannot)."""
+    are cut alike (none if it cannot). own_backward: it need not be the same for large gradients as for small ones."""
     shapes = [tuple(r.shape) for r in results]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for tensors in _variations(given):
@@ -47,15 +48,94 @@ def works_by_samples(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for count in range(len(rows), least - 1, -1):
             for split in itertools.combinations(rows, count):
-                if _holds(exact, doubles, weights, frozenset(split), size):
+                if all(_holds(exact, doubles, weights, frozenset(split), size, f) for f in (FACTORS if own_backward else (1.0,))):
                     return True, split
     return True, ()
 
 
-def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int) -> bool:
+def gives_the_same(region: Region, other: Region, given: Sequence[Tensor]) -> bool:
+    """Whether two regions without a state give the same results and gradients, also of tensors and of gradients of other sizes and signs
+    than they are given: what one of them cuts off may be in none of these."""
+    doubles, tried = [_double(t) for t in given], 0
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for tensors in (*_variations(doubles), *_larger(doubles)):
+            torch.manual_seed(0)
+            one = _differentiated(region, tensors, (), None)
+            torch.manual_seed(0)
+            two = None if one is None else _differentiated(other, tensors, (), one[1])
+            if one is None:
+                continue
+            if two is None or not _alike(one, two):
+                return False
+            for factor in (2.0**-30, -(2.0**30)):
+                scaled = [g * factor for g in one[1]]
+                torch.manual_seed(0)
+                more = _differentiated(region, tensors, (), scaled)
+                torch.manual_seed(0)
+                others = _differentiated(other, tensors, (), scaled)
+                if more is None or others is None or not all(_close(a / factor, b / factor) for a, b in zip(_left(more), _left(others))):
+                    return False
+            tried += 1
+    return tried > 1
+
+
+def _alike(one: Ran, two: Ran) -> bool:
+    pairs = [*zip(one[0], two[0], strict=True), *zip(_left(one), _left(two), strict=True)]
+    return all(_close(a, b) or bool((a.isnan() & b.isnan()).any()) for a, b in pairs)
+
+
+def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
+    """Whether the gradients that it gives are linear in those that come to it, as autograd's own are: not where a hook clamps them. Powers
+    of two change no digit."""
+    if draws or sum(t.numel() for t in state) > LARGE:
+        return False
+    exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
+    doubles, weights, tried = [_double(t) for t in given], [_double(t) for t in state], 0
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for tensors in (*_variations(doubles), *_larger(doubles)):
+            once = _differentiated(exact, tensors, weights, None)
+            if once is None:
+                continue
+            if not _is_linear_at(exact, tensors, weights, once):
+                return False
+            tried += 1
+    return tried > 0
+
+
+def _is_linear_at(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], once: Ran) -> bool:
+    generator = torch.Generator().manual_seed(2)
+    other = [torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.dtype) for g in once[1]]
+    second = _differentiated(region, tensors, state, other)
+    summed = _differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
+    if second is None or summed is None:
+        return False
+    if not all(_close(x + y, z) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
+        return False
+    for factor in (2.0**-30, -(2.0**-8), 2.0**8, 2.0**30):
+        found = _differentiated(region, tensors, state, [g * factor for g in once[1]])
+        if found is None or not all(_close(a / factor, b) for a, b in zip(_left(found), _left(once), strict=True)):
+            return False
+    return True
+
+
+def _larger(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """What was given with other signs, smaller and larger."""
+    for factor in (-1.0, 2.0**-10, 2.0**10, -(2.0**20)):
+        yield [t * factor if t.dtype.is_floating_point else t for t in given]
+
+
+def _left(ran: Ran) -> list[Tensor]:
+    """The gradients that it has given."""
+    return [*ran[2], *ran[3]]
+
+
+def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int, factor: float) -> bool:
+    """factor: of the gradients that come to it."""
     tried = 0
     for tensors in _variations(given):
         whole = _differentiated(region, tensors, state, None)
+        if whole is not None and factor != 1:
+            whole = _differentiated(region, tensors, state, [g * factor for g in whole[1]])
         if whole is None:
             continue
         tried += 1
@@ -77,20 +157,21 @@ def _same(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], sp
             return False
         found.append(part)
     results, _, of_tensors, of_state = whole
+    scale = max((float(g.abs().amax()) for g in whole[1] if g.numel() and g.dtype.is_floating_point), default=1.0)
     joined = [(torch.cat([p[0][k] for p in found]), r) for k, r in enumerate(results)]
     for k, g in enumerate(of_tensors):
         pieces = [p[2][k] for p in found]
         joined.append((torch.cat(pieces) if k in split else torch.stack(pieces).sum(0), g))
     joined += [(torch.stack([p[3][k] for p in found]).sum(0), g) for k, g in enumerate(of_state)]
-    return all(_close(a, b) for a, b in joined)
+    return all(_close(a, b, 1e-2 * min(1.0, scale)) for a, b in joined)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, least: float = 1e-2) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point or not a.numel():
         return torch.equal(a, b)
-    return bool(((a - b).abs() <= TOLERANCE * b.abs().amax().clamp(min=1e-2)).all())
+    return bool(((a - b).abs() <= TOLERANCE * b.abs().amax().clamp(min=least)).all())
 
 
 def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -19,7 +19,7 @@ from autopar.capture.follow import storage_of
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
 from autopar.capture.memory import OfParameters
-from autopar.capture.regions import Regions, is_static
+from autopar.capture.regions import HOOK, Call, Regions, is_static
 from autopar.capture.source import source_line
 from autopar.capture.state import State
 from autopar.errors import CaptureError, DependsOnValues
@@ -257,6 +257,8 @@ class _Flattener:
             env[node] = container if isinstance(container, _Symbolic) else container[index]
         elif target is torch.ops.autopar_region.call.default:
             self._region_call(node, env, no_grad=no_grad)
+        elif target is torch.ops.autopar_region.hook.default:
+            self._hook_call(node, env, no_grad=no_grad)
         elif self.instances is not None and isinstance(target, torch._ops.OpOverload) and target.namespace == "autopar_repeat":
             self._repeated(node, target, env, self.instances)
         elif isinstance(target, torch._ops.OpOverload):
@@ -316,31 +318,43 @@ class _Flattener:
         operands = [env[n] for n in given]
         if symbolic := next((x for x in operands if isinstance(x, _Symbolic)), None):
             raise symbolic.error()
-        fqn = within(call.region.path, f"region_{key.rpartition('@')[2]}")
-        handle = self.names.fresh(f"region_{fqn}")
-        params = tuple((k, self.fqn_of_value[x.name]) for k, x in enumerate(operands) if x.name in self.fqn_of_value)
-        self.tensors[handle] = replace(call.region, params=params)  # type: ignore[assignment]  # which is asked for what tensors are
-        self.metas[handle] = meta_of(torch.empty(0))
-        self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
+        handle = self._handle(key, call, operands)
         state = tuple(Ref(self.value_of_fqn[within(call.region.path, name)]) for name in call.region.state)
         outputs = []
         for result in node.meta["val"]:
             outputs.append(self.names.fresh(call.region.path.rpartition(".")[2] or "output"))
             self.metas[outputs[-1]] = meta_of(result)
             self.storages[outputs[-1]] = storage_of(result)
-        dtypes = tuple(str(r.dtype).removeprefix("torch.") for r in node.meta["val"])
-        kwargs: tuple[tuple[str, Arg], ...] = (
-            ("shapes", tuple(tuple(r.shape) for r in node.meta["val"])), ("dtypes", dtypes),
-            ("grads", tuple(r.requires_grad for r in call.results)), ("rows", call.rows), ("flops", call.flops), ("saved", call.saved),
-            ("draws", call.draws),
-        )  # fmt: skip
-        args = (Ref(handle), self._arg(operands), state)
         op = Op(
-            target=REGION, args=args, kwargs=kwargs, outputs=tuple(outputs), multi=True, no_grad=no_grad, module=call.region.path,
-            source=call.line,
+            target=REGION, args=(handle, self._arg(operands), state), kwargs=_described(call, node.meta["val"]), outputs=tuple(outputs),
+            multi=True, no_grad=no_grad, module=call.region.path, source=call.line,
         )  # fmt: skip
         self.ops.append(Traced(op=op, calls=_module_stack(node)[0]))
         env[node] = [Ref(o) for o in outputs]
+
+    def _hook_call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool) -> None:
+        """A hook on an activation: the region that it is, which stands for the activation from there on."""
+        key, value = str(node.args[0]), env[node.args[1]]  # type: ignore[index]
+        call = self.regions.call(key)
+        if isinstance(value, _Symbolic):
+            raise value.error()
+        handle = self._handle(key, call, [value])
+        kwargs = _described(call, [node.args[1].meta["val"]])  # type: ignore[union-attr]
+        name = self.names.fresh("hooked")
+        op = Op(
+            target=HOOK, args=(handle, (value,), ()), kwargs=kwargs, outputs=(name,), multi=True, no_grad=no_grad, source=call.line
+        )  # fmt: skip
+        self.ops.append(Traced(op=op, calls=_module_stack(node)[0]))
+
+    def _handle(self, key: str, call: Call, operands: Sequence[Ref]) -> Ref:
+        """What stands for a region among the tensors."""
+        fqn = within(call.region.path, f"region_{key.rpartition('@')[2]}")
+        handle = self.names.fresh(f"region_{fqn}")
+        params = tuple((k, self.fqn_of_value[x.name]) for k, x in enumerate(operands) if x.name in self.fqn_of_value)
+        self.tensors[handle] = replace(call.region, params=params)  # type: ignore[assignment]  # which is asked for what tensors are
+        self.metas[handle] = meta_of(torch.empty(0))
+        self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
+        return Ref(handle)
 
     def _operator(
         self, node: fx.Node, target: torch._ops.OpOverload, env: dict[fx.Node, Any], *, no_grad: bool, autocast: tuple[Autocast, ...]
@@ -445,6 +459,15 @@ class _Flattener:
         if isinstance(a, (Ref, *_CONSTANTS)):
             return a
         raise CaptureError(f"{a!r} ({type(a).__name__}) is an argument that no graph can hold")
+
+
+def _described(call: Call, results: Sequence[torch.Tensor]) -> tuple[tuple[str, Arg], ...]:
+    """What the operator of a region says of it. results: as traced."""
+    dtypes = tuple(str(r.dtype).removeprefix("torch.") for r in results)
+    return (
+        ("shapes", tuple(tuple(r.shape) for r in results)), ("dtypes", dtypes), ("grads", tuple(r.requires_grad for r in call.results)),
+        ("rows", call.rows), ("flops", call.flops), ("saved", call.saved), ("draws", call.draws), ("linear", call.region.linear),
+    )  # fmt: skip
 
 
 def _leaf_paths(exported: ExportedProgram) -> list[tuple[str | int, ...]]:

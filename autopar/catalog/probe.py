@@ -61,6 +61,9 @@ class Probed:
     additive: bool = True
 
 
+SIZES = (1.0, 2.0**-20, 2.0**20)  # of gradients: what one of them cuts off may be in none of a usual size
+
+
 class _Unsound(Exception):
     """The operator, or this way to split it, is not what a strategy needs; the message says why."""
 
@@ -340,13 +343,14 @@ def _additive(call: _Call) -> bool:
     if call.op.no_grad or not any(t.grad for t in call.ins) or not any(t.grad for t in call.outs):
         return True
     try:
-        for s in _samples(call, frozenset(), 0):
-            terms = [-2 * t.flip(tuple(range(t.ndim))) if t.dtype.is_floating_point or t.dtype.is_complex else t for t in s.arriving]
-            rest = [t - part for t, part in zip(s.arriving, terms, strict=True)]
-            parts = [_run(call, s.values, _giving(given))[2] for given in (terms, rest)]
-            for k, whole in enumerate(s.gradients):
-                if whole is not None:
-                    _check(whole, [g for part in parts if (g := part[k]) is not None], P)
+        for s, factor in itertools.product(_samples(call, frozenset(), 0), SIZES):
+            arriving = [t * factor if t.dtype.is_floating_point or t.dtype.is_complex else t for t in s.arriving]
+            terms = [-2 * t.flip(tuple(range(t.ndim))) if t.dtype.is_floating_point or t.dtype.is_complex else t for t in arriving]
+            rest = [t - part for t, part in zip(arriving, terms, strict=True)]
+            whole, *parts = (_run(call, s.values, _giving(given))[2] for given in (arriving, terms, rest))
+            for k, gradient in enumerate(whole):
+                if gradient is not None:
+                    _check(gradient / factor, [g / factor for part in parts if (g := part[k]) is not None], P)
     except _Unsound:
         return False
     except REFUSALS:

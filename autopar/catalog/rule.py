@@ -123,7 +123,7 @@ _KNOWN: dict[object, tuple[Strategy, ...]] = {}
 def _strategies_of(view: OpView) -> tuple[Strategy, ...]:
     rule, random = rule_of(view.op.target), draws(view.op)
     found = Probed() if rule is not None or random else probed(view.op, view.ins, view.outs, view.n)
-    replicated = (I, R) if found.additive else (I,)
+    replicated = (I, R) if found.additive and view.op.kwarg("linear") is not False else (I,)  # a region's own backward may not be
     trivial = [
         view.strategy([layout] * len(view.ins), [layout] * len(view.outs), local=SAME_DRAW if random and layout == R else None)
         for layout in replicated

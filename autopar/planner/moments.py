@@ -115,9 +115,12 @@ class _Change:
 def _typing(program: Program, count: int) -> _Typing:
     """Dims are followed from the inputs through the operators; nothing is taken for the batch because of its size."""
     written = dict(program.mutations)
-    changed = [b.fqn for b in program.buffers if b.mutated or b.value in written]
+    changed = [b for b in program.buffers if b.mutated or b.value in written]
+    if changed and all(b.parameter for b in changed):
+        raise NotSplittable(f"the step changes the frozen parameter {changed[0].fqn!r}, once for all of the batch")
     if changed:
-        raise NotSplittable(f"the step changes the buffer {changed[0]!r} from the statistics of the whole batch")
+        buffer = next(b for b in changed if not b.parameter)
+        raise NotSplittable(f"the step changes the buffer {buffer.fqn!r} from the statistics of the whole batch")
     batched = batched_inputs(program)
     if not batched or (program.batch_size or 0) % count:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")

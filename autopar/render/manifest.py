@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from autopar.axes import BATCH, TIME
-from autopar.catalog.rule import draws
+from autopar.catalog.rule import draws, rule_of, strategies_of
 from autopar.catalog.schema import bind, registering_module
-from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, TensorType, refs
+from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, R, TensorType, refs
 from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
+from autopar.planner.shard import view_of
 from autopar.planner.stages import used_on
 from autopar.planner.units import gather_units
 from autopar.run.dtypes import PRECISIONS
@@ -70,6 +71,8 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             persistent=b.persistent and b.fqn is not None,
             constant=b.fqn is None or b.region,
             region=b.region,
+            parameter=b.parameter,
+            aliases=b.aliases,
             layouts=_layouts(b.layouts),
             stages=(stages := used.get(b.value, homes.get(b.value, (0,)))),
             written=writers.get(b.value) if len(stages) > 1 else None,
@@ -112,6 +115,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         prologue={v: str(over_time[v]) for v in lowered.prologue_outputs},
         training=training,
         mode_dependent=_mode_dependent(program),
+        not_linear=_not_linear(program),
     )
 
 
@@ -139,6 +143,15 @@ def _mode_dependent(program: Program) -> tuple[str, ...]:
     """The operators that draw random numbers, or read or update running statistics: training and evaluation differ there."""
     found = dict.fromkeys(op.target for op in program.ops if draws(op) or _normalises_by_mode(op))
     return tuple(found)
+
+
+def _not_linear(program: Program) -> tuple[str, ...]:
+    """The operators without a rule, and the regions, that cannot be given terms of a gradient."""
+    asked = [op for op in program.ops if rule_of(op.target) is None or op.target == REGION]
+    differentiated = [op for op in asked if any(o is not None and program.types[o].grad for o in op.outputs)]
+    views = [(op, view_of(program, op, 2)) for op in differentiated]
+    found = [op for op, view in views if not any({*s.inputs, *s.outputs} == {R} for s in strategies_of(view))]
+    return tuple(dict.fromkeys(op.source if op.target == REGION else f"{op.source} ({op.target})" for op in found))
 
 
 def _normalises_by_mode(op: Op) -> bool:

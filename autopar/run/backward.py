@@ -95,11 +95,23 @@ class Backward:
             record.phase(record.BACKWARD)
             if loss.requires_grad:
                 loss.backward(grad)
+            else:
+                self._check_factor(grad)
             found = self._gradients(None if loss.requires_grad else grad)  # else forward has run backward too, from a gradient of 1
             record.phase(record.OUTSIDE)
             return found
 
         return _Deposit.apply(loss.detach(), gradients, *self.leaves)
+
+    def _check_factor(self, factor: Tensor) -> None:
+        """RuntimeError if gradients of the loss, multiplied by this, are not those of the loss that is multiplied by it."""
+        other = self.form.manifest.not_linear
+        if other and factor.item() != 1:
+            raise RuntimeError(
+                f"the loss was multiplied by {factor.item():g} before backward(), and gradients have gone through what is at {other[0]} "
+                f"by then, whose own backward (a hook, a function) is not linear. Multiply the loss inside of the model, or in loss=fn; or "
+                f"compile with Pins(pp=1, micro_batches=1)"
+            )
 
     def of_outputs(self, values: dict[str, Tensor], run: OpenRun) -> dict[str, Tensor]:
         """The outputs, by name, as the user is given them to make a loss of."""

@@ -42,7 +42,8 @@ class ParamSpec:
 class BufferSpec:
     """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict). region: the name stands
     for a submodule of the model that the stages run as it is written, which is given with the tensors. written: the stage that changes
-    it, where others hold it too: they are given the new value at the end of a step; None else."""
+    it, where others hold it too: they are given the new value at the end of a step; None else. parameter: in the model it is a frozen
+    parameter, which the forward writes to; aliases: its further names there."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +51,8 @@ class BufferSpec:
     persistent: bool = True
     constant: bool = False
     region: bool = False
+    parameter: bool = False
+    aliases: tuple[str, ...] = ()
     layouts: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[int, ...] = (0,)
     written: int | None = None
@@ -93,7 +96,8 @@ class Manifest:
     prologue: what the prologue makes -> its layout over 'time' ('R': every micro-batch gets it whole; 'S(0)': in slices).
     outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
     libraries: Python modules that register operators which the stages call. training: the mode that the model was captured
-    in; mode_dependent: operators that compute something else in the other one."""
+    in; mode_dependent: operators that compute something else in the other one. not_linear: those whose backward gives gradients that are
+    not linear in those that come to it."""
 
     model: str
     mesh: Mapping[str, int]
@@ -113,6 +117,7 @@ class Manifest:
     libraries: tuple[str, ...] = ()
     training: bool = True
     mode_dependent: tuple[str, ...] = ()
+    not_linear: tuple[str, ...] = ()
 
     @property
     def places(self) -> tuple[int, ...]:

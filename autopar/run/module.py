@@ -353,6 +353,11 @@ class ParallelModule(StandIn):
             )  # fmt: skip
 
     @property
+    def written_parameters(self) -> dict[str, nn.Parameter]:
+        """The frozen parameters that the forward writes to, by name."""
+        return {spec.name: self._tree.params[spec.name] for spec in self.manifest.buffers if spec.parameter}
+
+    @property
     def random_stream(self) -> tuple[int, int]:
         """Where the module's own random numbers are: their seed, and how many calls have been made since it was set. Both begin anew
         where the process's generator has just been seeded."""
@@ -404,7 +409,8 @@ class ParallelModule(StandIn):
 
     def part_of(self, name: str) -> str:
         """Which part of a parameter or buffer rests here, as text; ranks that name the same part must hold the same bits."""
-        return self._tree.lies[self._tree.names.get(name, name)].part
+        tree = self._tree
+        return tree.lies[tree.names.get(name) or tree.aliases.get(name, name)].part
 
     # --------------------------------------------------------------------------------------------------- as the original
     @property
@@ -488,4 +494,4 @@ class AtRest:
 
 
 def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:
-    return spec.aliases if isinstance(spec, ParamSpec) else ()
+    return spec.aliases

@@ -25,7 +25,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
-__all__ = ["REGION", "Applied", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
+__all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -39,7 +39,8 @@ class Place:
 class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
-    tensor. autocast: what was on.
+    tensor. autocast: what was on. linear: the gradients that it gives are
+    linear in those that come to it.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -50,6 +51,7 @@ class Region:
     modes: tuple[bool, ...]
     autocast: tuple[Autocast, ...] = ()
     params: tuple[tuple[int, str], ...] = ()
+    linear: bool = True
     reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters of the model that a gradient has come to
 
     device = torch.device("cpu")
@@ -101,7 +103,13 @@ class Region:
         names |= {m.function.__module__ for m in self.module.modules() if isinstance(m, Applied)} - {"__main__"}
         files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
-        return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
+        try:
+            return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"{self.name} runs as it is written, and cannot be given to another process: {error}\n  what to do: define its classes and "
+                f"functions (hooks too) at the top of a file"
+            ) from error
 
 
 def _loaded(files: Sequence[tuple[str, str | None]], paths: Sequence[str], fields: bytes) -> Region:
@@ -130,6 +138,48 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+class AsAutograd(nn.Module):
+    """The forward of an autograd function, differentiated by autograd."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function.setup_context is not torch.autograd.Function.setup_context:
+            return self.function.forward(*args, **kwargs)
+        context = torch.autograd.function.FunctionCtx()
+        context.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)  # type: ignore[attr-defined]
+        return self.function.forward(context, *args, **kwargs)
+
+
+class Hooked(nn.Module):
+    """What it is given, with a hook on its gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.hook = _Hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.view_as(x)
+        if given.requires_grad:
+            given.register_hook(self.hook)
+        return given
+
+
+class _Hook:
+    """The user's own, in copies too: it may be a method of the whole model."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        return self.hook(grad)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
 
 
 class _Forward(nn.Module):

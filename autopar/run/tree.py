@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,13 @@ class Tree:
         self.model = manifest.model
         self.held: dict[str, Held] = {}
         self.names: dict[str, str] = {}  # every name of a parameter -> the first one
+        self.aliases: dict[str, str] = {}  # a further name of one that the plan has as a buffer -> the first one
         self.lies: dict[str, Lies] = {}
-        self.params: dict[str, nn.Parameter] = {}  # also those of other stages
+        self.params: dict[str, nn.Parameter] = {}  # also those of other stages, and frozen ones that the plan has as buffers
         self.buffers: dict[str, _Place] = {}
         self.constants: dict[str, Tensor] = {}
-        self._specs = {spec.name: spec for spec in manifest.params}
+        self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)
+        self._written = frozenset(spec.name for spec in manifest.buffers if spec.parameter)  # by the forward
         self._reduce_dtype = manifest.reduce_dtype
         self._places: list[tuple[_Place, nn.Parameter, str]] = []
         self._children = [
@@ -96,27 +98,35 @@ class Tree:
             elif spec.constant:
                 if lies.holds:
                     self.constants[spec.name] = here
+            elif spec.parameter:
+                self._placed((spec.name, *spec.aliases), here, lies, trainable=False)
+                self.aliases.update((name, spec.name) for name in spec.aliases)
             else:
                 self._take_buffer(spec, here, lies, parts)
         _trees.add(self)
 
     def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
-        place = self._place(spec.name, "_parameters")
+        param = self._placed((spec.name, *spec.aliases), here, lies, trainable=spec.trainable)
+        self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
+        if lies.holds:
+            self.held[spec.name] = hold(spec, param, self._mesh, self._tied.get(spec.stages), self._reduce_dtype)
+
+    def _placed(self, names: Sequence[str], here: Tensor, lies: Lies, *, trainable: bool) -> nn.Parameter:
+        """The user's parameter, or a new one, under its names in the tree, with this memory."""
+        place = self._place(names[0], "_parameters")
         known = place.registry.get(place.key)
-        param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=spec.trainable)
+        param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=trainable)
         lies.home = param.device
         grad = None if param.grad is None else lies.cut(param.grad).to(self._device)
         self._become(param, here, lies)
         if grad is not None:
             param.grad = part_like(grad, lies) if is_part(param) else grad
-        self.lies[spec.name], self.params[spec.name] = lies, param
-        for name in (spec.name, *spec.aliases):
+        self.lies[names[0]], self.params[names[0]] = lies, param
+        for name in names:
             place = self._place(name, "_parameters")
             place.registry[place.key] = param
             self._places.append((place, param, name))
-        self.names.update((name, spec.name) for name in (spec.name, *spec.aliases))
-        if lies.holds:
-            self.held[spec.name] = hold(spec, param, self._mesh, self._tied.get(spec.stages), self._reduce_dtype)
+        return param
 
     def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies, parts: dict[int, tuple[object, Tensor, Tensor]]) -> None:
         """parts: those made so far: one tensor under two names stays one where both lie alike."""
@@ -171,6 +181,8 @@ class Tree:
 
     def buffer(self, name: str) -> Tensor:
         """This rank's part of a buffer, also of one that the user has replaced by a whole tensor."""
+        if name in self.params:
+            return local(self.params[name])
         place = self.buffers.get(name)
         found = place.registry.get(place.key) if place is not None else None
         if place is None or found is None:
@@ -213,7 +225,7 @@ class Tree:
                 if param._backward_hooks:
                     _tell_of_gradients_alone(param._backward_hooks)
                 trains = param.requires_grad
-                if trains and not self._specs[name].trainable:
+                if trains and name not in self._trainable:
                     raise ValueError(
                         f"parameter {name} did not require a gradient when the model was compiled, so that none was planned for it. "
                         f"Unfreeze it before the model is compiled, or compile the model again"
@@ -242,7 +254,7 @@ class Tree:
             full = {name: whole.to(self.lies[name].home) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
         # a program is captured as it was planned: what is frozen for a while has its gradients in it
-        trains = {name: self._specs[name].trainable if home else param.requires_grad for name, param in self.params.items()}
+        trains = {name: name in self._trainable if home else param.requires_grad for name, param in self.params.items()}
         whole = {id(param): nn.Parameter(full[name], requires_grad=trains[name]) for name, param in self.params.items()}
         for param in self.params.values():
             whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k not in OF_A_PART)
@@ -257,10 +269,11 @@ class Tree:
         finally:
             self.whole = False
             now: dict[str, Tensor | None] = {}
+            first = {id(param): name for name, param in self.params.items()}
             for place, param, name in self._places:
                 found = place.registry.get(place.key)
                 if name in self.params or found is not whole[id(param)]:  # under one of its names the user has put another one
-                    now[self.names[name]] = found
+                    now[first[id(param)]] = found
             held = {name: place.registry[place.key] for name, place in buffers_now.items()}
             for name, place in buffers_now.items():
                 place.registry[place.key] = before[name]
@@ -271,7 +284,8 @@ class Tree:
             if changed:
                 raise ValueError(f"parameter {changed[0]} was written to by an object from outside of full_parameters(); take it inside")
             with torch.no_grad():
-                for name, tensor in ((now if write else {}) | held).items():
+                changing = {name: tensor for name, tensor in now.items() if write or name in self._written}
+                for name, tensor in (changing | held).items():
                     lies = self.lies[name]
                     if tensor is None or tensor.shape != lies.shape:
                         has = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"

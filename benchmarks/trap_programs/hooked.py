@@ -1,0 +1,318 @@
+"""Hooks on activations, and gradients that a forward asks for, in a part of the model and in its own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Results, batch, program, samples, seeded, sgd, state, train
+
+KIND = "hooked"
+
+
+class Clamping(nn.Module):
+    """Clamps the gradients that come to what it is given."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.tanh(h)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-0.002, 0.002))
+        return h * 1.5
+
+
+class WithPart(Net):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.part(self.blocks[0](torch.tanh(self.first(x)))))
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def clamped_in_a_part_and_a_scaled_loss(compile: Compile) -> Results:
+    """The loss is divided before backward, as in an accumulation: what is clamped are the gradients of that."""
+    model = compile(seeded(WithPart, Clamping()), example_inputs=batch())
+    optimizer, losses = sgd(model, 0.5), []
+    for k in range(3):
+        optimizer.zero_grad()
+        for half in (2 * k, 2 * k + 1):
+            loss = model(*batch(half)) / 4
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return {"losses": losses, "state": state(model)}
+
+
+class Logging(nn.Module):
+    """Keeps the norms of the gradients that come to what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def seen(self, grad: Tensor) -> None:
+        self.norms.append(grad.norm().item())
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.tanh(h)
+        if h.requires_grad:
+            h.register_hook(self.seen)
+        return h
+
+
+@program(KIND, plans=("dp2mb2",))
+def norms_logged_by_a_hook_in_a_part(compile: Compile) -> Results:
+    part = Logging()
+    model = compile(seeded(WithPart, part), example_inputs=batch())
+    return {"losses": train(model), "norms": list(part.norms), "state": state(model)}
+
+
+class LoggingAndGiving(Logging):
+    def seen(self, grad: Tensor) -> Tensor:  # type: ignore[override]
+        self.norms.append(grad.norm().item())
+        return 0.5 * grad
+
+
+@program(KIND, plans=("dp2mb2",))
+def norms_logged_by_a_hook_that_halves(compile: Compile) -> Results:
+    part = LoggingAndGiving()
+    model = compile(seeded(WithPart, part), example_inputs=batch())
+    return {"losses": train(model), "norms": list(part.norms), "state": state(model)}
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.1, 0.1)
+
+
+class Clipping(nn.Module):
+    """Clips gradients by an autograd function: none of the first batch is as large."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        clipped: Tensor = _Clipped.apply(torch.tanh(h))
+        return clipped
+
+
+class ClampingLate(nn.Module):
+    """The same by a hook."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.tanh(h)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return h
+
+
+def _large_later(compile: Compile, part: nn.Module) -> Results:
+    model = compile(seeded(WithPart, part), example_inputs=batch())
+    losses = train(model, steps=1)
+    with torch.no_grad():
+        model.head.weight.mul_(50.0)
+    return {"losses": losses + train(model, steps=3), "state": state(model)}
+
+
+@program(KIND)
+def clipped_by_a_function_later(compile: Compile) -> Results:
+    """Gradients are as large as the bound in the second step alone."""
+    return _large_later(compile, Clipping())
+
+
+@program(KIND)
+def clamped_by_a_hook_later(compile: Compile) -> Results:
+    return _large_later(compile, ClampingLate())
+
+
+class LastSeen(nn.Module):
+    """A hook leaves the gradient of an activation in an attribute, as for saliency."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(())
+
+    def seen(self, grad: Tensor) -> None:
+        self.last = grad.detach().norm()
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.tanh(h)
+        if h.requires_grad:
+            h.register_hook(self.seen)
+        return h
+
+
+@program(KIND)
+def gradient_left_by_a_hook(compile: Compile) -> Results:
+    part = LastSeen()
+    model = compile(seeded(WithPart, part), example_inputs=batch())
+    return {"losses": train(model), "last": part.last.item(), "state": state(model)}
+
+
+class Rooted(Net):
+    """Hooks in the model's own forward: one scales, one clamps what comes to a view, one reverses gradients for a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(HIDDEN, 2)
+        self.strength = 0.5
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        h = self.blocks(h)
+        left, right = h.chunk(2, dim=-1)
+        if right.requires_grad:
+            right.register_hook(lambda grad: 0.25 * grad)
+        return torch.cat([right, left], dim=-1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.hidden(x)
+        seen = h * 1.0
+        if seen.requires_grad:
+            seen.register_hook(lambda grad: -self.strength * grad)
+        return F.cross_entropy(self.head(h), y) + F.cross_entropy(self.critic(seen), y % 2)
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def hooks_of_the_own_forward(compile: Compile) -> Results:
+    """The strength of the reversed gradients is annealed between the steps."""
+    model = compile(seeded(Rooted), example_inputs=batch())
+    optimizer, losses = sgd(model, 0.5), []
+    for k in range(4):
+        model.strength = 0.5 + k
+        losses += train(model, optimizer, inputs=[batch(k)])
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(*batch(9)).item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def hook_after_a_first_use(compile: Compile) -> Results:
+    """What is hooked has been used already: its gradient comes from there too."""
+
+    class Late(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            other = self.blocks[0](h)
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            return other + self.blocks[1](h)
+
+    return {"losses": train(model := compile(seeded(Late), example_inputs=batch())), "state": state(model)}
+
+
+@program(KIND)
+def gradient_kept_by_a_hook_of_the_own_forward(compile: Compile) -> Results:
+    """Saliency: the gradient of an activation is left in an attribute of the model."""
+
+    class Salient(Net):
+        def keep(self, grad: Tensor) -> None:
+            self.kept = grad.detach().clone()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = self.blocks(torch.tanh(self.first(x)))
+            if h.requires_grad:
+                h.register_hook(self.keep)
+            return h
+
+    built = seeded(Salient)
+    model = compile(built, example_inputs=batch())
+    losses, norms = [], []
+    for k in range(3):
+        losses += train(model, inputs=[batch(k)])
+        norms.append(built.kept.norm().item())
+    return {"losses": losses, "norms": norms, "state": state(model)}
+
+
+class Field(nn.Module):
+    """Energies of samples, and forces: their negative gradients by the positions, which are trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.net(x).squeeze(-1)
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -slope
+
+
+def _energies_and_forces(found: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    energy, force = found
+    return F.mse_loss(energy, x.square().sum(-1)) + F.mse_loss(force, -2 * x)
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def forces_of_the_own_forward(compile: Compile) -> Results:
+    model = compile(seeded(Field), example_inputs=(samples(),))
+    optimizer, losses = sgd(model, 0.05), []
+    for k in range(3):
+        x = samples(k)
+        optimizer.zero_grad()
+        loss = _energies_and_forces(model(x), x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def penalty_of_the_own_forward(compile: Compile) -> Results:
+    """The norm of the gradient of the loss by the inputs is added to the loss, in forward."""
+
+    class Penalised(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            loss = F.cross_entropy(self.logits(x), y)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + 10.0 * slope.square().sum()
+
+    return {"losses": train(model := compile(seeded(Penalised), example_inputs=batch())), "state": state(model)}
+
+
+class FirstClipped(nn.Module):
+    """A clipped activation that the next layer, split over its outputs, reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip = Clipping()
+        self.up, self.down = nn.Linear(WIDTH, 8 * HIDDEN), nn.Linear(8 * HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.down(torch.tanh(self.up(10.0 * self.clip(self.down(torch.tanh(self.up(x)))))))
+        return 30.0 * F.cross_entropy(self.head(h), y)
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def clipped_before_a_split_layer(compile: Compile) -> Results:
+    model = compile(seeded(FirstClipped), example_inputs=batch())
+    return {"losses": train(model, sgd(model, 0.01)), "state": state(model)}
+
+
+@program(KIND)
+def norm_of_what_comes_bounded_later(compile: Compile) -> Results:
+    """A hook bounds the norm of the gradient of the whole batch's activations, which is as large in later steps alone."""
+
+    class Bounded(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad * (50.0 / grad.norm().clamp(min=50.0)))
+            return h
+
+    model = compile(seeded(Bounded), example_inputs=batch())
+    losses = train(model, sgd(model, 1e-4), steps=1)
+    with torch.no_grad():
+        model.head.weight.mul_(2000.0)
+    return {"losses": losses + train(model, sgd(model, 1e-4), steps=3), "state": state(model)}
