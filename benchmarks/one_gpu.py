@@ -32,7 +32,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -49,6 +49,7 @@ from autopar.run.precision import compute_dtype
 from benchmarks._gpu_models import MODELS, RANKS, build
 from benchmarks._scores import tau
 from cost_models import UnknownHardware, load_cluster
+from cost_models.uncertainty import interval
 
 __all__ = ["Job", "Ran", "jobs", "main", "planned", "summary", "train"]
 
@@ -208,15 +209,24 @@ def _by_model(wanted: Sequence[Job]) -> dict[str, list[Job]]:
     return {name: [j for j in wanted if j.model == name] for name in dict.fromkeys(j.model for j in wanted)}
 
 
-def predictions(found: Sequence[Ran], cluster: str) -> list[tuple[float, int] | None]:
-    """The step time and peak of the same plans on a cluster's GPU; None where the planner would now take another one, or has none."""
-    made: dict[int, tuple[float, int] | None] = {}
+class Predicted(NamedTuple):
+    """Seconds of a step, bytes of its peak without the context's, and their intervals of 80%."""
+
+    step_s: float
+    peak_bytes: int
+    interval_s: tuple[float, float]
+    interval_bytes: tuple[float, float]
+
+
+def predictions(found: Sequence[Ran], cluster: str) -> list[Predicted | None]:
+    """The same plans on a cluster's GPU; None where the planner would now take another one, or has none."""
+    made: dict[int, Predicted | None] = {}
     for name in dict.fromkeys(r.job.model for r in found):
         places = [k for k, r in enumerate(found) if r.job.model == name]
         plans = planned([found[k].job for k in places], cluster, [found[k].limit_bytes for k in places])
         for k, each in zip(places, plans, strict=True):
             same = each.plan is not None and (each.plan.micro_batches, _again(each.plan)) == (found[k].micro_batches, found[k].recomputed)
-            made[k] = predicted(each.plan, found[k].job, cluster) if each.plan is not None and same else None
+            made[k] = predicted(each.plan, found[k].job) if each.plan is not None and same else None
     return [made[k] for k in range(len(found))]
 
 
@@ -224,16 +234,18 @@ def _again(plan: Plan) -> int:
     return len(plan.recompute)
 
 
-def predicted(plan: Plan, job: Job, cluster: str) -> tuple[float, int]:
-    """Seconds of a step of the rank without what is communicated, where it is one of several; bytes of its peak without the context's."""
+def predicted(plan: Plan, job: Job) -> Predicted:
+    """Of the rank that is run; where it is one of several, without what is communicated."""
     per_stage = job.gpus // plan.mesh["pp"]
     mine = [s for s, rank in enumerate(plan.rank_of) if rank == job.rank // per_stage]
     stages = [plan.stages[s] for s in mine]
-    held = max(s.memory.total_bytes - s.memory.framework_context_bytes for s in stages)
-    if job.gpus == 1:
-        return plan.step_time_s, held
-    busy = sum(s.forward_s + s.backward_s - s.communication_s for s in stages) * plan.micro_batches
-    return busy + plan.optimizer_s, held
+    memory = max((s.memory for s in stages), key=lambda m: m.total_bytes)
+    least, most = (end - memory.framework_context_bytes for end in memory.interval_bytes)
+    seconds, span = plan.step_time_s, plan.step_time_interval_s
+    if job.gpus > 1:
+        seconds = sum(s.forward_s + s.backward_s - s.communication_s for s in stages) * plan.micro_batches + plan.optimizer_s
+        span = interval(seconds, plan.step_spread)
+    return Predicted(seconds, memory.total_bytes - memory.framework_context_bytes, span, (least, most))
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -293,9 +305,9 @@ def train(job: Job, plan: Plan | None, device: str, steps: int) -> Ran:
     cuda = device == "cuda"
     told = Ran(job=job, gpu=device_name(torch.device(device)), torch=str(torch.__version__))
     if plan is not None:
-        seconds, nbytes = predicted(plan, job, CLUSTER)
+        said = predicted(plan, job)
         told = msgspec.structs.replace(
-            told, predicted_s=seconds, predicted_bytes=nbytes, micro_batches=plan.micro_batches, recomputed=_again(plan),
+            told, predicted_s=said.step_s, predicted_bytes=said.peak_bytes, micro_batches=plan.micro_batches, recomputed=_again(plan),
         )  # fmt: skip
     gc.collect()
     if cuda:
@@ -378,13 +390,14 @@ def _between(a: Any, b: Any) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------------ figures
-Row = tuple[Ran, "tuple[float, int] | None"]
+Row = tuple[Ran, Predicted | None]
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float | int | None]]:
     """By kind of model. step, memory: median relative errors; regret, tau: medians over models, among their plans within all memory.
-    loss: the largest relative difference of a loss from plain torch's, without dropout; step_beside, memory_beside: of the choice over
-    plain torch's."""
+    inside, memory_inside: the shares of step times and of peaks in their intervals of 80%. loss: the largest relative difference of a
+    loss from plain torch's, without dropout; step_beside, memory_beside: of the choice over plain torch's.
+    """
     groups: dict[str, list[Row]] = {"one GPU": [], "a rank of eight": []}
     for r, p in rows:
         if not r.refused:
@@ -393,7 +406,10 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float | int | None]]:
 
 
 def _scores(rows: Sequence[Row]) -> dict[str, float | int | None]:
-    both = [(r, *p) for r, p in rows if p is not None]
+    known = [(r, p) for r, p in rows if p is not None]
+    both = [(r, p.step_s, p.peak_bytes) for r, p in known]
+    inside = [p.interval_s[0] <= r.step_s <= p.interval_s[1] for r, p in known]
+    held = [p.interval_bytes[0] <= r.peak_bytes <= p.interval_bytes[1] for r, p in known]
     plain = {(r.job.model, r.job.precision): r for r, _ in rows if r.job.plain}
     beside = [(r, plain[r.job.model, r.job.precision]) for r, _ in rows if (r.job.model, r.job.precision) in plain and not r.job.plain]
     off = [max(abs(a / b - 1) for a, b in zip(r.losses, p.losses, strict=True)) for r, p in beside if "dropout" not in r.job.model]
@@ -408,16 +424,20 @@ def _scores(rows: Sequence[Row]) -> dict[str, float | int | None]:
         if choice is not None and len(mine) > 1:
             regrets.append(1 - min(r.step_s for r, _ in mine) / choice.step_s)
             orders.append(tau([(s, r.step_s) for r, s in mine]))
-    known = [t for t in orders if t is not None]
     return {
         "loss": max(off, default=None), "step_beside": _median(ratios), "memory_beside": _median(room),
         "ran": len(rows), "compared": len(both), "step": _median(steps), "step_90": _ninth(steps), "memory": _median(memory),
-        "memory_90": _ninth(memory), "tau": _median(known), "regret": _median(regrets), "regret_worst": max(regrets, default=None),
+        "memory_90": _ninth(memory), "inside": _share(inside), "memory_inside": _share(held),
+        "tau": _median([t for t in orders if t is not None]), "regret": _median(regrets), "regret_worst": max(regrets, default=None),
     }  # fmt: skip
 
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
+
+
+def _share(found: Sequence[bool]) -> float | None:
+    return sum(found) / len(found) if found else None
 
 
 def _ninth(values: Sequence[float]) -> float | None:
@@ -431,7 +451,7 @@ def _table(rows: Sequence[Row], gpu: str) -> Table:
         if r.refused:
             table.add_row(str(r.job), "-", r.refused)
             continue
-        s, b = p if p is not None else (0.0, 0)
+        s, b = (p.step_s, p.peak_bytes) if p is not None else (0.0, 0)
         memory = f"{b / r.peak_bytes - 1:+.0%}" if b and r.peak_bytes else "-"
         another = "-" if r.job.plain else "another plan"
         table.add_row(
@@ -442,7 +462,10 @@ def _table(rows: Sequence[Row], gpu: str) -> Table:
 
 
 def _summaries(said: dict[str, dict[str, float | int | None]]) -> Table:
-    names = ("step", "step_90", "memory", "memory_90", "tau", "regret", "regret_worst", "loss", "step_beside", "memory_beside")
+    names = (
+        "step", "step_90", "inside", "memory", "memory_90", "memory_inside", "tau", "regret", "regret_worst", "loss", "step_beside",
+        "memory_beside",
+    )  # fmt: skip
     table = Table("", "plans", *(n.replace("_90", ": 90%").replace("_", ": ") for n in names), title="in all")
     for name, s in said.items():
         shown = ["-" if s[n] is None else f"{s[n]:.2f}" if n in ("tau", "step_beside", "memory_beside") else f"{s[n]:.1%}" for n in names]

@@ -14,7 +14,7 @@ import torch
 from benchmarks import _gpu_models, kernels, one_gpu
 from benchmarks._decoders import Decoder
 from benchmarks._kernels import OPERATORS, Kernel
-from benchmarks.one_gpu import Job, Ran
+from benchmarks.one_gpu import Job, Predicted, Ran
 from cost_models import load_cluster
 
 SMALL = Decoder(
@@ -92,7 +92,8 @@ def test_a_plan_and_plain_torch_train_alike(small: str) -> None:
     assert [r.micro_batches for r in found[1:]] == [1, 4, 1] and found[3].recomputed == 8
     for r in found[1:]:
         assert r.losses == pytest.approx(found[0].losses, rel=1e-2) and r.predicted_bytes > 0
-    assert one_gpu.predictions(found, one_gpu.CLUSTER)[1:] == [(r.predicted_s, r.predicted_bytes) for r in found[1:]]
+    again = one_gpu.predictions(found, one_gpu.CLUSTER)[1:]
+    assert [p and p[:2] for p in again] == [(r.predicted_s, r.predicted_bytes) for r in found[1:]]
 
 
 @pytest.mark.fake
@@ -115,14 +116,15 @@ def test_the_figures_by_hand() -> None:
 
     rows = [
         (ran(1.0, 100, 2.0, plain=True), None),
-        (ran(1.5, 100, 2.0), (1.2, 110)),  # 20% too fast, 10% too much
-        (ran(1.2, 50, 2.02, pins={"micro_batches": 4}), (1.32, 45)),  # 10% and 10%, and the faster one
-        (ran(9.0, 80, 2.0, less=0.7), (9.0, 80)),
+        (ran(1.5, 100, 2.0), Predicted(1.2, 110, (1.0, 1.4), (90, 130))),  # 20% too fast, 10% too much
+        (ran(1.2, 50, 2.02, pins={"micro_batches": 4}), Predicted(1.32, 45, (1.1, 1.5), (44, 46))),  # 10% and 10%, and the faster one
+        (ran(9.0, 80, 2.0, less=0.7), Predicted(9.0, 80, (8.0, 10.0), (70, 90))),
         (Ran(job=Job(model="m"), refused="no"), None),
     ]
     said = one_gpu.summary(rows)["one GPU"]
     assert said["ran"] == 4 and said["compared"] == 3
     assert said["step"] == pytest.approx(0.1) and said["step_90"] == pytest.approx(0.2) and said["memory"] == pytest.approx(0.1)
+    assert said["inside"] == pytest.approx(2 / 3) and said["memory_inside"] == pytest.approx(2 / 3)
     assert said["regret"] == pytest.approx(0.2) and said["tau"] == -1.0
     assert said["loss"] == pytest.approx(0.01) and said["step_beside"] == 1.5 and said["memory_beside"] == 1.0
 

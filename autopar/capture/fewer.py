@@ -6,11 +6,10 @@ Capture runs the model on the global batch, and one of eight GPUs may have room 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,21 +17,23 @@ from torch.utils import _pytree as pytree
 from autopar.capture.calls import Inputs
 from autopar.errors import CaptureError
 
-if TYPE_CHECKING:
-    from autopar.capture.passes import Captured
-
 __all__ = ["captured_and_compared"]
+
+C = TypeVar("C")
 
 
 class _OutOfMemory(Exception):  # noqa: N818  (it is no error of capture's)
     """The device has no memory for what was run."""
 
 
-def captured_and_compared(captured: Callable[[Inputs, bool], Captured], example: Inputs) -> Captured:
+def captured_and_compared(
+    captured: Callable[[Inputs, bool], C], example: Inputs, alike: Callable[[C, C], bool]
+) -> tuple[C, tuple[str, ...]]:
     """What captured(inputs, whether to compare it with the model) gives of the example, compared; where a device has no memory for that,
-    compared on half of the samples, a quarter, and so on, or not at all, which a note of the program says."""
+    compared on half of the samples, a quarter, and so on, or not at all, which is then noted in words. alike: whether what was captured of
+    fewer samples is the same program."""
     with contextlib.suppress(_OutOfMemory), _told_apart():
-        return captured(example, True)
+        return captured(example, True), ()
     _let_go()
     whole = captured(example, False)
     sizes = {t.shape[0] for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()}
@@ -41,12 +42,12 @@ def captured_and_compared(captured: Callable[[Inputs, bool], Captured], example:
     while count:
         with contextlib.suppress(_OutOfMemory), _told_apart():
             part = captured(pytree.tree_map_only(torch.Tensor, functools.partial(_first, count), example), True)
-            if [op.target for op in part.program.ops] == [op.target for op in whole.program.ops]:
+            if alike(part, whole):
                 said = f"compared with the model on {count} sample{'s' * (count > 1)} alone: one device has no memory for the whole batch"
             break
         _let_go()
         count //= 2
-    return dataclasses.replace(whole, program=whole.program.replace(notes=(*whole.program.notes, f"the captured program was {said}")))
+    return whole, (f"the captured program was {said}",)
 
 
 @contextlib.contextmanager
