@@ -227,3 +227,24 @@ def test_a_buffer_of_two_names_stays_one_on_another_device() -> None:
     elsewhere.mean = elsewhere.inner.mean = torch.ones(WIDTH, device="meta")
     made = ParallelModule(load(compiled.source), tensors_of(compiled.captured), original=elsewhere, device="cpu")
     assert [b.device.type for b in made.buffers()] == ["cpu"] and set(made.state_dict()) == set(model.state_dict())
+
+
+@pytest.mark.pure
+def test_hooks_are_told_of_gradients_alone() -> None:
+    """One process: a parameter is plain, and torch would tell its hooks of what no gradient comes to."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+
+        def forward(self, x: Tensor, k: int) -> Tensor:
+            return self.heads[k](x).square().sum()
+
+    x = torch.randn(BATCH, WIDTH)
+    model = autopar.compile(Heads(), 1, cluster="cpu", example_inputs=(x, 0))
+    seen: list[int] = []
+    for k, head in enumerate(model.heads):
+        head.weight.register_hook(lambda grad, k=k: seen.append(k) or grad * 0)
+    model(x, 1).backward()
+    assert seen == [1] and model.heads[0].weight.grad is None and not model.heads[1].weight.grad.any()
