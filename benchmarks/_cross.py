@@ -30,7 +30,7 @@ from benchmarks._forms import SOFTWARE_S, Form
 from benchmarks._runs import COMPILED_LAUNCH_S, MXNET, Run
 from cost_models.fit import search
 from cost_models.recipe import AUTOPAR
-from cost_models.uncertainty import SPREADS, step_spread
+from cost_models.uncertainty import OTHER_SOFTWARE, SPREADS, step_spread
 
 __all__ = ["CLASSES", "Constants", "Priced", "chip_of", "fitted", "memory_terms", "out_of_sample", "steps_s", "usual"]
 
@@ -76,7 +76,7 @@ GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
 LAUNCHES = (1.0, 2.0, 4.0)  # times what is assumed, where fits begin: while the host is not what takes time, nothing says how fast it is
 SOFTWARE_SPREAD = 1.5  # nothing but the order of magnitude is assumed of them
-OTHERS, STRANGERS = SPREADS["derived"], SPREADS["assumed"]
+OTHERS, STRANGERS = OTHER_SOFTWARE, SPREADS["assumed"]
 """Of a step of a software that is not known, by what others reach of the same chip: those that issue operators as it does, or none."""
 ONCE_SPREAD = 0.8  # it is tens of milliseconds, or a few
 ROUNDS, HALVINGS, LONGEST, BY = 8, 4, 0.5, 0.02  # of the fit; the longest step and that of the slopes are of logarithms

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
-    "ACCOUNT", "CENTRAL", "SPREADS", "More", "interval", "least_upper_bytes", "memory_spread_bytes", "more_for", "room_bytes",
-    "spread_of_kind", "step_spread",
+    "ACCOUNT", "CENTRAL", "OTHER_SOFTWARE", "SPREADS", "More", "interval", "least_upper_bytes", "memory_spread_bytes", "more_for",
+    "room_bytes", "spread_of_kind", "step_spread",
 ]  # fmt: skip
 
 CENTRAL = 1.2816  # 80% of a normal distribution lies within so many standard deviations
@@ -24,6 +24,10 @@ SPREADS: dict[str, float] = {"datasheet": 0.0, "measured": 0.03, "fitted": 0.08,
 
 ACCOUNT = 0.065
 """Spread of a step that the constants do not explain."""
+
+OTHER_SOFTWARE = SPREADS["derived"]
+"""Spread of a step of a software beside those whose runs the constants of a chip were fitted to, which have kernels and hosts of their own:
+what two figures differ by of which one was derived from the other."""
 
 MEMORY: dict[str, float] = {
     "parameters": 0.0,

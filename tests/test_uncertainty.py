@@ -16,6 +16,7 @@ from autopar.planner.plan import MemoryPlan
 from autopar.report.text import plan_text
 from cost_models.cluster import HardwareFileError, load_cluster
 from cost_models.memory import MemoryTerms
+from cost_models.recipe import Recipe
 from cost_models.uncertainty import ACCOUNT, CENTRAL, MEMORY, SPREADS, interval, memory_spread_bytes, spread_of_kind, step_spread
 from cost_models.write import cluster_toml
 from tests.planner_programs import program_of
@@ -131,3 +132,16 @@ def test_an_interval_of_memory_ends_above_nothing() -> None:
     )  # fmt: skip
     low, high = tiny.interval_bytes
     assert 0 <= low < 100 < high == pytest.approx(100 + CENTRAL * MEMORY["allocator_slack"] * 100)
+
+
+def test_a_software_beside_those_that_were_fitted_is_less_certain() -> None:
+    """By hand: autopar's own runtime on a catalogued GPU; not where another software's recipe is priced, nor on a CPU."""
+    cluster = load_cluster("dgx-h100")
+    own = planned("deep", 2, dp=2)
+    assert own.step_spread == pytest.approx(math.hypot(spread_of(own.seconds_by_kind, cluster), 0.12))
+    reduced = make_plan(program_of("deep"), gpus=2, cluster=cluster, pins=Pins(dp=2), reduce_dtype="bf16")
+    assert reduced.step_spread == pytest.approx(math.hypot(spread_of(reduced.seconds_by_kind, cluster), 0.12))
+    other = make_plan(program_of("deep"), gpus=2, cluster=cluster, pins=Pins(dp=2), recipe=Recipe())
+    assert other.step_spread == pytest.approx(spread_of(other.seconds_by_kind, cluster))
+    host = planned("deep", 2, "cpu", dp=2)
+    assert host.step_spread == pytest.approx(spread_of(host.seconds_by_kind, load_cluster("cpu")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -36,7 +37,8 @@ from autopar.planner.ties import ORDER, Tie
 from autopar.planner.words import choice_words
 from autopar.report.units import seconds_text
 from autopar.report.words import counted
-from cost_models.uncertainty import CENTRAL
+from cost_models.recipe import AUTOPAR
+from cost_models.uncertainty import CENTRAL, OTHER_SOFTWARE
 
 __all__ = ["BY_USER", "LISTED", "ended_by_user", "of_all", "plan_of", "refusal"]
 
@@ -101,7 +103,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         limits=_limits(question, c),
         alternatives=_alternatives(question.said, c),
         seconds_by_kind=kinds,
-        step_spread=spread_of(kinds, question.cluster),
+        step_spread=_spread(kinds, question),
         pins={k: v for k, v in _asdict(question.pins).items() if v is not None},
         bound=[name for name in question.pins.__struct_fields__ if getattr(question.pins, name) != getattr(question.asked, name)],
         searched=question.said.counts(),
@@ -113,6 +115,13 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
 def _asked(made: AxisPlan, form: Form) -> AxisPlan:
     """With what was asked of it."""
     return msgspec.structs.replace(made, sequence_parallel=form.sequence, all_work=form.split, kept_s_per_byte=form.byte_s)
+
+
+def _spread(kinds: Mapping[str, float], question: Question) -> float:
+    """Of the step. The constants of a catalogued GPU are fitted to runs of other softwares than autopar's own."""
+    own = dataclasses.replace(question.recipe, reduced_itemsize=AUTOPAR.reduced_itemsize) == AUTOPAR  # that is the user's wish
+    other = own and not question.cluster.gpu.host
+    return math.hypot(spread_of(kinds, question.cluster), OTHER_SOFTWARE if other else 0.0)
 
 
 def _tied(tie: Tie) -> str:
