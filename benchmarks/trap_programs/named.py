@@ -10,7 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._traps_kit import (
-    BATCH, HIDDEN, WIDTH, Compile, Logits, Net, Results, batch, batches, program, seeded, sgd, state, train, trained,
+    BATCH,
+    HIDDEN,
+    WIDTH,
+    Compile,
+    Logits,
+    Net,
+    Results,
+    batch,
+    batches,
+    program,
+    seeded,
+    sgd,
+    state,
+    train,
+    trained,
 )  # fmt: skip
 
 NAMED = "named"
