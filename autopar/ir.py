@@ -264,7 +264,7 @@ class Param:
 class Buffer:
     """A buffer (fqn is its name in the model) or a constant tensor that capture lifted (fqn None). region: it stands for a submodule
     that an operator runs (see capture/regions.py), and has no data. parameter: in the model it is a frozen parameter, which the forward
-    writes to; aliases: its further names there."""
+    writes to. aliases: its further names there."""
 
     value: str
     fqn: str | None

@@ -151,7 +151,7 @@ def _buffers(module: ParallelModule) -> dict[str, Tensor]:
     """Collective: every buffer of the original, whole, those that are in no state_dict too."""
     specs = [spec for spec in module.manifest.buffers if not spec.constant]
     assembled = assemble(specs, module.at_rest, module.mesh, module.device)
-    return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in assembled}
+    return {name: tensor.to("cpu", copy=True) for spec, tensor in assembled for name in (spec.name, *spec.aliases)}
 
 
 def _call(module: ParallelModule, inputs: Mapping[Any, Any]) -> Tensor:

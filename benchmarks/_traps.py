@@ -19,6 +19,7 @@ from benchmarks.trap_programs import memory as _memory
 from benchmarks.trap_programs import methods as _methods
 from benchmarks.trap_programs import modules as _modules
 from benchmarks.trap_programs import momentum as _momentum
+from benchmarks.trap_programs import named as _named
 from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
@@ -39,5 +40,5 @@ from benchmarks.trap_programs import wrapped as _wrapped
 __all__ = ["PROGRAMS"]
 
 del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
-del _lengths, _memory, _methods, _modules, _momentum, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules
-del _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped
+del _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture
+del _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped

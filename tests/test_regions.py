@@ -531,3 +531,96 @@ def test_a_batch_norm_without_momentum_is_told_what_to_do() -> None:
     with pytest.raises(CaptureError, match=r"what to do: a batch norm with momentum=None .*update_bn\(loader, original\)"):
         capture(model, (torch.randn(8, 4),), outputs=None)
     assert capture(model.eval(), (torch.randn(8, 4),), outputs=None).program.batch_size == 8
+
+
+class _TwoNames(nn.Module):
+    """A layer and its batch norm have two names; a part of its own, and the model, apply a function."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.left = self.right = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.part, self.outside = _Halving(), outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.part(self.right(self.left(x)))
+        return (_Halved.apply(h) if self.outside else h).square().mean()
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad / 2
+
+
+class _Halving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Halved.apply(3 * x)
+
+
+@pure
+@pytest.mark.parametrize(("outside", "paths"), [(False, ["part._Halved"]), (True, ["part._Halved", "_Halved"])])
+def test_of_a_model_with_a_module_of_two_names_functions_are_found_where_they_are(outside: bool, paths: list[str]) -> None:
+    assert [op.module for op in regions(capture(_TwoNames(outside), (torch.randn(8, 4),)))] == paths
+
+
+@pure
+def test_a_submodule_beside_a_module_of_two_names_is_one_operator() -> None:
+    class Beside(_TwoNames):
+        def __init__(self) -> None:
+            super().__init__(outside=False)
+            self.part = Numpy()
+
+    class Numpy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - torch.from_numpy(x.detach().numpy().mean(-1, keepdims=True))
+
+    assert [op.module for op in regions(capture(Beside(), (torch.randn(8, 4),)))] == ["part"]
+
+
+@pure
+def test_what_a_module_of_two_names_holds_is_one_buffer() -> None:
+    model = _TwoNames(outside=False)
+    buffers = {b.fqn: b.aliases for b in capture(model, (torch.randn(8, 4),)).program.buffers if not b.region}
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert buffers == {f"left.1.{name}": (f"right.1.{name}",) for name in names}
+
+
+@pure
+def test_one_buffer_of_two_modules_is_two() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.layer = nn.Identity(), nn.Identity(), nn.Linear(4, 4)
+            self.first.register_buffer("count", torch.zeros(()))
+            self.second.register_buffer("count", self.first.count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.count += 1
+            return (self.layer(x) * self.second.count).square().mean()
+
+    found = capture(Counting(), (torch.randn(8, 4),)).program
+    assert [(b.fqn, b.aliases, b.mutated) for b in found.buffers] == [("first.count", (), True), ("second.count", (), True)]
+
+
+@pure
+def test_a_generator_is_refused_where_the_forward_draws_from_it_alone() -> None:
+    class Drawing(nn.Module):
+        def __init__(self, draws: bool) -> None:
+            super().__init__()
+            self.layer, self.draws, self.generator = nn.Linear(4, 4), draws, torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return ((h + torch.randn(4, generator=self.generator)) if self.draws else h).square().mean()
+
+    inputs = (torch.randn(8, 4),)
+    with pytest.raises(CaptureError, match=r"a generator of its own.*\n  at test_regions.py:\d+: .*generator=self.*\n  what to do: leave"):
+        capture(Drawing(draws=True), inputs)
+    model = Drawing(draws=False)
+    before = model.generator.get_state()
+    assert capture(model, inputs).program.batch_size == 8
+    assert torch.equal(model.generator.get_state(), before)

@@ -188,6 +188,12 @@ class AtTheBorder(TorchFunctionMode):
             with torch.no_grad():
                 args[0].detach().copy_(args[1])
             return None
+        if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
+            raise CaptureError(
+                f"the forward draws from a generator of its own, which no graph holds\n  at {running_line()}\n  what to do: leave it out: "
+                f"torch's own generator, which torch.manual_seed seeds, draws alike on replicas and otherwise on other shards; or draw "
+                f"before the call and give the model the numbers as an input; what is the same in every call is made once, as a buffer"
+            )
         if not getattr(func, "__name__", "").startswith("__get"):
             for x in pytree.tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and x.requires_grad:

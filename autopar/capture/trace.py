@@ -169,14 +169,19 @@ class _Flattener:
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
-        buffers, copies = [], []
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        places: dict[tuple[int, str], tuple[torch.Tensor, list[str]]] = {}  # of a module of several names what it holds has them too
         for fqn, buffer in self.model.named_buffers(remove_duplicate=False):
+            path, _, name = fqn.rpartition(".")
+            places.setdefault((id(modules[path]), name), (buffer, []))[1].append(fqn)
+        buffers, copies = [], []
+        for buffer, (fqn, *aliases) in places.values():
             self.memory.refuse_shared(buffer, f"a buffer, {fqn},")
             value = self._add_tensor(self.names.fresh(f"b_{fqn}"), buffer, False)
-            self.value_of_fqn[fqn] = first.setdefault(id(buffer), value)
+            self.value_of_fqn |= dict.fromkeys((fqn, *aliases), first.setdefault(id(buffer), value))
             if first[id(buffer)] != value:
                 copies.append((value, first[id(buffer)]))
-            buffers.append(Buffer(value=value, fqn=fqn, persistent=fqn in persistent))
+            buffers.append(Buffer(value=value, fqn=fqn, aliases=tuple(aliases), persistent=fqn in persistent))
         return tuple(params), tuple(buffers), tuple(copies)
 
     def _add_tensor(self, value: str, tensor: torch.Tensor, grad: bool) -> str:

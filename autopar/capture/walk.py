@@ -274,7 +274,8 @@ def _by_value(value: Any) -> Value | None:
     if isinstance(value, random.Random):
         return Value("random generator", value.getstate())
     if isinstance(value, torch.Generator):
-        return Value("random generator", value.get_state().cpu().numpy().tobytes())
+        with torch._C._DisableTorchDispatch():  # its state is a tensor, which a trace would take for one of the program
+            return Value("random generator", value.get_state().cpu().numpy().tobytes())
     if isinstance(value, itertools.count):
         return Value(repr(value), repr(value))
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", _LARGEST + 1) <= _LARGEST:

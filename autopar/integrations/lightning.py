@@ -166,14 +166,19 @@ class AutoparStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective: to the folder `filepath`. Raises CheckpointError."""
+        """Collective: to the folder `filepath`; a file of that name, which Lightning wrote by itself, is there until it is done, as
+        `filepath`.before. Raises CheckpointError."""
         folder = Path(filepath)
+        before = folder.with_name(f"{folder.name}.before")
         if self.is_global_zero:
+            if folder.is_file():
+                folder.replace(before)
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
         save(folder / FOLDER, self._parallel, self._plain_optimizers())
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, folder / REST, storage_options=storage_options)
+            before.unlink(missing_ok=True)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

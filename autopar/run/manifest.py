@@ -43,7 +43,7 @@ class BufferSpec:
     """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict). region: the name stands
     for a submodule of the model that the stages run as it is written, which is given with the tensors. written: the stage that changes
     it, where others hold it too: they are given the new value at the end of a step; None else. parameter: in the model it is a frozen
-    parameter, which the forward writes to; aliases: its further names there."""
+    parameter, which the forward writes to. aliases: its further names there."""
 
     name: str
     shape: tuple[int, ...]

@@ -68,7 +68,7 @@ class Tree:
         self.model = manifest.model
         self.held: dict[str, Held] = {}
         self.names: dict[str, str] = {}  # every name of a parameter -> the first one
-        self.aliases: dict[str, str] = {}  # a further name of one that the plan has as a buffer -> the first one
+        self.aliases: dict[str, str] = {}  # a further name of what the plan has as a buffer -> the first one
         self.lies: dict[str, Lies] = {}
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages, and frozen ones that the plan has as buffers
         self.buffers: dict[str, _Place] = {}
@@ -93,6 +93,8 @@ class Tree:
         for spec, full in specs:
             lies = Lies(spec, self._mesh)
             here = lies.cut(full).clone(memory_format=torch.contiguous_format)
+            if isinstance(spec, BufferSpec):
+                self.aliases.update((name, spec.name) for name in spec.aliases)
             if isinstance(spec, ParamSpec):
                 self._take_param(spec, here, lies)
             elif spec.constant:
@@ -100,7 +102,6 @@ class Tree:
                     self.constants[spec.name] = here
             elif spec.parameter:
                 self._placed((spec.name, *spec.aliases), here, lies, trainable=False)
-                self.aliases.update((name, spec.name) for name in spec.aliases)
             else:
                 self._take_buffer(spec, here, lies, parts)
         _trees.add(self)

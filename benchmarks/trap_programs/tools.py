@@ -118,7 +118,7 @@ def accelerated(compile: Compile) -> Results:
     return {"losses": losses, "rate": rate, "before": before, "after": after, "labels": torch.cat(labels), "state": state(trained_one)}
 
 
-@program(KIND)
+@program(KIND, plans=("one2",))
 def lightning_trainer(compile: Compile) -> Results:
     """Lightning: accumulation, clipping, a schedule, validation, a checkpoint, and a second fit that goes on from it."""
     import lightning.pytorch as pl
