@@ -105,7 +105,7 @@ def capture(
     frozen parameters that other calls write to: buffers, like those that this call writes to. The model is left as it was. Raises
     CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
-    example = arguments_of(example_inputs)
+    example = _beside(model, arguments_of(example_inputs))
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
@@ -139,10 +139,6 @@ def _captured(
             f"  what to do: call the model once on a batch before compiling it"
         )
     _check_leaves(type(model).__name__, example)
-    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
-    else:
-        args, kwargs = _beside(model, (args, kwargs))
     given = args, kwargs
     inputs, infer = inputs_in(dtype, given), Inference()
     with held_back():
@@ -312,15 +308,18 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
 
 
 def _beside(model: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs where the model lies, as the parallel module takes them from anywhere."""
+    """The inputs where the model lies, as the parallel module takes them from anywhere; on meta if any of it does."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1:
+    meta = {d for d in devices if d.type == "meta"}
+    if len(meta or devices) != 1:
         return inputs
-    (device,) = devices
-    moved: Inputs = pytree.tree_map_only(
-        torch.Tensor, lambda t: t if t.device == device else t.detach().to(device).requires_grad_(t.requires_grad), inputs
-    )
-    return moved
+    (device,) = meta or devices
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        return t if t.device == device or t.is_meta else t.detach().to(device).requires_grad_(t.requires_grad)
+
+    found: Inputs = pytree.tree_map_only(torch.Tensor, moved, inputs)
+    return found
 
 
 def _check_precision(model: nn.Module, at_rest: Mapping[int, torch.Tensor], frozen: Mapping[str, torch.Tensor]) -> None:
@@ -333,10 +332,6 @@ def _check_precision(model: nn.Module, at_rest: Mapping[int, torch.Tensor], froz
                 f"in {tensor.dtype}: what it adds would be rounded away\n  what to do: change it after optimizer.step(), or compile with "
                 f"precision='fp32' and call the model inside of torch.autocast(dtype={tensor.dtype})"
             )
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
