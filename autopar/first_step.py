@@ -56,7 +56,7 @@ def first_loss(
     given = inputs_in(dtype, arguments_of(inputs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), given)
     held = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [held[b.fqn] for b in program.buffers if b.parameter and b.fqn is not None]
+    frozen = [held[name] for name in program.written_parameters]
     with torch.no_grad(), left_as_it_was(model, loss, frozen), computing_in(dtype, model):
         return objective_of(model(*args, **kwargs), loss, None)[0].detach().cpu()
 

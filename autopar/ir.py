@@ -335,6 +335,11 @@ class Program:
     def leaves(self) -> tuple[Input | Param | Buffer, ...]:
         return (*self.inputs, *self.params, *self.buffers)
 
+    @property
+    def written_parameters(self) -> tuple[str, ...]:
+        """The frozen parameters of the model that its forward writes to, by name."""
+        return tuple(b.fqn for b in self.buffers if b.parameter and b.fqn is not None)
+
     def replace(self, **changes: object) -> Program:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 

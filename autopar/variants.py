@@ -54,7 +54,7 @@ class Variants:
     ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
-        written = [spec.name for spec in module.manifest.buffers if spec.parameter]
+        written = module.written_parameters
         with with_gradients(), module.captured_at_home():
             captured = done_by_all(
                 lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, written=written),

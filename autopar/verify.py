@@ -155,7 +155,7 @@ def reference(
             if not math.isfinite(losses[-1]):
                 raise VerificationError(_not_a_number(model, odd, k, losses[-1]))
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
-        frozen = {b.fqn: parameters[b.fqn] for b in captured.program.buffers if b.parameter and b.fqn is not None}
+        frozen = {name: parameters[name] for name in captured.program.written_parameters}
         buffers = frozen | _cloned(dict(model.named_buffers(remove_duplicate=False)))
         later_losses = []
         for call in calls:
@@ -245,8 +245,7 @@ def _captured(
     model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, wanted: tuple[Call, ...], step: Captured
 ) -> tuple[dict[Call, Captured], tuple[str, ...]]:
     """What was captured for each call that is not one of the usual steps, and why others could not be. step: what was for one of those."""
-    forms, notes, drawn = {}, [], drawn_names(step)
-    written = [b.fqn for b in step.program.buffers if b.parameter and b.fqn is not None]
+    forms, notes, drawn, written = {}, [], drawn_names(step), step.program.written_parameters
     for trains, index in wanted:
         if (trains, index) == (True, 0):
             continue

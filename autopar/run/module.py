@@ -300,7 +300,7 @@ class ParallelModule(StandIn):
         for spec, tensor in state.assemble(self._persistent(), self._tree.at_rest, self.mesh, self.device):
             if kept:
                 value = tensor.to("cpu", copy=True)
-                full.update((name, value) for name in (spec.name, *_aliases(spec)))
+                full.update((name, value) for name in (spec.name, *spec.aliases))
         return {name: full[name] for name in self.state_dict() if name in full} | full  # in the original's order
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -324,7 +324,7 @@ class ParallelModule(StandIn):
             self._load_by_the_original(self.original, given)
             return
         specs = self._persistent()
-        known = {name: spec.name for spec in specs for name in (spec.name, *_aliases(spec))}
+        known = {name: spec.name for spec in specs for name in (spec.name, *spec.aliases)}
         tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
         if unknown := self.mesh.agree(sorted(set(given) - set(known))):
             raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown)}")
@@ -348,7 +348,7 @@ class ParallelModule(StandIn):
         """This rank's parts of what is in the state_dict of the original: parameters and persistent buffers."""
         for spec in self._persistent():
             yield AtRest(
-                name=spec.name, aliases=_aliases(spec), lies=self._tree.lies[spec.name], here=self._tree.at_rest(spec.name),
+                name=spec.name, aliases=spec.aliases, lies=self._tree.lies[spec.name], here=self._tree.at_rest(spec.name),
                 param=self._tree.params.get(spec.name),
             )  # fmt: skip
 
@@ -491,7 +491,3 @@ class AtRest:
     lies: Lies
     here: Tensor
     param: nn.Parameter | None
-
-
-def _aliases(spec: ParamSpec | BufferSpec) -> tuple[str, ...]:
-    return spec.aliases
