@@ -39,8 +39,7 @@ class Place:
 class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
-    tensor. autocast: what was on. linear: the gradients that it gives are
-    linear in those that come to it.
+    tensor. autocast: what was on. linear: the gradients that it gives are linear in those that come to it.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 

@@ -223,7 +223,7 @@ class Tree:
                     )
             check_given(self.params.items())
             for name, param in self.params.items():
-                if param._backward_hooks:
+                if param._backward_hooks and not is_part(param):  # whose hooks are told of none in any case
                     _tell_of_gradients_alone(param._backward_hooks)
                 trains = param.requires_grad
                 if trains and name not in self._trainable:
