@@ -22,7 +22,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +32,9 @@ from torch import distributed as dist
 
 import autopar
 from autopar.files import write_file
-from autopar.run.precision import compute_dtype
 from benchmarks._decoders import Decoder as Dimensions
 from benchmarks._decoders import build
+from benchmarks._plain import between_s, in_precision, now
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("tests", "profile", "training")
@@ -155,39 +154,23 @@ def trained(args: argparse.Namespace, precision: str, *, parallel: bool, device:
     if parallel:
         model = autopar.compile(model, 1, example_inputs=(tokens[0], tokens[0]), precision=precision)
         predicted = {"predicted_step_s": model.plan.step_time_s, "predicted_peak_bytes": model.plan.memory_bytes[0]}
-    lower = None if parallel else compute_dtype(model, precision)
+    compute = model if parallel else in_precision(model, precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    losses, events, times = [], [_event(on_gpu)], [time.perf_counter()]
+    losses, times = [], [now(device)]
     for given in tokens:
         batch = given.to(device, non_blocking=True)
-        loss = model(batch, batch) if lower is None else _in(lower, model, batch)
+        loss = compute(batch, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        events.append(_event(on_gpu))
-        times.append(time.perf_counter())
+        times.append(now(device))
     values = [float(x) for x in losses]  # which waits for the device
-    steps = [a.elapsed_time(b) / 1e3 for a, b in pairwise(events) if a and b] or [b - a for a, b in pairwise(times)]
+    steps = [between_s(a, b) for a, b in pairwise(times)]
     return {
         "losses": values, "step_s": statistics.median(steps[min(WARM, len(steps) - 1) :]),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 1, **predicted,
     }  # fmt: skip
-
-
-def _event(on_gpu: bool) -> torch.cuda.Event | None:
-    if not on_gpu:
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _in(dtype: torch.dtype, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The loss of a model whose parameters are cast before they are used."""
-    own = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-    found: torch.Tensor = torch.func.functional_call(model, own, (batch, batch))
-    return found

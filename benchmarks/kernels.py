@@ -91,9 +91,7 @@ def main(argv: list[str]) -> int:
 def write(path: Path, found: Iterable[Timed]) -> None:
     lines = [",".join(FIELDS)]
     for t in found:
-        counts = counts_of(t.kernel)
-        back = t.of == "backward"
-        flops, moved = (counts.backward_flops if back else counts.flops), (1 + back) * (counts.bytes_read + counts.bytes_written)
+        flops, moved = work_of(t)
         lines.append(f"autopar,{t.gpu},{t.kernel.dtype},{t.kernel.op},{t.kernel.shape},{t.of},{flops:.0f},{moved:.0f},{t.seconds:.4e}")
     write_file(path, ("\n".join(lines) + "\n").encode())
 
@@ -120,6 +118,12 @@ def counts_of(kernel: Kernel) -> Counts:
     return count(op, ins, outs, True)
 
 
+def work_of(t: Timed) -> tuple[float, int]:
+    """FLOPs, and the bytes that are counted of the pass: in backward twice those of forward."""
+    c, back = counts_of(t.kernel), t.of == "backward"
+    return c.backward_flops if back else c.flops, (1 + back) * (c.bytes_read + c.bytes_written)
+
+
 def predicted_s(t: Timed, cluster: Cluster) -> float:
     """Seconds that the device is busy."""
     return Pricer(cluster, {"tp": 1}).counted_s(counts_of(t.kernel), t.kernel.dtype)[PASSES.index(t.of)]
@@ -139,8 +143,7 @@ def _each(rows: Sequence[tuple[Timed, float]], cluster: Cluster) -> Table:
     columns = ("kernel", "pass", "predicted us", "measured us", "error", "TFLOP/s", "GB/s")
     table = Table(*columns, title=f"kernels, priced at {cluster.gpu.name}")
     for t, seconds in rows:
-        c, back = counts_of(t.kernel), t.of == "backward"
-        flops, moved = (c.backward_flops if back else c.flops), (1 + back) * (c.bytes_read + c.bytes_written)
+        flops, moved = work_of(t)
         rates = f"{flops / t.seconds / 1e12:.0f}", f"{moved / t.seconds / 1e9:.0f}"
         table.add_row(str(t.kernel), t.of, f"{1e6 * seconds:.1f}", f"{1e6 * t.seconds:.1f}", f"{seconds / t.seconds - 1:+.0%}", *rates)
     return table

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,14 +39,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopar
 from autopar.errors import AutoparError
 from autopar.measure.live import device_name
 from autopar.planner import Plan
-from autopar.run.precision import compute_dtype
 from benchmarks._gpu_models import MODELS, RANKS, build
+from benchmarks._plain import between_s, in_precision, now
 from benchmarks._scores import tau
 from cost_models import UnknownHardware, load_cluster
 from cost_models.uncertainty import interval
@@ -325,7 +325,7 @@ def _steps(job: Job, plan: Plan | None, device: str, steps: int) -> dict[str, An
     cuda = device == "cuda"
     model, batch = build(job.model, device)
     if plan is None:
-        trained, compute = model, _by_hand(model, batch, job.precision)
+        trained, compute = model, functools.partial(in_precision(model, job.precision), **batch)
     else:
         trained = autopar.compile(model, job.gpus, example_inputs=batch, plan=plan, precision=job.precision)
         compute = functools.partial(trained, **batch)
@@ -339,54 +339,25 @@ def _steps(job: Job, plan: Plan | None, device: str, steps: int) -> dict[str, An
         if step == WARM and cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        begun.append(_now(cuda))
+        begun.append(now(device))
         if step == WARM + steps:
             break
         start = time.perf_counter()
         loss = compute()
         loss.backward()
         losses += [loss.detach()] if step < WARM else []
-        computed.append(_now(cuda))
+        computed.append(now(device))
         optimizer.step()
         optimizer.zero_grad()
         host.append(time.perf_counter() - start)
     if cuda:
         torch.cuda.synchronize()
-    whole = [_between(a, b) for a, b in pairwise(begun)][WARM:]
-    updates = [_between(a, b) for a, b in zip(computed, begun[1:], strict=True)][WARM:]
+    whole = [between_s(a, b) for a, b in pairwise(begun)][WARM:]
+    updates = [between_s(a, b) for a, b in zip(computed, begun[1:], strict=True)][WARM:]
     return {
         "step_s": statistics.median(whole), "optimizer_s": statistics.median(updates), "host_s": statistics.median(host[WARM:]),
         "spread": max(whole) / min(whole) - 1, "losses": tuple(float(x) for x in losses),
     }  # fmt: skip
-
-
-def _by_hand(model: nn.Module, batch: dict[str, Tensor], precision: str) -> Callable[[], Tensor]:
-    """The loss by plain torch."""
-    dtype = compute_dtype(model, precision)
-    if dtype is None:
-        return functools.partial(model, **batch)
-    given = {k: x.to(dtype) if x.is_floating_point() else x for k, x in batch.items()}
-    kept = {id(p) for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}  # whose statistics are in float32
-    parameters = dict(model.named_parameters())
-
-    def computed() -> Tensor:
-        own = {name: p if id(p) in kept else p.to(dtype) for name, p in parameters.items()}
-        found: Tensor = torch.func.functional_call(model, own, kwargs=given)
-        return found
-
-    return computed
-
-
-def _now(cuda: bool) -> Any:
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(a: Any, b: Any) -> float:
-    return float(b - a) if isinstance(a, float) else a.elapsed_time(b) / 1e3
 
 
 # ------------------------------------------------------------------------------------------------------------------ figures
