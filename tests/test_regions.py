@@ -371,20 +371,6 @@ class _Bounded(torch.autograd.Function):
         return grad.clamp(-1e3, 1e3)
 
 
-class _Within(torch.autograd.Function):
-    """A bound of values that lets those return which gradients draw back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clamp(min=-1e3)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * ((x >= -1e3) | (grad < 0))
-
-
 class _Same(torch.autograd.Function):
     """What autograd does too."""
 
@@ -397,6 +383,15 @@ class _Same(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * (x >= -1e3)
+
+
+class _Within(_Same):
+    """A bound of values that lets those return which gradients draw back."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * ((x >= -1e3) | (grad < 0))
 
 
 class _Applying(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Logits, Net, Results, batch, batches, program, samples, seeded, sgd, state, train
 
@@ -248,7 +248,7 @@ def codebook_of_averages(compile: Compile) -> Results:
     return {"losses": train(model, inputs=[(samples(k),) for k in range(4)]), "state": state(model)}
 
 
-@torch.library.custom_op("traps::clipped", mutates_args=())
+@library.custom_op("traps::clipped", mutates_args=())
 def clipped(x: Tensor) -> Tensor:
     return x.clone()
 
