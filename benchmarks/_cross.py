@@ -72,7 +72,6 @@ MOST_S = {LAUNCH: 1e-3, ONCE: 0.5, **dict.fromkeys(SOFTWARE_S, 5e-3)}
 SLACK_ROWS = 10
 BEYOND = "beyond_bytes"  # of MemoryPlan: no memory, but how far an interval reaches
 HELD = 1.0  # of the gathers that may be held
-GATHER_OF_POINTWISE = 0.7  # rows of a table are read at random
 SCALE = 0.07  # of a run's error about a right prediction, by which runs are weighed against what is assumed
 LAUNCHES = (1.0, 2.0, 4.0)  # times what is assumed, where fits begin: while the host is not what takes time, nothing says how fast it is
 SOFTWARE_SPREAD = 1.5  # nothing but the order of magnitude is assumed of them
@@ -142,8 +141,7 @@ class Constants:
     def of(self, p: Priced, hardware_alone: bool = False) -> dict[str, float]:
         """hardware_alone: collectives take what their links take, and nothing is done once a step but the update."""
         chip = self.chips[p.chip]
-        every = {**constants_of(p.run.cluster.gpu), **chip, "reduction": chip["pointwise"]}
-        every["gather"] = GATHER_OF_POINTWISE * chip["pointwise"]
+        every = {**constants_of(p.run.cluster.gpu), **chip, "reduction": chip["pointwise"], "gather": chip["pointwise"]}
         every |= self.software.get(p.software) or {**usual(self.software, self.said, p.kind)[0], ONCE: p.once_s}
         return {**every, ONCE: 0.0, **dict.fromkeys(SOFTWARE_S, 0.0)} if hardware_alone else every
 

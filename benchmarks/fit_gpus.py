@@ -4,7 +4,7 @@
 
 Several GPUs are boards of one chip, which share its constants; the search starts from the first one's. The runs are those of
 `published` on these GPUs, none that their source doubts or of which the planner chose a part. A constant is launch_s or a class
-of operators (matmul, attention, conv, other, pointwise: reduction follows it, gather at 0.7 of it); launch_s is that of an interpreter, and
+of operators (matmul, attention, conv, other, pointwise: reduction and gather follow it); launch_s is that of an interpreter, and
 not of compiled programs. What a software adds is its recipe's. The loss is the mean absolute logarithm of predicted over measured step
 time, at most 0.4 of one run: some runs of any sweep were slow for reasons of their own, and must not decide. Plans are priced once; then
 only times are evaluated. --forms FILE: as of `published`.
@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._cross import GATHER_OF_POINTWISE, Priced
+from benchmarks._cross import Priced
 from benchmarks._fitted import ONCE, Fitted, Point, constants_of
 from benchmarks._forms import SOFTWARE_S, Form, forms_of
 from benchmarks._runs import DATA, Skip, load
@@ -47,7 +47,7 @@ def loss_of(found: Sequence[Priced]) -> Callable[[Point], float]:
 
     def loss(point: Point) -> float:
         if "pointwise" in point:
-            point = {**point, "reduction": point["pointwise"], "gather": GATHER_OF_POINTWISE * point["pointwise"]}
+            point = {**point, "reduction": point["pointwise"], "gather": point["pointwise"]}
         points = [{**c, **point, **({"launch_s": c["launch_s"]} if p.run.compiled else {})} for p, c in zip(found, own, strict=True)]
         return statistics.fmean(min(CLIP, abs(math.log(s / m))) for s, m in zip(fitted.steps_s(points), measured, strict=True))
 

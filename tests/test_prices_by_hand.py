@@ -83,6 +83,8 @@ BACKWARD = 3 * PRODUCT  # two for the second layer, one for the first: x has no 
 NUMBERS = 2 * WIDTH * HIDDEN + HIDDEN + WIDTH  # parameters
 FOLLOWS = 4 * (4 * ROWS * WIDTH + 4 * ROWS * HIDDEN)  # bytes of x, y, the output twice; of the hidden values four times
 STAYS = 4 * (NUMBERS + 1)  # bytes of the weights, and of the loss
+BEHIND = 4 * (7 * ROWS * WIDTH + 7 * ROWS * HIDDEN)  # of products twice; ReLU reads its result and a gradient, and writes one; so the loss
+KEPT = 4 * (2 * NUMBERS + 1)  # of the loss, its gradient
 FORMS = [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 1), (2, 1, 1, 4), (2, 4, 2, 3), (1, 2, 2, 2)]  # pp, dp, tp, micro-batches
 
 
@@ -99,7 +101,7 @@ def test_the_bound_of_a_choice(pp: int, dp: int, tp: int, m: int) -> None:
     arithmetic = Least(program, machine(flops=1e9), "none", Recipe())
     assert arithmetic.step_s(choice(pp, dp, tp, m), ROWS) == pytest.approx((FORWARD + BACKWARD) / 1e9 / (dp * m * tp) * waits)
     memory = Least(program, machine(memory=1e9), "none", Recipe())
-    once = 3 * (FOLLOWS / (dp * m) + STAYS) / 1e9 / tp  # backward moves twice what forward moves
+    once = ((FOLLOWS + BEHIND) / (dp * m) + STAYS + KEPT) / 1e9 / tp
     assert memory.step_s(choice(pp, dp, tp, m), ROWS) == pytest.approx(once * waits)
     assert memory.step_s(choice(pp, dp, tp, 2 * m), 2 * ROWS) == pytest.approx(once * (2 * m + pp - 1) / pp), "of a batch twice as large"
 
@@ -176,7 +178,7 @@ def equal_layers() -> Program:
 def test_a_program_that_memory_binds() -> None:
     ledger = Ledger(program_of("wide"), Pricer(machine(memory=1e9), {"pp": 1, "dp": 1, "tp": 1}, None, Recipe()))
     forward, backward, sent = ledger.seconds(range(len(ledger.costs)))
-    assert (forward, backward, sent) == pytest.approx(((FOLLOWS + STAYS) / 1e9, 2 * (FOLLOWS + STAYS) / 1e9, 0.0))
+    assert (forward, backward, sent) == pytest.approx(((FOLLOWS + STAYS) / 1e9, (BEHIND + KEPT) / 1e9, 0.0))
 
 
 def test_a_program_that_arithmetic_binds() -> None:
@@ -212,6 +214,10 @@ def test_convolutions_on_matrix_units_convert_what_they_read_and_write_unless_ch
     moved = counts.bytes_read + counts.bytes_written
     found = [Pricer(cluster, {}, None, Recipe(channels_last=last)).counted_s(counts, "float32") for last in (False, True)]
     assert found == [(3 * moved, 6 * moved), (moved, 2 * moved)]
+    of_one = convolution(kernel=1)
+    moved_of_one = of_one.bytes_read + of_one.bytes_written
+    found = [Pricer(cluster, {}, None, Recipe(channels_last=last)).counted_s(of_one, "float32") for last in (False, True)]
+    assert found == [(moved_of_one, 2 * moved_of_one)] * 2, "with kernels of one pixel it is a product of matrices"
     of_vectors = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, rates=(("float32", FAST),)))
     assert Pricer(of_vectors, {}, None, Recipe()).counted_s(counts, "float32") == (moved, 2 * moved)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -16,6 +16,7 @@ from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
 from autopar.measure.live import Call, Live, call_of
+from autopar.measure.traffic import Traffic
 from cost_models.cluster import Cluster
 from cost_models.collectives import Kind, collective_time_s, summed_by_gathering
 from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, causal_share, kernel_time_s, on_matrix_units, op_time_s
@@ -165,21 +166,39 @@ class Pricer:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
 
-    def work(self, c: Counts, dtype: str, *, parts: float = 1, nbytes: float | None = None) -> tuple[tuple[Kernel, ...], ...]:
+    def traffic(self, c: Counts) -> Traffic:
+        """Bytes that an operator moves."""
+        return c.traffic if c.traffic is not None and not self.cluster.gpu.host else _as_product(c, c.bytes_read + c.bytes_written)
+
+    def traffic_of(self, c: Counts, ins: Sequence[float], outs: Sequence[float], parts: float) -> Traffic:
+        """Bytes that a part of an operator moves, whose operands and results are so large; parts: its work is split in so many."""
+        if c.moves is not None and not self.cluster.gpu.host:
+            return c.moves.of(ins, outs, parts)
+        return _as_product(c, 2 * sum(outs) if c.op_class == "gather" else sum(ins) + sum(outs))
+
+    def work(self, c: Counts, dtype: str, *, parts: float = 1, traffic: Traffic | None = None) -> tuple[tuple[Kernel, ...], ...]:
         """The kernels of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""
         if c.op_class == "view":
             return ()
-        moved = c.bytes_read + c.bytes_written if nbytes is None else nbytes
-        parts, converted = parts * self.speed(c, dtype), 0.0
-        if c.op_class == "conv" and not self.recipe.channels_last and on_matrix_units("conv", dtype, self.cluster.gpu):
-            converted = 2.0 * moved  # each operand and the result is read and written once more
-        read = moved * c.bytes_read / ((c.bytes_read + c.bytes_written) or 1)
-        forward = _kernels(c.op_class, c.flops / parts, moved, moved - read, converted)
-        if c.backward_flops == 0 and not c.saved_inputs and not c.saved_outputs and c.op_class != "pointwise":
+        moved, converted = traffic or self.traffic(c), 0.0
+        parts = parts * self.speed(c, dtype)
+        if c.op_class == "conv" and not (self.recipe.channels_last or c.of_one) and on_matrix_units("conv", dtype, self.cluster.gpu):
+            converted = 2.0 * moved.forward  # each operand and the result is read and written once more
+        forward = _kernels(c.op_class, c.flops / parts, moved.forward, moved.written, converted)
+        if not self.in_backward(c):
             return (forward,)
         if c.op_class == "attention" and not self.cluster.gpu.host:
             parts *= ATTENTION_BACKWARD
-        return forward, _kernels(c.op_class, c.backward_flops / parts, 2.0 * moved, read, 2.0 * converted)
+        beside = 2.0 * converted + 3.0 * c.added_bytes  # of two gradients one sum is made
+        return forward, _kernels(c.op_class, c.backward_flops / parts, moved.backward, moved.backward_written, beside)
+
+    def in_backward(self, c: Counts) -> bool:
+        """Whether anything runs in the backward pass of an operator that has one."""
+        if c.added_bytes:
+            return True
+        if c.traffic is not None and not self.cluster.gpu.host:
+            return c.backward_flops > 0 or c.traffic.backward > 0
+        return c.backward_flops > 0 or bool(c.saved_inputs or c.saved_outputs) or c.op_class == "pointwise"
 
     def speed(self, c: Counts, dtype: str) -> float:
         """How many times less arithmetic there is than is counted."""
@@ -190,11 +209,11 @@ class Pricer:
         fewer = c.winograd and self.recipe.winograd and not gpu.host and not on_matrix_units("conv", dtype, gpu)
         return WINOGRAD if fewer else 1.0
 
-    def counted_s(self, c: Counts, dtype: str, *, parts: float = 1, nbytes: float | None = None) -> tuple[float, float]:
-        """(forward, backward) seconds of an operator; parts: its work is split in so many; nbytes: what a rank moves."""
+    def counted_s(self, c: Counts, dtype: str, *, parts: float = 1, traffic: Traffic | None = None) -> tuple[float, float]:
+        """(forward, backward) seconds of an operator; parts: its work is split in so many; traffic: what a rank moves."""
         gpu = self.cluster.gpu
         time_s = op_time_s if gpu.host else kernel_time_s  # launches run beside the kernels of a GPU: see `host_s`
-        passes = self.work(c, dtype, parts=parts, nbytes=nbytes)
+        passes = self.work(c, dtype, parts=parts, traffic=traffic)
         seconds = [sum(time_s(k.op_class, k.flops, k.nbytes, dtype, gpu, k.written) for k in kernels) for kernels in passes]
         return tuple((*seconds, 0.0, 0.0)[:2])  # type: ignore[return-value]
 
@@ -331,6 +350,12 @@ class Pricer:
                 source = f"measured on {live.name}"
                 found[name] = dataclasses.replace(costs[name], forward_s=forward, backward_s=backward, provenance=source, measured=True)
         return found
+
+
+def _as_product(c: Counts, moved: float) -> Traffic:
+    """Operands and results are moved once, and in backward twice, of which gradients of the operands are what is written."""
+    read = moved * c.bytes_read / ((c.bytes_read + c.bytes_written) or 1)
+    return Traffic(read, moved - read, 2.0 * moved - read, read)
 
 
 def _kernels(op_class: str, flops: float, moved: float, written: float, converted: float) -> tuple[Kernel, ...]:

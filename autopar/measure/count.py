@@ -22,11 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.interpret import run_op
 from autopar.ir import Op, TensorType, nameless
+from autopar.measure.traffic import Moves, Traffic, moves
 
-__all__ = ["OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
+__all__ = ["FUSED_DROPOUT", "OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
 _ATTENTION, _LOCAL_ATTENTION = "aten.scaled_dot_product_attention.default", "autopar.L.attention"
 _DROPOUT_AT = 4  # of the arguments of the first
+FUSED_DROPOUT = "aten.native_dropout.default"  # returns its mask besides
 
 OP_CLASSES: dict[str, str] = {
     name: cls
@@ -56,7 +58,9 @@ class Counts:
     """flops: forward; backward_flops. bytes_read, bytes_written: of the forward. saved_inputs: indices of refs(op) that
     autograd keeps; saved_outputs: indices of results; saved_other_bytes: kept tensors that are neither. winograd: a convolution that
     Winograd's algorithm computes with fewer multiplications than the FLOPs say. causal_keys: of attention under a causal mask, the
-    length over which half of the products were counted; 0 of any other."""
+    length over which half of the products were counted; 0 of any other. of_one: a convolution with kernels of one pixel. moves, traffic:
+    what passes between a GPU and its memory (None: as for products). added_bytes: of gradients that its backward adds to those of other
+    operators."""
 
     op_class: str
     flops: float
@@ -68,16 +72,25 @@ class Counts:
     saved_other_bytes: int = 0
     winograd: bool = False
     causal_keys: int = 0
+    of_one: bool = False
+    added_bytes: int = 0
+    moves: Moves | None = None
+    traffic: Traffic | None = None
 
 
 def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
     """The operator that keeps and allocates what a GPU's kernel does, where the CPU, on which fake tensors run, has none and composes
     it of others: RMS norm, of which one fused kernel keeps the operand and a number for each row, as layer norm does; attention with
     dropout, whose fused kernels draw again in backward what they drew (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp asks nothing
-    of dropout) and keep what they keep without it. In float64 there are none."""
+    of dropout) and keep what they keep without it, of which there are none in float64; dropout, whose fused kernel keeps a byte for each
+    number (aten/src/ATen/native/Dropout.cpp)."""
     if op.target in (_ATTENTION, _LOCAL_ATTENTION) and ins[0].dtype != torch.float64:
         args = tuple(0.0 if k == _DROPOUT_AT and op.target == _ATTENTION else a for k, a in enumerate(op.args))
         return dataclasses.replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
+    if op.target == "aten.dropout.default":
+        p, training = (op.args[k] if len(op.args) > k else op.kwarg(name) for k, name in ((1, "p"), (2, "train")))
+        fused = training is True and isinstance(p, float) and 0 < p < 1
+        return dataclasses.replace(op, target=FUSED_DROPOUT, args=(op.args[0], p, True), kwargs=()) if fused else op
     if op.target != "aten.rms_norm.default":
         return op
     weight = op.args[2] if len(op.args) > 2 else op.kwarg("weight")
@@ -88,7 +101,19 @@ def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], gpu
     """The counts of one operator on operands of these types. gpu: as a GPU runs it."""
     op = as_on_gpu(op, ins) if gpu else op
     anonymous = nameless(op)
-    return _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+    return _count_with_traffic(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+
+
+@functools.lru_cache(maxsize=100_000)
+def _count_with_traffic(
+    target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]  # type: ignore[type-arg]
+) -> Counts:
+    found = _count(target, args, kwargs, no_grad, ins, outs)
+    if found.op_class not in _STREAMING or target == "autopar.L.region":
+        return found
+    passes = moves(target, ins, outs, (found.saved_inputs, found.saved_outputs, found.saved_other_bytes))
+    traffic = passes.of([t.nbytes for t in ins], [t.nbytes for t in outs]) if passes else None
+    return dataclasses.replace(found, moves=passes, traffic=traffic)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -150,8 +175,11 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
         saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
         winograd=cls == "conv" and _is_plain_3_by_3(op, ins), causal_keys=keys,
+        of_one=cls == "conv" and math.prod(ins[1].shape[2:]) == 1,
     )  # fmt: skip
 
+
+_STREAMING = ("pointwise", "reduction", "gather")
 
 # Of these neither the work nor what is saved for backward depends on the device (tests/test_measure_meta.py). It does for attention, and
 # for norms that keep their statistics in another precision on the CPU.

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Arg, Op, Ref, TensorType, nameless
-from autopar.measure.count import SAME_ON_META, as_on_gpu
+from autopar.measure.count import FUSED_DROPOUT, SAME_ON_META, as_on_gpu
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import local_ops
 from autopar.run.mesh import Axis
@@ -135,6 +135,9 @@ def _ran_back(op: Op, ins: Sequence[TensorType], strides: Sequence[Strides]) -> 
 
 
 def _run(op: Op, env: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    if op.target == FUSED_DROPOUT:
+        ((result, _),) = run_op(op, env)  # type: ignore[misc]
+        return (result,)
     if not op.target.startswith("autopar.L."):
         return run_op(op, env)
 

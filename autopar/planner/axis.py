@@ -161,12 +161,12 @@ def _costs(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, floa
     local_in = [local_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
     local_out = [local_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
     parts = n if s.splits_work else 1
-    moved = float(sum(local_in) + sum(local_out)) if counts.op_class != "gather" else float(2 * sum(local_out))
-    forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, nbytes=moved)
+    moved = problem.pricer.traffic_of(counts, local_in, local_out, parts)
+    forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, traffic=moved)
     if problem.work_first:
         gpu = problem.pricer.cluster.gpu
         work = (counts.flops + counts.backward_flops) / parts / gpu.peak_flops_per_s(dtype_of(group.outs, group.ins))
-        forward, backward = WORK_FIRST * (work + 3 * moved / gpu.memory_bandwidth_bytes_per_s), 0.0
+        forward, backward = WORK_FIRST * (work + (moved.forward + moved.backward) / gpu.memory_bandwidth_bytes_per_s), 0.0
         forward = 0.0 if counts.op_class == "view" else forward
     if not any(t.grad for t in group.outs):
         backward = 0.0

@@ -18,6 +18,7 @@ over the tensor axis, and rests in parts, if any of its dims divides.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
@@ -57,26 +58,31 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
     if counts.op_class == "view":
         return OpLeast(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     pricer, dtype = Pricer(cluster, {}, None, recipe), dtype_of(outs, ins)
-    nbytes = float(counts.bytes_read + counts.bytes_written)
-    whole = 1.0 * sum(program.types[v].nbytes for v in (*operands, *results) if v in fixed or program.types[v].numel == 1)
+    moved = pricer.traffic(counts)
+    unmoved = [v in fixed or program.types[v].numel == 1 for v in (*operands, *results)]
+    sizes = [1.0 * program.types[v].nbytes * of for v, of in zip((*operands, *results), unmoved, strict=True)]
+    whole = pricer.traffic_of(dataclasses.replace(counts, op_class="other"), sizes[: len(ins)], sizes[len(ins) :], math.inf)
     flops, backward = counts.flops, counts.backward_flops
+    share = 1.0
     if counts.op_class not in _ARITHMETIC:  # its parts may be of another class that memory binds, or join another kernel
         best = max(gpu.fraction(c) for c in OP_CLASSES if c not in _ARITHMETIC)
         share = 0.0 if recipe.fuses else gpu.fraction(counts.op_class) / best
-        nbytes, whole = share * nbytes, share * whole
     speed, cls = pricer.speed(counts, dtype), counts.op_class
     flops, backward = flops / speed, backward / speed
     trained = any(t.grad for t in outs) and not op.no_grad
-    again = trained and bool(counts.backward_flops or counts.saved_inputs or counts.saved_outputs or cls == "pointwise")
+    again = trained and pricer.in_backward(counts)
     launches = 0.0 if recipe.fuses else gpu.launch_s * (1 + again) if gpu.host else sum(pricer.launches_s(op, ins, outs))
+
+    def moved_s(whole: float, nbytes: float) -> tuple[float, float]:
+        parts = max(0.0, nbytes - whole), min(whole, nbytes)
+        return tuple(kernel_time_s(cls, 0.0, share * n, dtype, gpu) for n in parts)  # type: ignore[return-value]
+
+    forward = moved_s(whole.forward, moved.forward)
+    behind = moved_s(whole.backward, moved.backward) if again else (0.0, 0.0)
     return OpLeast(
-        flops_s=kernel_time_s(cls, flops, 0.0, dtype, gpu),
-        moved_s=kernel_time_s(cls, 0.0, max(0.0, nbytes - whole), dtype, gpu),
-        whole_s=kernel_time_s(cls, 0.0, min(whole, nbytes), dtype, gpu),
+        flops_s=kernel_time_s(cls, flops, 0.0, dtype, gpu), moved_s=forward[0], whole_s=forward[1],
         backward_flops_s=kernel_time_s(cls, backward, 0.0, dtype, gpu) if again else 0.0,
-        backward_moved_s=kernel_time_s(cls, 0.0, 2.0 * max(0.0, nbytes - whole), dtype, gpu) if again else 0.0,
-        backward_whole_s=kernel_time_s(cls, 0.0, 2.0 * min(whole, nbytes), dtype, gpu) if again else 0.0,
-        launches_s=launches,
+        backward_moved_s=behind[0], backward_whole_s=behind[1], launches_s=launches,
     )
 
 

@@ -41,7 +41,17 @@ def fused(
             if before is None or counts[before].op_class not in _FUSES or readers[v] != {k} or v in kept:
                 continue
             nbytes = program.types[v].nbytes
-            found[k] = dataclasses.replace(found[k], bytes_read=max(0, found[k].bytes_read - nbytes))
-            found[before] = dataclasses.replace(found[before], bytes_written=max(0, found[before].bytes_written - nbytes))
+            found[k] = _without(found[k], nbytes, written=False)
+            found[before] = _without(found[before], nbytes, written=True)
             joined.add(k)
     return found, frozenset(joined)
+
+
+def _without(c: Counts, nbytes: int, *, written: bool) -> Counts:
+    """An operator whose result is not written, or whose operand is not read; nor, in backward, its gradient."""
+    t = c.traffic
+    if written:
+        t = t and t._replace(written=max(0.0, t.written - nbytes), backward_read=max(0.0, t.backward_read - nbytes))
+        return dataclasses.replace(c, bytes_written=max(0, c.bytes_written - nbytes), traffic=t)
+    t = t and t._replace(read=max(0.0, t.read - nbytes), backward_written=max(0.0, t.backward_written - nbytes))
+    return dataclasses.replace(c, bytes_read=max(0, c.bytes_read - nbytes), traffic=t)

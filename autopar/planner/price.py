@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.axes import AXES, BATCH
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
+from autopar.planner.fan_out import added_bytes
 from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness
 from autopar.planner.overlap import products_of, with_hidden
@@ -46,7 +47,17 @@ class Ledger:
             counts, self.joined = fused(program, [c.counts for c in self.costs], self.root, saved)
             fresh = enumerate(zip(program.ops, counts, strict=True))
             self.costs = [pricer.op(op, program, c, joined=k in self.joined) for k, (op, c) in fresh]
+        if self.gpu and pricer.live is None:
+            self._add(pricer)
         self._hide(pricer)
+
+    def _add(self, pricer: Pricer) -> None:
+        """Charges operators for the gradients that their backward adds to others."""
+        links = {k for k, op in enumerate(self.program.ops) if op.target.startswith("autopar.C.")}
+        views = {k for k, cost in enumerate(self.costs) if cost.counts.op_class == "view"} | links
+        for k, nbytes in added_bytes(self.program, views).items():
+            counts = replace(self.costs[k].counts, added_bytes=nbytes)
+            self.costs[k] = pricer.op(self.program.ops[k], self.program, counts, joined=k in self.joined)
 
     def repriced(self, pricer: Pricer) -> Ledger:
         """The same program at other prices."""
