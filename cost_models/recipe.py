@@ -35,7 +35,8 @@ class Recipe:
     see memory.held_gathers; 0 where the compute stream waits for a collective before its result is let go. attention_speed:
     of its fused attention, relative to current kernels (0.5: FlashAttention before its second version, Dao 2023, figure 4). fuses:
     pointwise operators and reductions that follow one another are one kernel (a compiler's, or written by hand). channels_last: values
-    between convolutions lie as matrix units take them; else each such convolution converts what it reads and writes. winograd: convolutions
+    between convolutions lie as matrix units take them; else each such convolution converts what it reads and writes; those with kernels of
+    one pixel, which are products of matrices, only where converts_pixels says so. winograd: convolutions
     on vector units use Winograd's algorithm where there is one, which wants memory for it (compute.WINOGRAD). stops_early: what runs
     again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end.
 
@@ -66,6 +67,7 @@ class Recipe:
     attention_speed: float = 1.0
     fuses: bool = False
     channels_last: bool = False
+    converts_pixels: bool = True
     winograd: bool = True
     stops_early: bool = False
     between_nodes_s: float = 0.0
@@ -77,8 +79,8 @@ class Recipe:
     def of_operators(self) -> tuple[object, ...]:
         """What the times of a rank's operators and of the collectives between them depend on."""
         return (
-            self.regathers, self.beside_products, self.fuses, self.channels_last, self.winograd, self.attention_speed, self.stops_early,
-            self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
+            self.regathers, self.beside_products, self.fuses, self.channels_last, self.converts_pixels, self.winograd, self.attention_speed,
+            self.stops_early, self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
         )  # fmt: skip
 
     @property
@@ -97,9 +99,11 @@ class Recipe:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 
-AUTOPAR = Recipe(stops_early=True, adds_gradients=True)
+AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False)
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
-foreach optimizers. The allocator's slack is that of an earlier fit to nanotron's runs on H100, which have one of their own now."""
+foreach optimizers. With cuDNN 9, which torch 2.11 has, convolutions with kernels of one pixel convert nothing on an H100
+(benchmarks/data/kernels_h100.csv); training runs of 2020 and 2021 take as long as if they did. The allocator's slack is that of an earlier
+fit to nanotron's runs on H100, which have one of their own now."""
 
 HELD_GATHERS = 0.83
 """Of nanotron's gathers, where the host runs ahead of the device: fitted, beside its allocator's slack, to the memory of 760 runs."""

@@ -216,8 +216,9 @@ def test_convolutions_on_matrix_units_convert_what_they_read_and_write_unless_ch
     assert found == [(3 * moved, 6 * moved), (moved, 2 * moved)]
     of_one = convolution(kernel=1)
     moved_of_one = of_one.bytes_read + of_one.bytes_written
-    found = [Pricer(cluster, {}, None, Recipe(channels_last=last)).counted_s(of_one, "float32") for last in (False, True)]
-    assert found == [(moved_of_one, 2 * moved_of_one)] * 2, "with kernels of one pixel it is a product of matrices"
+    found = [Pricer(cluster, {}, None, Recipe(converts_pixels=does)).counted_s(of_one, "float32") for does in (False, True)]
+    assert found == [(moved_of_one, 2 * moved_of_one), (3 * moved_of_one, 6 * moved_of_one)], "a product of matrices"
+    assert Pricer(cluster, {}, None, Recipe(converts_pixels=False)).counted_s(counts, "float32") == (3 * moved, 6 * moved)
     of_vectors = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, rates=(("float32", FAST),)))
     assert Pricer(of_vectors, {}, None, Recipe()).counted_s(counts, "float32") == (moved, 2 * moved)
 

@@ -182,7 +182,8 @@ class Pricer:
             return ()
         moved, converted = traffic or self.traffic(c), 0.0
         parts = parts * self.speed(c, dtype)
-        if c.op_class == "conv" and not (self.recipe.channels_last or c.of_one) and on_matrix_units("conv", dtype, self.cluster.gpu):
+        as_given = self.recipe.channels_last or (c.of_one and not self.recipe.converts_pixels)
+        if c.op_class == "conv" and not as_given and on_matrix_units("conv", dtype, self.cluster.gpu):
             converted = 2.0 * moved.forward  # each operand and the result is read and written once more
         forward = _kernels(c.op_class, c.flops / parts, moved.forward, moved.written, converted)
         if not self.in_backward(c):

@@ -5,8 +5,8 @@ what forward kept; it writes the gradient of each operand that has one. A sum's 
 concatenation in parts, without a kernel.
 
 Where kernels pass over a tensor several times, or reach less of the bandwidth than those that stream it, the passes are stated that a
-streaming kernel would make in the same time: in AS_TIMED, from the timings of one H100 (benchmarks/data/kernels_h100.csv: the median of
-the larger sizes, where copying reaches 90% of the bandwidth), which other GPUs are assumed to share, since the kernels are the same.
+streaming kernel would make in the same time, from the timings of one H100 (benchmarks/data/kernels_h100.csv: the median of the larger
+sizes, where copying reaches 90% of the bandwidth). Other GPUs are assumed to share them, since the kernels are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from autopar.ir import TensorType
 
@@ -70,7 +72,7 @@ class _Rows(NamedTuple):
 
 
 _SOFTMAX = _Rows(read=2.7, written=2.7, read_again=0.0, results_read=4.0, gradient_written=2.0)
-_BATCH_NORM = _Rows(read=6.0, written=3.0, read_again=5.0, results_read=5.0, gradient_written=2.0)
+_BATCH_NORM = _Rows(read=2.0, written=1.0, read_again=2.0, results_read=2.0, gradient_written=1.0)  # statistics first
 _CROSS_ENTROPY = _Rows(read=3.5, written=0.0, read_again=3.0, results_read=0.0, gradient_written=2.0)
 
 AS_TIMED = {
@@ -86,6 +88,11 @@ AS_TIMED = {
     "cross_entropy_sum_vocab": _CROSS_ENTROPY,
 }
 """Function -> passes over its rows."""
+
+BATCH_NORM_IN_BFLOAT16 = _Rows(read=6.0, written=3.0, read_again=5.0, results_read=5.0, gradient_written=2.0)
+"""torch's own kernel, which it takes in bfloat16 in place of cuDNN's (_select_batch_norm_backend in
+aten/src/ATen/native/Normalization.cpp); cuDNN's was not timed, and is taken to stream what it reads for its statistics and again for its
+result."""
 
 DROPOUT = 1.3
 """Passes of dropout over operand and result, beside its mask: its random numbers take longer than the memory."""
@@ -103,13 +110,14 @@ _FACTORS = frozenset({"mul", "div"})
 
 
 def moves(target: str, ins: Sequence[TensorType], outs: Sequence[TensorType], saved: Saved) -> Moves | None:
-    """Of an operator that memory binds. None of a product, a convolution, attention, or what runs several kernels: their operands and results are moved once, and in
-    backward twice."""
+    """Of an operator that memory binds. None of a product, a convolution, attention, or what runs several kernels: their operands and
+    results are moved once, and in backward twice."""
     name = target.split(".")[-1] if target.startswith("autopar.") else target.split(".")[1]
     if not ins or not outs:
         return None
     if name in AS_TIMED:
-        return _of_rows(AS_TIMED[name], len(ins), len(outs), ins[0].grad)
+        own = AS_TIMED[name] is _BATCH_NORM and ins[0].dtype == torch.bfloat16
+        return _of_rows(BATCH_NORM_IN_BFLOAT16 if own else AS_TIMED[name], len(ins), len(outs), ins[0].grad)
     if name in ROWS_ADDED:
         return _of_table(ROWS_ADDED[name], ins, len(outs))
     return _streamed(name, ins, outs, saved)
