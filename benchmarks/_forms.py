@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from autopar.planner.price import Ledger
 from autopar.planner.prologue import prologue_parts_s
 from benchmarks._predict import Figures, Prediction, predictions
 from benchmarks._runs import Run, Skip
+from cost_models import compute
 from cost_models.compute import demand
 from cost_models.recipe import Recipe
 from cost_models.uncertainty import interval
@@ -197,7 +198,7 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
         units = e.gathered([(v, 0) for v in own])
         parts.append(
             Part(
-                forward=_pass(e, ledger, inside, 0, found), backward=_pass(e, ledger, inside, 1, found),
+                forward=_pass(e, ledger, inside, 0, found), backward=_pass(e, ledger, inside, 1, found, after=own),
                 gathers=(
                     found.add(sum(exchange.unit_s(n) for n, _ in units.values())),
                     found.add(sum(exchange.unit_s(n, scattered=sent) for n, sent in units.values())),
@@ -252,12 +253,14 @@ def _read(e: Estimator, part: Partition) -> tuple[Form, list[float]]:
     return form, found.values
 
 
-def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _Figures) -> Pass:
-    """way: 0 forward, 1 backward."""
+def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _Figures, after: Collection[str] = ()) -> Pass:
+    """way: 0 forward, 1 backward. after: parameters whose gradients have come then."""
     program = ledger.program
     asked = Counter[Demand]()
     hidden = list[tuple[int, list[Asked]]]()
-    links_s = host_s = 0.0
+    links_s, host_s = 0.0, e.added_s(after)[1]
+    if e.recipe.adds_after_pass and (nbytes := e.added_bytes(after)):
+        asked[_asked_by(demand("pointwise", 0.0, nbytes, "float32", e.cluster.gpu))] += 1
     for k in span:
         op, cost = program.ops[k], ledger.costs[k]
         host_s += cost.host_s[way]
@@ -284,8 +287,11 @@ def _asked(e: Estimator, ledger: Ledger, k: int, way: int) -> Iterator[Demand]:
     op, counts, types = ledger.program.ops[k], ledger.costs[k].counts, ledger.program.types
     dtype = dtype_of(tuple(types[o] for o in op.outputs if o is not None), tuple(types[r] for r in refs(op)))
     for kernel in (*e.pricer.work(counts, dtype), (), ())[way]:
-        asked = demand(kernel.op_class, kernel.flops, kernel.nbytes, dtype, e.cluster.gpu, kernel.written)
-        yield asked.compute_class or "", asked.compute_s, asked.written_s, asked.memory_class, asked.memory_s
+        yield _asked_by(demand(kernel.op_class, kernel.flops, kernel.nbytes, dtype, e.cluster.gpu, kernel.written))
+
+
+def _asked_by(d: compute.Demand) -> Demand:
+    return d.compute_class or "", d.compute_s, d.written_s, d.memory_class, d.memory_s
 
 
 def figures_of(

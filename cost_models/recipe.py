@@ -19,7 +19,8 @@ class Recipe:
     """gradient_itemsize, state_itemsize: bytes of an accumulated gradient and of each of the optimizer's states (None: as the
     parameter); reduced_itemsize: of a gradient as it is sent (None: as it is accumulated). accumulates: gradients are added into buffers
     of their own, which are there all the time; adds_gradients: those of later micro-batches are added by operators of their own, else where
-    they are made; gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
+    they are made; adds_after_pass: when a backward pass is over, each gradient is added into a buffer, by an operator of its own;
+    gradient_copies: beside so many copies in the parameter's own dtype. master_itemsize: of the
     optimizer's own copy of a parameter (0: none). optimizer_passes: how often the update's traffic happens (1 fused, 3 for torch's
     foreach kernels). bucket_bytes: gradients are reduced in buckets of this size. gather_bytes: parameters that are gathered once a step
     are so this many bytes at a time (None: as gradients are reduced); unit_bytes: those of a block that are gathered where they are used.
@@ -50,6 +51,7 @@ class Recipe:
     reduced_itemsize: int | None = None
     accumulates: bool = False
     adds_gradients: bool = False
+    adds_after_pass: bool = False
     gradient_copies: int = 0
     master_itemsize: int = 0
     optimizer_passes: float = 3.0
@@ -111,17 +113,19 @@ HELD_GATHERS = 0.83
 WHOLE = 2**50
 """A bucket, or a unit of parameters that are gathered where they are used, that holds everything."""
 
-# With ZeRO-1 nanotron all-reduces all gradients at once when backward is over (training_step and init_model in src/nanotron/trainer.py,
-# sync_gradients_across_dp in src/nanotron/optim/gradient_accumulator.py), and gathers the parameters by one collective when the optimizer
-# is done (_all_gather_params in src/nanotron/optim/zero.py, all_gather_coalesced in src/nanotron/distributed.py). Its linear layers that
-# are split by columns gather what they read again beside the product for its gradient, and reduce-scatter this beside that for the weight
-# (_ColumnLinearAsyncCommunication in src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last
-# five are fitted to its sweep on 1-32 nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same
-# links, and what it does once a step
+# nanotron adds each parameter's gradient to a float32 buffer after each micro-batch's backward pass, one by one (backward and
+# _accumulate_grad of FP32GradientAccumulator in src/nanotron/optim/gradient_accumulator.py). With ZeRO-1 it all-reduces all gradients at
+# once when backward is over (training_step and init_model in src/nanotron/trainer.py, sync_gradients_across_dp in
+# src/nanotron/optim/gradient_accumulator.py), and gathers the parameters by one collective when the optimizer is done (_all_gather_params
+# in src/nanotron/optim/zero.py,
+# all_gather_coalesced in src/nanotron/distributed.py). Its linear layers that are split by columns gather what they read again beside the
+# product for its gradient, and reduce-scatter this beside that for the weight (_ColumnLinearAsyncCommunication in
+# src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last five are fitted to its sweep on 1-32
+# nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same links, and what it does once a step
 NANOTRON = Recipe(
-    optimizer_passes=1.0, gather_bytes=WHOLE, sums_parts_whole=True, local_batches=True, regathers=True,
+    adds_after_pass=True, optimizer_passes=1.0, gather_bytes=WHOLE, sums_parts_whole=True, local_batches=True, regathers=True,
     beside_products=("all_gather", "reduce_scatter"), held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
-    between_nodes_s=3.8e-4, contended_step_s=2.4e-4, contended_hop_s=3.5e-4, once_s=2.6e-2,
+    between_nodes_s=3.8e-4, contended_step_s=2.5e-4, contended_hop_s=2.8e-4, once_s=2.9e-2,
 )  # fmt: skip
 
 

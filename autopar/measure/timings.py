@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from autopar.measure.live import CPU_THREADS, REFUSALS, device_name
+from autopar.measure.traffic import AS_TIMED
 from autopar.run.launch import default_device
 from cost_models.compute import causal_share
 from cost_models.fit import OperatorTime
@@ -269,8 +270,8 @@ def _conv(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
         yield _Case(what=what, op_class="conv", dtype=dtype, flops=flops, bytes_moved=moved, written=result, make=make)
 
 
-def _streams(op_class: str, *operators: tuple[str, int, Streaming]) -> Callable[[torch.device, str, float], Iterator[_Case]]:
-    """Operators on two matrices with rows of 1024. Each has a name, and how many matrices it moves."""
+def _streams(op_class: str, *operators: tuple[str, float, Streaming]) -> Callable[[torch.device, str, float], Iterator[_Case]]:
+    """Operators on two matrices with rows of 1024. Each has a name, and how many matrices it moves; on a GPU as many as it is priced at."""
 
     def cases(device: torch.device, dtype: str, largest: float) -> Iterator[_Case]:
         made = _torch_dtype(dtype)
@@ -281,6 +282,9 @@ def _streams(op_class: str, *operators: tuple[str, int, Streaming]) -> Callable[
                 x, y = (torch.rand(rows, 1024, device=device).to(made) for _ in range(2))
                 return lambda: run(x, y)
 
+            if device.type != "cpu" and what.replace(" ", "_") in AS_TIMED:
+                over = AS_TIMED[what.replace(" ", "_")]
+                passes = over.read + over.written
             moved = float(passes * rows * 1024 * made.itemsize)
             yield _Case(what=f"{what} of {rows} x 1024", op_class=op_class, dtype=dtype, bytes_moved=moved, make=make)
 

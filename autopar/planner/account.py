@@ -126,17 +126,18 @@ def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
     ledger, span = c.rank.ledger, c.segments[k].span
     ops, costs = c.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
     copies_s = sum(c.estimator.copies_s(c.estimator.read(span)))
-    exposed_s = seconds - copies_s - sum(ledger.seconds(range(span.start, span.stop))[:2])
+    added = c.estimator.added_s(c.estimator.read(span))
+    exposed_s = seconds - copies_s - sum(ledger.seconds(range(span.start, span.stop), added)[:2])
     total: dict[str, float] = {COMPUTE: copies_s}
-    for way in (0, 1):
-        found: dict[str, float] = {}
+    for way, (after_s, issued_s) in enumerate(((0.0, 0.0), added)):
+        found: dict[str, float] = {COMPUTE: after_s}
         for op, cost in zip(ops, costs, strict=True):
             device_s = (cost.forward_s, cost.backward_s)[way]
             share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0
             _add(found, {COMPUTE: device_s * (1 - share)})
             if share:
                 _add(found, {collectives(str(op.kwarg("axis"))): device_s * share})
-        host_s = sum(cost.host_s[way] for cost in costs)
+        host_s = issued_s + sum(cost.host_s[way] for cost in costs)
         # what the device does is done while the host issues: of a stretch that the host governs, the rest is the host's
         late_s = host_s - sum(found.values())
         _add(total, found | ({LAUNCHES: late_s} if late_s > 0 else {}))

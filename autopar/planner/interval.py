@@ -57,17 +57,18 @@ def _of_piece(e: Estimator, k: int, mode: int, seconds: float) -> dict[str, floa
     """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
     ledger, span = e.rank.ledger, e.segments[k].span
     ops, costs = e.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
-    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop))[:2])
+    added = e.added_s(e.read(span))
+    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop), added)[:2])
     passes = []
-    for way in (0, 1):
-        kinds: dict[str, float] = {}
+    for way, (after_s, issued_s) in enumerate(((0.0, 0.0), added)):
+        kinds: dict[str, float] = {"pointwise": after_s} if after_s else {}
         for op, cost in zip(ops, costs, strict=True):
             device_s = (cost.forward_s, cost.backward_s)[way]
             # of both ways together only the sum is known of what is communication
             share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0
             own = MEASURED if cost.measured else cost.counts.op_class
             kinds = _sum([kinds, {own: device_s * (1 - share)}, {links_of(e, str(op.kwarg("axis"))): device_s * share} if share else {}])
-        host_s = sum(cost.host_s[way] for cost in costs)
+        host_s = issued_s + sum(cost.host_s[way] for cost in costs)
         passes.append({LAUNCHES: host_s} if host_s > sum(kinds.values()) else kinds)
     again_s, forward_s = e.pieces[k].modes[mode].again_s, sum(passes[0].values())
     again = {kind: s * again_s / forward_s for kind, s in passes[0].items()} if again_s and forward_s else {}

@@ -146,11 +146,12 @@ class Ledger:
         ]
         return max(sizes, default=0)
 
-    def seconds(self, indices: Iterable[int]) -> tuple[float, float, float]:
+    def seconds(self, indices: Iterable[int], after: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float, float]:
         """(forward, backward, of which communication) of operators that follow one another: the device's time, or the time that the
-        host needs to issue them, whichever is longer (the host runs ahead in long kernels and is caught up with in short ones)."""
-        forward = backward = communication = 0.0
-        host_forward = host_backward = 0.0
+        host needs to issue them, whichever is longer (the host runs ahead in long kernels and is caught up with in short ones). after: of
+        the device and of the host, what follows in backward."""
+        forward = communication = host_forward = 0.0
+        backward, host_backward = after
         for k in indices:
             c = self.costs[k]
             forward, backward, communication = forward + c.forward_s, backward + c.backward_s, communication + c.communication_s

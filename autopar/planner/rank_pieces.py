@@ -173,6 +173,17 @@ class RankPieces:
             made += 3 * sum(self._gradient(p, numel) for p, numel in left) * (1 - 1 / self.rank.micro_batches)
         return gathered_s, gathered_s + self._moved_s(made)
 
+    def added_s(self, own: Collection[str]) -> tuple[float, float]:
+        """Of the device and of the host, after each backward pass: adding gradients into buffers (two are read, one is written)."""
+        if not self.recipe.adds_after_pass:
+            return 0.0, 0.0
+        params = [p for p in (self.params[v] for v in own) if p.trainable]
+        host_s = 0.0 if self.cluster.gpu.host else self.pricer.shared * self.cluster.gpu.launch_s * len(params)
+        return self._moved_s(self.added_bytes(own)), host_s
+
+    def added_bytes(self, own: Collection[str]) -> float:
+        return float(sum(2 * self._gradient(p, p.numel) + p.numel * p.itemsize for p in (self.params[v] for v in own) if p.trainable))
+
     def _casts_of_a_step_s(self, own: Params) -> float:
         """Before the first micro-batch, of what is not gathered where it is used."""
         return self._casts_s({p: n for p, n in own.items() if not (p.in_parts and self.rest.gathered == "use")})
@@ -329,8 +340,8 @@ class RankPieces:
             if segment.block in known:
                 found.append(known[segment.block])
                 continue
-            forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop))
             own = sorted(self.read(segment.span))
+            forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop), self.added_s(own))
             exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s(self.params_of((v, 0) for v in own), backward)
             copies_s = self.copies_s(own)
             found.append((forward + self._gather_s(own, forward) + copies_s[0], backward + exposed + copies_s[1]))
