@@ -10,7 +10,7 @@ import torch
 
 import autopar.measure
 import autopar.measure.workspace  # noqa: F401
-from autopar.ir import Arg, Ref, TensorType
+from autopar.ir import Arg, Op, Ref, TensorType
 
 pytestmark = pytest.mark.pure
 counting, spaces = sys.modules["autopar.measure.count"], sys.modules["autopar.measure.workspace"]
@@ -87,8 +87,9 @@ def test_workspaces_on_meta_are_those_on_fake_tensors(name: str, dtype: torch.dt
         for shape, lies in zip(shapes, layouts, strict=True):  # as they are, and with the last two dims the other way round in memory
             tensor = torch.empty(lies, device="meta")
             strides.append(tensor.stride() if lies == shape else tensor.transpose(-1, -2).stride())
-        given = (f"aten.{name}", args, (), False, False, 1, ins, tuple(strides), (TensorType((4, 6), dtype, trained),))
-        on_meta = spaces._workspace.__wrapped__(*given)
+        call = Op(target=f"aten.{name}", args=args, outputs=("y",))
+        given = (call, ins, tuple(strides), (TensorType((4, 6), dtype, trained),))
+        on_meta = spaces._workspace(*given)
         with monkeypatch.context() as m:
             m.setattr(spaces, "SAME_ON_META", frozenset())
-            assert on_meta == spaces._workspace.__wrapped__(*given)
+            assert on_meta == spaces._workspace(*given)

@@ -128,7 +128,8 @@ class StandIns:
             first = self.model.get_submodule(self.same[path])
             _RESULT[path] = made.result
             state = next(([p] for p in first.parameters() if p.requires_grad), [])  # through which it has a gradient
-            result = torch.ops.autopar_repeat.call(path, [x for x in given if isinstance(x, Tensor)], state)
+            with _untold():
+                result = torch.ops.autopar_repeat.call(path, [x for x in given if isinstance(x, Tensor)], state)
             if _types([result]) != (made.result,):
                 raise NotRepeated(path)
             counters = _counters()
@@ -151,6 +152,22 @@ def _namespace() -> Any:
     if mode is None:
         raise NotRepeated("nothing is traced")
     return mode.tracer.graph._graph_namespace
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Inside, nothing is noted of the line that calls an operator, and no mode is told: finding the line takes longer than all else."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    before = getattr(tracer, "record_stack_traces", None)
+    try:
+        if before is not None:
+            tracer.record_stack_traces = False
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        if before is not None:
+            tracer.record_stack_traces = before
 
 
 def _counters() -> Counts:

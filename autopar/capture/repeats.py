@@ -28,6 +28,7 @@ from autopar.run.autocast import ambient
 
 __all__ = ["Repeated", "forwards_replaced", "repeated", "type_of"]
 
+_GRAD = torch.is_grad_enabled  # of torch itself: while a model is called it is told what its call wants (see `around`)
 LEAST = 8  # operators of a call that is worth it
 
 
@@ -80,7 +81,7 @@ class _Record(TorchDispatchMode):
         number = self.number.setdefault(key, len(self.number))
         results = func(*args, **(kwargs or {})) if shares else self._results(number, func, args, kwargs or {})
         made: list[Tensor] = []
-        rest = _rest(results, made), torch.is_grad_enabled(), ambient()
+        rest = _rest(results, made), _GRAD(), ambient()
         self.numbers.append(number)
         self.ran.append(_Ran(func, args, kwargs or {}, given, made, writes, rest))
         return results
