@@ -323,19 +323,20 @@ class AxisModel:
         if source == self.given.choices.loss:
             readers.append({Layout(Kind.INVARIANT): [1.0]})
         times = max((e.count for e in edges), default=1)
-        wanted = dict.fromkeys(w for r in readers for w in r)
+        wanted = {want: k for k, want in enumerate(dict.fromkeys(w for r in readers for w in r))}
         known = self.changes.setdefault((t, times, source.group in self.given.fixed, source.group in self.given.params), {})
         for pair in itertools.product(makers, wanted):
             if pair not in known:
                 known[pair] = self._change(source, *pair, t, times)
-        shared: dict[tuple[Layout, Layout], int] = {}
+        changes = [[known[have, want] for want in wanted] for have in makers]
+        shared: list[list[int | None]] = [[None] * len(wanted) for _ in makers]
         if len(readers) > 1:
-            for k, pair in enumerate(itertools.product(makers, wanted)):
-                change = known[pair]
+            for i, j in itertools.product(range(len(makers)), range(len(wanted))):
+                change = changes[i][j]
                 if change is not None and change.cost:
-                    shared[pair] = self._flow(f"z_{index}_{k}", change)
+                    shared[i][j] = self._flow(f"z_{index}_{i * len(wanted) + j}", change)
         for j, wants in enumerate(readers):
-            self._add_edge(f"{index}_{j}", makers, wants, known, shared)
+            self._add_edge(f"{index}_{j}", makers, wants, [wanted[want] for want in wants], changes, shared)
 
     def _flow(self, name: str, change: _Change) -> int:
         """A variable that pays for a change of layout."""
@@ -373,23 +374,24 @@ class AxisModel:
         name: str,
         makers: Mapping[Layout, list[Var]],
         wants: Mapping[Layout, list[Var]],
-        changes: Mapping[tuple[Layout, Layout], _Change | None],
-        shared: Mapping[tuple[Layout, Layout], int],
+        places: Sequence[int],
+        changes: Sequence[Sequence[_Change | None]],
+        shared: Sequence[Sequence[int | None]],
     ) -> None:
-        """One reader: what flows from the layouts that are made to those that it wants is one unit."""
+        """One reader: what flows from the layouts that are made to those that it wants is one unit. changes, shared: by the layout that is
+        made and the place of the one that is wanted; places: of those that this reader wants."""
         read: list[list[int]] = [[] for _ in wants]
-        made: list[list[int]] = []
-        for i, have in enumerate(makers):
-            made.append([])
-            for j, want in enumerate(wants):
-                change = changes[have, want]
+        made: list[list[int]] = [[] for _ in makers]
+        for i, (of, pay) in enumerate(zip(changes, shared, strict=True)):
+            for j, place in enumerate(places):
+                change = of[place]
                 if change is None:
                     continue
                 label = f"{name}_{i}_{j}"
-                pays = shared.get((have, want))
+                pays = pay[place]
                 if pays is not None:
                     flow = self.linear.column(f"w_{label}")
-                    self.linear.row(f"once_{label}", [(pays, 1.0), (flow, -1.0)], 0.0, INFINITY)
+                    self.linear.add_row(f"once_{label}", (pays, flow), (1.0, -1.0), 0.0, INFINITY)
                 else:
                     flow = self._flow(f"w_{label}", change) if change.cost else self.linear.column(f"w_{label}")
                 made[i].append(flow)
