@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.interpret import run_op
-from autopar.ir import Op, TensorType, nameless
+from autopar.ir import Op, TensorType, call_text, nameless
 
 __all__ = ["OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
@@ -85,10 +85,16 @@ def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
 
 
 def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], gpu: bool = False) -> Counts:
-    """The counts of one operator on operands of these types. gpu: as a GPU runs it."""
-    op = as_on_gpu(op, ins) if gpu else op
-    anonymous = nameless(op)
-    return _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+    """The counts of one operator on operands of these types. gpu: as a GPU runs it. Equal calls have one."""
+    key = call_text(op), op.no_grad, ins, outs, gpu
+    known = _KNOWN.get(key)
+    if known is None:
+        anonymous = nameless(as_on_gpu(op, ins) if gpu else op)
+        known = _KNOWN[key] = _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+    return known
+
+
+_KNOWN: dict[tuple[object, ...], Counts] = {}
 
 
 @functools.lru_cache(maxsize=100_000)
