@@ -361,7 +361,7 @@ def map_refs(op: Op, rename: Callable[[str], Arg], *, outputs: tuple[str | None,
     """The operator with each Ref replaced by rename(its value), in the order of refs(op); the operator itself if nothing changes. outputs,
     module: others than its own."""
     renamed = [rename(name) for name in op._refs]
-    names = tuple([x.name for x in renamed if x.__class__ is Ref])  # type: ignore[union-attr]
+    names = tuple([x.name for x in renamed if x.__class__ is Ref])
     own = outputs is None and module is None
     if own and names == op._refs:
         return op
@@ -370,7 +370,7 @@ def map_refs(op: Op, rename: Callable[[str], Arg], *, outputs: tuple[str | None,
     def sub(arg: Arg) -> Arg:
         if arg.__class__ is Ref:
             return next(operands)
-        return tuple([sub(x) for x in arg]) if arg.__class__ is tuple else arg  # type: ignore[union-attr]
+        return tuple([sub(x) for x in arg]) if arg.__class__ is tuple else arg
 
     args, kwargs = tuple([sub(x) for x in op.args]), tuple([(k, sub(v)) for k, v in op.kwargs])
     outputs, module = op.outputs if outputs is None else outputs, op.module if module is None else module

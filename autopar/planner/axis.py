@@ -282,7 +282,7 @@ class AxisModel:
             self.add_host()
         else:  # whose values and host cost the same
             costs = [*self.linear.costs, *like.linear.costs[len(self.linear.costs) :]]
-            self.linear = dataclasses.replace(like.linear, constant=self.linear.constant, costs=costs)
+            self.linear, self.ahead = dataclasses.replace(like.linear, constant=self.linear.constant, costs=costs), like.ahead
 
     def add_groups(self) -> None:
         for index, (key, group) in enumerate(self.given.choices.groups.items()):
