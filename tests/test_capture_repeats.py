@@ -234,6 +234,16 @@ def test_state_outside_of_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert not SCALES, "what the call changed is put back"
 
 
+def test_noting_operators_is_no_question_of_the_models() -> None:
+    """Whether gradients are wanted is watched only where code of the model asks for it."""
+    model, inputs = built("equal")
+    assert len(repeated(model, None, ((), inputs), State.take(model)).same) == 5
+    guards = capture(model, inputs).guards
+    assert guards is not None
+    with torch.no_grad():
+        assert guards.changed() is None
+
+
 def test_real_tensors_are_left_to_the_whole_trace() -> None:
     model, x = Stack([Layer() for _ in range(4)]), torch.zeros(2, 4, 8)
     assert not repeated(model, None, ((x, x), {}), State.take(model)).same
