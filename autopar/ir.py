@@ -361,25 +361,28 @@ def map_refs(op: Op, rename: Callable[[str], Arg], *, outputs: tuple[str | None,
     """The operator with each Ref replaced by rename(its value), in the order of refs(op); the operator itself if nothing changes. outputs,
     module: others than its own."""
     renamed = [rename(name) for name in op._refs]
+    names = tuple([x.name for x in renamed if x.__class__ is Ref])
     own = outputs is None and module is None
-    if own and all(isinstance(x, Ref) and x.name == name for x, name in zip(renamed, op._refs, strict=True)):
+    if own and names == op._refs:
         return op
     operands = iter(renamed)
 
     def sub(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
+        if arg.__class__ is Ref:
             return next(operands)
-        return tuple(map(sub, arg)) if isinstance(arg, tuple) else arg
+        return tuple([sub(x) for x in arg]) if arg.__class__ is tuple else arg
 
+    args, kwargs = tuple([sub(x) for x in op.args]), tuple([(k, sub(v)) for k, v in op.kwargs])
+    outputs, module = op.outputs if outputs is None else outputs, op.module if module is None else module
+    if len(names) != len(renamed):
+        return dataclasses.replace(op, args=args, kwargs=kwargs, outputs=outputs, module=module)
     made = Op(
-        target=op.target, args=tuple(map(sub, op.args)), kwargs=tuple((k, sub(v)) for k, v in op.kwargs),
-        outputs=op.outputs if outputs is None else outputs, multi=op.multi, no_grad=op.no_grad,
-        module=op.module if module is None else module, source=op.source, by_rows=op.by_rows,
+        target=op.target, args=args, kwargs=kwargs, outputs=outputs, multi=op.multi, no_grad=op.no_grad, module=module, source=op.source,
+        by_rows=op.by_rows,
     )  # fmt: skip
-    if len(made._refs) == len(op._refs):  # other names alone
-        object.__setattr__(made, "_call_text", op._call_text)
-        if own:
-            object.__setattr__(made, "_nameless", op._nameless)
+    object.__setattr__(made, "_call_text", op._call_text)
+    if own:
+        object.__setattr__(made, "_nameless", op._nameless)
     return made
 
 

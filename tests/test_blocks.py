@@ -163,6 +163,18 @@ def test_layers_with_other_constants_are_not_alike(constant: Callable[[Tensor, i
 
 
 @pytest.mark.parametrize(
+    "other",
+    [lambda x, k: (x.sin() - x.cos(), x.cos() - x.sin())[k], lambda x, k: x.sin() * (x if k else 2.0),
+     lambda x, k: (x.exp() if k else x.sin()) + 1, lambda x, k: x.detach().sin() + x if k else x.sin().detach() + x],
+)  # fmt: skip
+def test_layers_of_as_many_operators_that_do_other_things_are_not_alike(other: Callable[[Tensor, int], Tensor]) -> None:
+    alike, others = layers(other, 0, 0, 0, 0), layers(other, 0, 0, 1, 0)
+    assert max(len(b.spans) for b in alike.blocks) == 4
+    assert len(alike.ops) == len(others.ops)
+    assert all(len(b.spans) < 4 for b in others.blocks)
+
+
+@pytest.mark.parametrize(
     "rate",
     [lambda x, k: F.dropout(x, 0.1 + 0.1 * k), lambda x, k: x * (0.9 - 0.1 * k), lambda x, k: x / (1 / (k + 2)),
      lambda x, k: F.layer_norm(x, (8,), eps=(1e-5, 1e-6)[k % 2])],

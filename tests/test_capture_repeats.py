@@ -97,6 +97,31 @@ class Numbered(Layer):
         return super().forward(x) * (self.number + 1)
 
 
+class Wired(Layer):
+    """The operators of one of them have other operands, of the same kinds."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.up(self.norm(x))[..., : 3 * x.shape[-1]].chunk(3, dim=-1)
+        q, k = (k, q) if self.number == 3 else (q, k)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.down(F.gelu(torch.cat([y, k, q, v], dim=-1)))
+
+
+class Typed(Layer):
+    """The constants of one of them are equal to those of the others, and of another type."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x.masked_fill(x > 1, (False if self.number == 3 else 0)))
+
+
+class Marked(Layer):
+    """One of them returns another of two results, which begins elsewhere in memory."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return torch.stack([y, y.sin()])[1 if self.number == 3 else 0]
+
+
 class Frozen(Layer):
     """One of them computes without gradients."""
 
@@ -159,6 +184,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "alternating": (alternating, 6),
     "statistics": (lambda: Stack([Statistics() for _ in range(4)]), 3),
     "numbered": (lambda: Stack(numbered(Numbered)), 0),
+    "wired": (lambda: Stack(numbered(Wired)), 3),
+    "typed": (lambda: Stack(numbered(Typed)), 3),
+    "marked": (lambda: Stack(numbered(Marked)), 2),
     "frozen": (lambda: Stack(numbered(Frozen)), 2),
     "outside": (lambda: Stack([Outside(torch.ones(8)) for _ in range(4)]), 0),
     "pairs": (lambda: Pairs([Pair() for _ in range(4)]), 3),
@@ -204,6 +232,16 @@ def test_state_outside_of_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         model, x = Stack([Counting() for _ in range(4)]), torch.zeros(2, 4, 8)
     assert not repeated(model, None, ((x, x), {}), State.take(model)).same
     assert not SCALES, "what the call changed is put back"
+
+
+def test_noting_operators_is_no_question_of_the_models() -> None:
+    """Whether gradients are wanted is watched only where code of the model asks for it."""
+    model, inputs = built("equal")
+    assert len(repeated(model, None, ((), inputs), State.take(model)).same) == 5
+    guards = capture(model, inputs).guards
+    assert guards is not None
+    with torch.no_grad():
+        assert guards.changed() is None
 
 
 def test_real_tensors_are_left_to_the_whole_trace() -> None:

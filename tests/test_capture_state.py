@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, run_program
 from autopar.capture.calls import left_as_it_was
+from autopar.capture.state import State
 from autopar.errors import CaptureError
 
 pytestmark = pytest.mark.pure
@@ -75,6 +76,19 @@ def snapshot(model: nn.Module) -> list[object]:
 
 def equal(a: list[object], b: list[object]) -> bool:
     return all(torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+def test_tables_of_a_module_that_held_nothing_are_empty_again() -> None:
+    """Those that nothing watches too: hooks of what a module saves, names of its buffers that are not saved."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+    start = State.take(model)
+    tables = [name for name in vars(model[1]) if isinstance(vars(model[1])[name], (dict, set)) and not vars(model[1])[name]]
+    assert len(tables) > 8
+    for name in tables:
+        table = vars(model[1])[name]
+        table.add("mean") if isinstance(table, set) else table.update({0: print})
+    start.restore()
+    assert all(not vars(model[1])[name] for name in tables)
 
 
 # ------------------------------------------------------------------------------------------------ buffers that are followed

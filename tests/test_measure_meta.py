@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 
@@ -10,7 +11,7 @@ import torch
 
 import autopar.measure
 import autopar.measure.workspace  # noqa: F401
-from autopar.ir import Arg, Ref, TensorType
+from autopar.ir import Arg, Op, Ref, TensorType, nameless
 
 pytestmark = pytest.mark.pure
 counting, spaces = sys.modules["autopar.measure.count"], sys.modules["autopar.measure.workspace"]
@@ -87,8 +88,25 @@ def test_workspaces_on_meta_are_those_on_fake_tensors(name: str, dtype: torch.dt
         for shape, lies in zip(shapes, layouts, strict=True):  # as they are, and with the last two dims the other way round in memory
             tensor = torch.empty(lies, device="meta")
             strides.append(tensor.stride() if lies == shape else tensor.transpose(-1, -2).stride())
-        given = (f"aten.{name}", args, (), False, False, 1, ins, tuple(strides), (TensorType((4, 6), dtype, trained),))
-        on_meta = spaces._workspace.__wrapped__(*given)
+        call = Op(target=f"aten.{name}", args=args, outputs=("y",))
+        given = (call, ins, tuple(strides), (TensorType((4, 6), dtype, trained),))
+        on_meta = spaces._workspace(*given)
         with monkeypatch.context() as m:
             m.setattr(spaces, "SAME_ON_META", frozenset())
-            assert on_meta == spaces._workspace.__wrapped__(*given)
+            assert on_meta == spaces._workspace(*given)
+
+
+def test_calls_that_are_not_equal_have_counts_and_workspaces_of_their_own() -> None:
+    """Not those of a call that differs in a constant, in the type of one, in modes, in types or in the order of a tensor in memory."""
+    x = TensorType((4, 6), torch.float32, True)
+    other = dataclasses.replace(x, dtype=torch.bfloat16)
+
+    def call(*args: Arg, no_grad: bool = False) -> Op:
+        return Op(target="aten.dropout.default", args=(Ref("x"), *args), outputs=("y",), no_grad=no_grad)
+
+    calls = [call(0.5, True), call(0.5, False), call(0.25, True), call(1.0, True), call(1, True), call(0.5, True, no_grad=True)]
+    for op in (*calls, *calls):
+        for t in (x, other, dataclasses.replace(x, grad=False)):
+            assert counting.count(op, (t,), (t,)) == counting._count.__wrapped__(op.target, nameless(op).args, (), op.no_grad, (t,), (t,))
+            for strides in ((6, 1), (1, 4)):
+                assert spaces.workspace(op, (t,), (strides,), (t,)) == spaces._workspace(nameless(op), (t,), (strides,), (t,))

@@ -17,7 +17,7 @@ from autopar.errors import Infeasible
 from autopar.ir import I, Layout, Program, R, S, Strategy, refs
 from autopar.measure import Pricer
 from autopar.planner import axis
-from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis, stated
+from autopar.planner.axis import AxisModel, AxisProblem, AxisSolution, AxisSolver, objective_of, solve_axis, stated
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
 from autopar.planner.partition import UNSOLVED
@@ -188,6 +188,29 @@ def test_the_objective_is_that_of_the_answer(name: str, cluster: str, n: int, pr
     for _ in range(200):
         drawn = {key: rng.choice(g.strategies) for key, g in groups.items()}
         assert objective_of(problem, drawn.__getitem__) >= mine * (1 - 2e-4)
+
+
+@pytest.mark.parametrize("name,cluster,n,prices", CASES)
+def test_at_other_prices_the_program_is_the_one_that_is_built_anew(name: str, cluster: str, n: int, prices: dict) -> None:
+    first = _problem(name, cluster, n, **prices)
+    model = AxisModel(first)
+    for memory, state, sync in ((1e-9, 3e-9, 0.0), (0.0, 0.0, 0.0), (2e-7, 1e-10, 5e-9)):
+        problem = dataclasses.replace(
+            first, memory_price_s_per_byte=memory, state_price_s_per_byte=state, sync_price_s_per_byte=sync
+        )  # fmt: skip
+        solver, anew = AxisSolver(problem, model), AxisModel(problem)
+        assert solver.model.linear == anew.linear
+        assert (solver.model.x, solver.model.ahead) == (anew.x, anew.ahead)
+        assert solver.linear.indices is model.linear.indices, "its rows are those of the first"
+
+
+@pytest.mark.parametrize(
+    "change", [{"n": 4}, {"sequence_parallel": False}, {"work_first": True}, {"sync_params": False}, {"fixed": frozenset({"x"})}], ids=str
+)
+def test_a_problem_that_differs_in_more_than_prices_is_built_anew(change: dict) -> None:
+    first = _problem("attention", "dgx-a100", 2)
+    problem = dataclasses.replace(first, memory_price_s_per_byte=1e-9, **change)
+    assert AxisSolver(problem, AxisModel(first)).linear == AxisModel(problem).linear
 
 
 def test_a_fixed_value_never_changes_its_layout() -> None:

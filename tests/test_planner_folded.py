@@ -98,6 +98,8 @@ def test_a_choice_costs_what_walking_every_layer_says(name: str, pins: dict[str,
         if e.folded is None:
             continue
         assert e.plain == own.plain and e.kept == own.kept and e.seconds() == own.seconds() and e.more == own.more
+        for each in (own, e.folded):
+            assert each.all_params == each.params_of(each.own(0, len(each.segments))) == e.all_params, "each copy's own, and what all read"
         for _ in range(4):
             cuts = tuple(sorted(rng.sample(range(1, len(e.segments)), choice.mesh.over("layers") * choice.chunks - 1)))
             once = rng.random() < 0.5  # whether pieces of one place have one mode

@@ -321,9 +321,11 @@ def test_all_stages_at_once_need_what_each_needs(seed: int) -> None:
         )  # fmt: skip
     pieces = [rng.choice(kinds) for _ in range(rng.randint(1, 7))]
     for m in (1, 2, 4):
-        every = EveryStage(pieces, [p.modes[0] for p in pieces], m)
+        modes = [p.modes[0] for p in pieces]
+        every, first = EveryStage(pieces, modes, m), EveryStage(pieces, modes, m, first=True)
         for flights in range(1, m + 1):
             found = every.bytes(flights)
+            assert first.bytes(flights).tolist() == found[:1].tolist(), "stages that begin with the first piece"
             for i, j in itertools.product(range(len(pieces) + 1), repeat=2):
                 one = stage_bytes(pieces[i:j], [0] * (j - i), flights, m) if i < j else math.inf
                 assert found[i, j] == one, (i, j, flights, m)

@@ -321,7 +321,7 @@ def test_gradients_of_what_rests_in_parts_are_summed_at_once_where_a_software_do
     found = priced(program_of("wide"), 4, machine(flops=1e9, link=1e6), recipe=recipe, dp=4, zero=1, micro_batches=m)
     assert found.gradient_sync_s == pytest.approx((2 * 3 / 4 + 3 / 4) * nbytes / 1e6)
     e = found.estimator
-    sent = {(x.kind, x.count): x.seconds for x in e.exchange.in_a_step(e.params_of(e.all_own))}
+    sent = {(x.kind, x.count): x.seconds for x in e.exchange.in_a_step(e.all_params)}
     assert sent == pytest.approx({("all_reduce", 1): 1.5 * nbytes / 1e6, ("all_gather", 1): 0.75 * nbytes / 1e6})
     whole = priced(program_of("wide"), 4, machine(flops=1e9, link=1e6), recipe=recipe, dp=4, zero=0, micro_batches=m)
     other = priced(program_of("wide"), 4, machine(flops=1e9, link=1e6), recipe=Recipe(bucket_bytes=MIB), dp=4, zero=0, micro_batches=m)

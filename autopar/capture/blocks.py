@@ -12,20 +12,18 @@ says how to put such operators before the stack.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
 import os.path
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy
-import torch
 from numpy.typing import NDArray
 
-from autopar.ir import Arg, Block, Op, Ref, Span, TensorType, refs
+from autopar.ir import Block, Op, Ref, Span, TensorType, call_text, nameless, refs
 
-__all__ = ["find_blocks", "finite_limits", "span_signature", "without_lead"]
+__all__ = ["find_blocks", "without_lead"]
 
 _MIN_OPS = 3  # a shorter repeat (a lone linear layer) is not worth a class of its own
 # Weights and instances of a period: one decision holds for all instances, and what one weight splits another should join.
@@ -73,12 +71,13 @@ def find_blocks(
             node = child
     producer = {name: (i, k) for i, op in enumerate(ops) for k, name in enumerate(op.outputs) if name is not None}
     found: list[Block] = []
-    _search(root, ops, types, state, producer, found)
+    like = _Likeness(ops, types, state)
+    _search(root, like, producer, found)
     taken = sorted((span for block in found for span in block.spans), key=lambda s: s.start)
     gaps = zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), len(ops)], strict=True)
     for gap in [Span(*gap) for gap in gaps if gap[0] < gap[1]]:
-        alike = {k: span_signature([ops[k]], types, state, exact_rates=False)[0] for k in range(gap.start, gap.stop)}
-        _search_periods(gap, alike, ops, types, state, producer, found)
+        alike = {k: like.of(Span(k, k + 1))[0] for k in range(gap.start, gap.stop)}
+        _search_periods(gap, alike, like, producer, found)
     return tuple(sorted(found, key=lambda b: b.spans[0].start))
 
 
@@ -116,21 +115,67 @@ def without_lead(
     return order, [calls[i][: left.get(i)] for i in order]
 
 
-def _search(
-    call: _Call,
-    ops: Sequence[Op],
-    types: Mapping[str, TensorType],
-    state: Mapping[str, object],
-    producer: Mapping[str, tuple[int, int]],
-    found: list[Block],
-) -> None:
+class _Likeness:
+    """Of spans of a program: what is equal where their operators, constants but for rates, shapes, dtypes, internal wiring and the roles of
+    their external operands are."""
+
+    def __init__(self, ops: Sequence[Op], types: Mapping[str, TensorType], state: Mapping[str, object]) -> None:
+        self.ops, self.types, self.state = ops, types, state
+        self._texts: dict[str, str] = {}  # of a call, without the rates in it
+
+    def of(self, span: Span) -> tuple[Hashable, tuple[str, ...]]:
+        """That, and the values that the span reads from elsewhere in order of first use."""
+        number: dict[str, int] = {}  # of values of the span; negative for others
+        external: list[str] = []
+        made = 0
+        found: list[Hashable] = []
+        for op in self.ops[span.start : span.stop]:
+            for r in refs(op):
+                if r not in number:
+                    external.append(r)
+                    number[r] = -len(external)
+            by_rows = None if op.by_rows is None else str(op.by_rows)
+            results = tuple([None if o is None else self.types.get(o) for o in op.outputs])
+            found += (self._text(op), tuple([number[r] for r in refs(op)]), results, op.multi, op.no_grad, by_rows)
+            for o in op.outputs:
+                if o is not None:
+                    number[o] = made
+                made += 1
+        given = tuple([(self.types[r], self.state.get(r)) for r in external])
+        return (tuple(found), given), tuple(external)
+
+    def _text(self, op: Op) -> str:
+        """The target and the arguments of a call."""
+        exact = call_text(op)
+        if exact not in self._texts:
+            plain = nameless(op)
+            rates = op.target.startswith("aten.")
+            self._texts[exact] = repr((op.target, _without_rates(plain.args), _without_rates(plain.kwargs))) if rates else exact
+        return self._texts[exact]
+
+
+def _without_rates(arg: object) -> object:
+    if isinstance(arg, tuple):
+        return tuple([_without_rates(x) for x in arg])
+    return _RATE if _is_rate(arg) else arg
+
+
+_RATE = Ref("rate")  # which is the name of no operand of a nameless operator
+
+
+def _is_rate(arg: object) -> bool:
+    return isinstance(arg, float) and 0 < arg < 1
+
+
+def _search(call: _Call, like: _Likeness, producer: Mapping[str, tuple[int, int]], found: list[Block]) -> None:
     children = sorted(call.children.items(), key=lambda item: item[1].start)
-    classes: dict[str, list[_Instance]] = {}
+    classes: dict[Hashable, list[_Instance]] = {}
+    lengths = Counter(len(child.span) for _, child in children if child.span is not None)
     for path, child in children:
         span = child.span
-        if span is not None and len(span) >= _MIN_OPS:
-            signature, external = span_signature(ops[span.start : span.stop], types, state, exact_rates=False)
-            classes.setdefault(signature, []).append(_Instance(span, path.partition("@")[0], external))
+        if span is not None and len(span) >= _MIN_OPS and lengths[len(span)] > 1:
+            same, external = like.of(span)
+            classes.setdefault(same, []).append(_Instance(span, path.partition("@")[0], external))
     repeated: set[int] = set()
     looked_into: dict[int, list[Block]] = {}
     by_start = {child.start: child for _, child in children if child.span is not None and len(child.span) >= _MIN_OPS}
@@ -139,7 +184,7 @@ def _search(
             if len(group) < 2:
                 continue
             inner = list[Block]()
-            _search(by_start[group[0].span.start], ops, types, state, producer, inner)
+            _search(by_start[group[0].span.start], like, producer, inner)
             if len(group) * _apart(group[0].span, inner) < len(group[0].span):  # there is more that repeats inside of each
                 looked_into[group[0].span.start] = inner
                 continue
@@ -149,7 +194,7 @@ def _search(
         if child.start in looked_into:
             found += looked_into[child.start]
         elif child.start not in repeated or child.span is None:
-            _search(child, ops, types, state, producer, found)
+            _search(child, like, producer, found)
 
 
 def _apart(span: Span, blocks: Sequence[Block]) -> int:
@@ -158,17 +203,12 @@ def _apart(span: Span, blocks: Sequence[Block]) -> int:
 
 
 def _search_periods(
-    gap: Span,
-    alike: Mapping[int, str],
-    ops: Sequence[Op],
-    types: Mapping[str, TensorType],
-    state: Mapping[str, object],
-    producer: Mapping[str, tuple[int, int]],
-    found: list[Block],
+    gap: Span, alike: Mapping[int, Hashable], like: _Likeness, producer: Mapping[str, tuple[int, int]], found: list[Block]
 ) -> None:
     """Blocks of spans that follow one another inside a gap: those of the shortest period, then those before and after them. alike: of
     each operator of it, equal where operators are equal but for wiring."""
-    number: dict[str, int] = {}
+    ops, types, state = like.ops, like.types, like.state
+    number: dict[Hashable, int] = {}
     inside = numpy.array([number.setdefault(x, len(number)) for x in (alike[k] for k in range(gap.start, gap.stop))])
     runs = [(period, *run) for period in range(2, min(len(gap) // 2, _MAX_PERIOD) + 1) for run in _runs(inside, period)]
     for (weights, least), (period, start, length) in itertools.product(_PERIODS, runs):
@@ -177,11 +217,11 @@ def _search_periods(
         read = [[r for r in refs(op) if state.get(r) == ("param", True) and len(types[r].shape) > 1] for op in ops[first : first + period]]
         if sum(map(bool, read)) < weights:
             continue
-        instances = _instances(first, period, length // period + 1, ops, types, state, producer)
+        instances = _instances(first, period, length // period + 1, like, producer)
         if len(instances) >= least:
             found.append(Block(spans=tuple(i.span for i in instances), prefixes=tuple(i.prefix for i in instances)))
             for rest in (Span(gap.start, instances[0].span.start), Span(instances[-1].span.stop, gap.stop)):
-                _search_periods(rest, alike, ops, types, state, producer, found)
+                _search_periods(rest, alike, like, producer, found)
             return
 
 
@@ -194,28 +234,20 @@ def _runs(alike: NDArray[numpy.int64], period: int) -> Iterator[tuple[int, int]]
             yield start, stop - start
 
 
-def _instances(
-    start: int,
-    period: int,
-    count: int,
-    ops: Sequence[Op],
-    types: Mapping[str, TensorType],
-    state: Mapping[str, object],
-    producer: Mapping[str, tuple[int, int]],
-) -> list[_Instance]:
+def _instances(start: int, period: int, count: int, like: _Likeness, producer: Mapping[str, tuple[int, int]]) -> list[_Instance]:
     """The longest chain among `count` spans: instances of one block, each of which takes the same operands from the one before."""
     longest: list[_Instance] = []
     chain: list[_Instance] = []
-    first: str = ""  # signature of the chain
+    first: Hashable = None  # what is equal of the chain
     wired: tuple[tuple[int, int] | None, ...] = ()
     for span in [Span(start + k * period, start + (k + 1) * period) for k in range(count)]:
-        signature, external = span_signature(ops[span.start : span.stop], types, state, exact_rates=False)
-        instance = _Instance(span, ops[span.start].module, external)
+        same, external = like.of(span)
+        instance = _Instance(span, like.ops[span.start].module, external)
         taken = _taken(instance, chain[-1], producer) if chain else ()
-        if any(taken) and signature == first and (len(chain) == 1 or taken == wired):
+        if any(taken) and same == first and (len(chain) == 1 or taken == wired):
             chain, wired = [*chain, instance], taken
         else:
-            chain, first = [instance], signature
+            chain, first = [instance], same
         longest = max(longest, chain, key=len)
     return longest
 
@@ -245,64 +277,3 @@ def _same_wiring(instances: Sequence[_Instance], producer: Mapping[str, tuple[in
     merged = list(groups.values()) or [[]]
     merged[0] = sorted([*free, *merged[0]], key=lambda i: i.span.start)
     return merged
-
-
-def span_signature(
-    ops: Sequence[Op], types: Mapping[str, TensorType], state: Mapping[str, object], *, exact_dtypes: bool = True, exact_rates: bool = True
-) -> tuple[str, tuple[str, ...]]:
-    """A hash of what some consecutive operators compute, and the values they read from elsewhere in order of first use.
-
-    Names of values play no part; constants, shapes, dtypes, wiring, and which operands are state (with its attributes) do.
-    exact_dtypes=False: all floating dtypes are one, and so are constants that are limits of a floating dtype. exact_rates=False: all
-    floats between 0 and 1, without these, are one to torch's own operators.
-    """
-    digest = hashlib.sha256()
-    number: dict[str, str] = {}
-    external: list[str] = []
-    rates = False
-
-    shown: dict[TensorType, str] = {}
-
-    def type_of(name: str) -> str:
-        t = types[name]
-        if t not in shown:
-            dtype = "float" if not exact_dtypes and t.dtype.is_floating_point else str(t.dtype)
-            shown[t] = f"{dtype}{list(t.shape)}{t.grad}"
-        return shown[t]
-
-    def show(arg: Arg) -> str:
-        if isinstance(arg, Ref):
-            if arg.name not in number:
-                number[arg.name] = f"e{len(external)}:{type_of(arg.name)}:{state.get(arg.name, '')}"
-                external.append(arg.name)
-            return number[arg.name]
-        if isinstance(arg, tuple):
-            return "(" + ",".join(show(a) for a in arg) + ")"
-        if rates and isinstance(arg, float) and 0 < arg < 1:
-            return "rate"
-        if not exact_dtypes:
-            if isinstance(arg, torch.dtype):
-                return "float" if arg.is_floating_point else str(arg)
-            if isinstance(arg, float):
-                return finite_limits().get(arg, repr(arg))
-        return repr(arg)
-
-    for i, op in enumerate(ops):
-        rates = not exact_rates and op.target.startswith("aten.")
-        operands = [show(a) for a in op.args] + [f"{k}={show(v)}" for k, v in op.kwargs]
-        results = [type_of(o) if o is not None and o in types else "-" for o in op.outputs]
-        what = (op.target, operands, results, op.multi, op.no_grad) + (() if op.by_rows is None else (str(op.by_rows),))
-        digest.update(repr(what).encode())
-        number.update((o, f"i{i}.{k}") for k, o in enumerate(op.outputs) if o is not None)
-    return digest.hexdigest(), tuple(external)
-
-
-@functools.cache
-def finite_limits() -> Mapping[float, str]:
-    """The constants that code takes from torch.finfo, by value: they differ between dtypes while the code is the same."""
-    limits: dict[float, str] = {}
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        info = torch.finfo(dtype)
-        limits |= {info.min: "finfo.min", info.max: "finfo.max", info.tiny: "finfo.tiny", info.eps: "finfo.eps"}
-        limits |= {info.min / 2: "finfo.min/2"}
-    return limits

@@ -9,6 +9,7 @@ autograd does for writes through views is the same (its CopySlices), so gradient
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -62,6 +63,13 @@ def functionalize(trace: Trace, infer: Inference, written: Collection[str] = ())
     return _Functionalizer(trace, infer).run(written)
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _written_by(target: str) -> tuple[str, ...]:
+    """The names of the arguments that an operator writes to."""
+    arguments = resolve(target)._schema.arguments if target != REGION else ()
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
 class _Functionalizer:
     def __init__(self, trace: Trace, infer: Inference) -> None:
         self.trace, self.infer = trace, infer
@@ -87,14 +95,13 @@ class _Functionalizer:
                 for one in each:
                     self._in_place(one, ["self"])
                 continue
-            arguments = resolve(op.target)._schema.arguments if op.target != REGION else ()
-            written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+            written = _written_by(op.target)
             if not written:
                 self._read_only(op)
             elif op.target.split(".")[1] in _METADATA_ONLY:
                 self._read_only(self._returning(op))
             else:
-                self._in_place(op, written)
+                self._in_place(op, [*written])
         loss, *returned = (self._now(value) for value in (self.trace.loss, *self.trace.returned))
         known = frozenset(written_before)
         frozen = [p for p in self.trace.params if self.version.get(p.value, 0) or not known.isdisjoint((p.fqn, *p.aliases))]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.held import ABSENT, LEFT_OUT, Held, Opaque, child, same, value_of
+from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
@@ -147,7 +147,7 @@ class Guards:
 
     def _add(self, held: Held) -> None:
         holder, items = held.holder, held.items
-        if held.path in self._ignored:
+        if held.table == EMPTY or held.path in self._ignored:
             return
         if isinstance(holder, (CellType, ContextVar)):
             self._cells.append(holder)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections import OrderedDict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import repeat
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
-    "ABSENT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents", "describe", "is_plain",
+    "ABSENT", "EMPTY", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents", "describe", "is_plain",
     "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum, range,
 )  # fmt: skip
+
+_EXACTLY = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})  # the usual ones, which are faster to tell
+
+EMPTY = "empty"  # the table of a Held of several tables of a module, none of which holds anything
 
 
 class _Absent:
@@ -75,7 +81,8 @@ class Opaque:
 
 class Held(NamedTuple):
     """One container as it was. path: ends with a dot where its items are attributes. items: its contents. keys: those that are looked
-    at, of a dict; None for all. table: which of the tables of a module it is ('_buffers', '_forward_hooks'), if it is one."""
+    at, of a dict; None for all. table: which of the tables of a module it is ('_buffers', '_forward_hooks'), if it is one; EMPTY for
+    several of them, which are the holder and hold nothing."""
 
     path: str
     holder: Any
@@ -117,6 +124,9 @@ def value_of(variable: ContextVar[Any]) -> Any:
         return ABSENT
 
 
+_PLAIN_DICTS = frozenset({dict, OrderedDict})
+
+
 def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
     """A shallow copy of what a container holds."""
     if type(holder) is dict and keys is None:
@@ -149,6 +159,13 @@ def _base(holder: Any) -> Any:
 def put_back(held: Held) -> None:
     """The container holds again what is written there; of a Held with keys, under these."""
     holder, items = held.holder, held.items
+    if held.table == EMPTY:
+        for table in holder if any(holder) else ():
+            table.clear()
+        return
+    if type(holder) in _PLAIN_DICTS and held.keys is None and len(holder) == len(items):
+        if all(map(operator.is_, map(dict.get, repeat(holder), items, repeat(ABSENT)), items.values())):
+            return
     now = contents(holder, held.keys)
     if isinstance(holder, (CellType, ContextVar)):
         if now is not items and items is not ABSENT:
@@ -182,7 +199,7 @@ def put_back(held: Held) -> None:
 
 def is_plain(value: object) -> bool:
     """Whether it is compared by its value: a number, a string, None, a dtype, a tuple of such."""
-    return isinstance(value, SIMPLE) or (type(value) is tuple and all(isinstance(x, SIMPLE) for x in value))
+    return type(value) in _EXACTLY or isinstance(value, SIMPLE) or (type(value) is tuple and all(isinstance(x, SIMPLE) for x in value))
 
 
 def shown_key(key: object) -> str:

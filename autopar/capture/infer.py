@@ -54,16 +54,22 @@ class Inference:
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
         self._known: dict[object, tuple[Meta | None, ...]] = {}
+        self._of_same: dict[object, tuple[Meta | None, ...]] = {}  # by the identities of the Metas, which take less to compare
+        self._kept: list[Meta] = []  # so that no others have these identities
 
     def __call__(self, op: Op, metas: Mapping[str, Meta]) -> tuple[Meta | None, ...]:
         order: dict[str, int] = {}  # equal arguments stay equal: x * x is not x * y for autograd
-        for name in refs(op):
-            order.setdefault(name, len(order))
-        places = tuple(order[name] for name in refs(op))
-        key = (call_text(op), places, tuple(metas[n] for n in order), op.no_grad, len(op.outputs))
-        if key not in self._known:
-            self._known[key] = self._run(map_refs(op, lambda name: Ref(str(order[name]))), [metas[n] for n in order])
-        return self._known[key]
+        places = tuple([order.setdefault(name, len(order)) for name in refs(op)])
+        given = [metas[n] for n in order]
+        same = (call_text(op), places, tuple(map(id, given)), op.no_grad, len(op.outputs))
+        found = self._of_same.get(same)
+        if found is None:
+            key = (call_text(op), places, tuple(given), op.no_grad, len(op.outputs))
+            if key not in self._known:
+                self._known[key] = self._run(map_refs(op, lambda name: Ref(str(order[name]))), given)
+            found = self._of_same[same] = self._known[key]
+            self._kept += given
+        return found
 
     def _run(self, op: Op, metas: list[Meta]) -> tuple[Meta | None, ...]:
         with self._mode, torch.enable_grad():

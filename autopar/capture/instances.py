@@ -8,6 +8,7 @@ these counters by as much as the call that stands for it did. The counters are p
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,7 +129,8 @@ class StandIns:
             first = self.model.get_submodule(self.same[path])
             _RESULT[path] = made.result
             state = next(([p] for p in first.parameters() if p.requires_grad), [])  # through which it has a gradient
-            result = torch.ops.autopar_repeat.call(path, [x for x in given if isinstance(x, Tensor)], state)
+            with _untold():
+                result = torch.ops.autopar_repeat.call(path, [x for x in given if isinstance(x, Tensor)], state)
             if _types([result]) != (made.result,):
                 raise NotRepeated(path)
             counters = _counters()
@@ -151,6 +153,22 @@ def _namespace() -> Any:
     if mode is None:
         raise NotRepeated("nothing is traced")
     return mode.tracer.graph._graph_namespace
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Inside, nothing is noted of the line that calls an operator, and no mode is told: finding the line takes longer than all else."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    before = getattr(tracer, "record_stack_traces", None)
+    try:
+        if before is not None:
+            tracer.record_stack_traces = False
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        if before is not None:
+            tracer.record_stack_traces = before
 
 
 def _counters() -> Counts:
@@ -183,6 +201,7 @@ class Instances:
     def __init__(self, stand_ins: StandIns, trace: Any) -> None:
         self.stand_ins, self.trace = stand_ins, trace
         self.templates: dict[str, _Template] = {}
+        self.states: dict[str, list[tuple[str, str]]] = {}  # of those that stand for others: value and name of parameters and buffers
         self.next_storage = itertools.count(_FIRST_STORAGE, -1)
 
     def begin(self, path: str, given: Sequence[object]) -> None:
@@ -199,10 +218,8 @@ class Instances:
         if template is None or template.stop < 0 or not calls or calls[-1] != path:
             raise NotRepeated(path)
         rename: dict[str, str] = {}
-        state = self.stand_ins.model.get_submodule(like)
         pairs = [*zip((r.name for r in template.given), (r.name for r in _as_refs(given)), strict=True)]
-        for name, _ in (*state.named_parameters(remove_duplicate=False), *state.named_buffers(remove_duplicate=False)):
-            pairs.append((trace.value_of_fqn[f"{like}.{name}"], trace.value_of_fqn[f"{path}.{name}"]))
+        pairs += [(value, trace.value_of_fqn[f"{path}.{name}"]) for value, name in self._state(like)]
         storages: dict[int, int] = {}
         for old, new in pairs:
             if rename.setdefault(old, new) != new:
@@ -211,13 +228,14 @@ class Instances:
                 raise NotRepeated(path)
         before = self.stand_ins.made[like].before
         now = self.stand_ins.before[path]
+        by = {word: now[word] - n for word, n in before.items() if word in now}
         for traced in trace.ops[template.start : template.stop]:
             op: Op = traced.op
             if any(r not in rename for r in refs(op)):
                 raise NotRepeated(f"{path}: {op.target} reads what the call was not given")
             for o in op.outputs:
                 if o is not None:
-                    rename[o] = trace.names.fresh(_moved(o, before, now))
+                    rename[o] = trace.names.fresh(_moved(o, by))
                     trace.metas[rename[o]] = trace.metas[o]
                     if o in trace.storages:
                         storage = trace.storages[o]
@@ -234,6 +252,14 @@ class Instances:
             trace.ops.append(type(traced)(op=made, calls=stack, autocast=traced.autocast))
         return Ref(rename[template.result])
 
+    def _state(self, path: str) -> list[tuple[str, str]]:
+        """Of a submodule that stands for others: the value and the name of each parameter and buffer."""
+        if path not in self.states:
+            module = self.stand_ins.model.get_submodule(path)
+            names = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))]
+            self.states[path] = [(self.trace.value_of_fqn[f"{path}.{name}"], name) for name in names]
+        return self.states[path]
+
 
 def _as_refs(values: Sequence[object]) -> list[Ref]:
     found = [v for v in values if isinstance(v, Ref)]
@@ -242,13 +268,17 @@ def _as_refs(values: Sequence[object]) -> list[Ref]:
     return found
 
 
-def _moved(name: str, before: Counts, now: Counts) -> str:
-    """The name at the same place of another call: its number is further by as much as the counter is."""
-    match = _NUMBERED.match(name)
-    if match is None:
+def _moved(name: str, by: Counts) -> str:
+    """The name at the same place of another call: its number is further by as much as the counter of its word is."""
+    word, number = _parts(name)
+    if word not in by:
         return name
-    word, number = match.group(1, 2)
-    if word not in now or word not in before:
-        return name
-    place = int(number or 0) + now[word] - before[word]
+    place = number + by[word]
     return f"{word}_{place}" if place else word
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _parts(name: str) -> tuple[str, int]:
+    """The word that a name begins with, and its number; ("", 0) if it is no such name."""
+    match = _NUMBERED.match(name)
+    return (match[1], int(match[2] or 0)) if match is not None else ("", 0)

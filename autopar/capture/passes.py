@@ -28,7 +28,7 @@ from autopar.capture.fewer import captured_and_compared
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
-from autopar.capture.infer import Inference
+from autopar.capture.infer import Inference, Meta
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
 from autopar.capture.normalise import (
@@ -50,7 +50,7 @@ from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Input, Program, Ref
+from autopar.ir import Input, Program, Ref, TensorType
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of
 from autopar.run.outputs import Returned
@@ -262,7 +262,7 @@ def _with_stand_ins(
 
 def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = tuple(t.op for t in trace.ops)
-    types = {name: meta.type for name, meta in trace.metas.items()}
+    types = _types(trace.metas)
     ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
     used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
@@ -295,6 +295,13 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
         notes=(*trace.notes, *doubt),
     )  # fmt: skip
+
+
+def _types(metas: Mapping[str, Meta]) -> dict[str, TensorType]:
+    """The types of values, equal ones being one object, which takes less to compare."""
+    known: dict[TensorType, TensorType] = {}
+    types = {key: known.setdefault(t, t) for key, t in ((key, meta.type) for key, meta in {id(m): m for m in metas.values()}.items())}
+    return {name: types[id(meta)] for name, meta in metas.items()}
 
 
 def _check_leaves(name: str, inputs: Inputs) -> None:

@@ -9,6 +9,7 @@ and what it made itself, that writes to its arguments, or that returns more than
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from autopar.run.autocast import ambient
 
 __all__ = ["Repeated", "forwards_replaced", "repeated", "type_of"]
 
+_GRAD = torch.is_grad_enabled  # of torch itself: while a model is called it is told what its call wants (see `around`)
 LEAST = 8  # operators of a call that is worth it
 
 
@@ -45,42 +47,59 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """One operator as it was called, and the modes in which it was."""
+    """One operator as it was called: its tensors, of the arguments and of the results, in order; whether it may write to some of them; and
+    the rest of its results with the modes in which it was called."""
 
     func: Any
     args: Any
     kwargs: Any
-    results: Any
-    modes: tuple[object, ...]
+    given: list[Tensor]
+    made: list[Tensor]
+    writes: bool
+    rest: tuple[object, ...]
 
 
 class _Record(TorchDispatchMode):
-    """Notes what runs. An operator that makes new tensors runs once for each kind of operands: only its results' types are asked for."""
+    """Notes what runs. An operator that makes new tensors runs once for each kind of operands: only its results' types are asked for.
+    numbers: of each operator, equal for equal operators on operands of equal kinds with equal constants."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[_Ran] = []
-        self.known: dict[object, tuple[type, list[tuple[Any, ...]]]] = {}
+        self.numbers = array("q")
+        self.number: dict[object, int] = {}
+        self.known: dict[int, tuple[type, list[tuple[Any, ...]]]] = {}
+        self.schemas: dict[int, tuple[Any, bool, bool]] = {}  # by the identity of an operator, which is kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = self._results(func, args, kwargs or {})
-        modes = (torch.is_grad_enabled(), ambient())
-        self.ran.append(_Ran(func, args, kwargs or {}, results, modes))
+        if id(func) not in self.schemas:
+            schema = func._schema
+            self.schemas[id(func)] = func, any(r.alias_info is not None for r in schema.returns), schema.is_mutable
+        _, shares, writes = self.schemas[id(func)]
+        given: list[Tensor] = []
+        key = id(func), _kinds(args, given), _kinds(kwargs, given) if kwargs else ()
+        number = self.number.setdefault(key, len(self.number))
+        results = func(*args, **(kwargs or {})) if shares else self._results(number, func, args, kwargs or {})
+        made: list[Tensor] = []
+        rest = _rest(results, made), _GRAD(), ambient()
+        self.numbers.append(number)
+        self.ran.append(_Ran(func, args, kwargs or {}, given, made, writes, rest))
         return results
 
-    def _results(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if any(r.alias_info is not None for r in func._schema.returns):
-            return func(*args, **kwargs)
-        key = func, _kinds(args), _kinds(kwargs)
-        if key not in self.known:
+    def _results(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        if number not in self.known:
             results = func(*args, **kwargs)
             tensors = results if isinstance(results, (list, tuple)) else [results]
             if all(isinstance(x, Tensor) and x.is_meta and not x.storage_offset() for x in tensors):
-                self.known[key] = type(results), [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
+                self.known[number] = type(results), [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
             return results
-        kind, types = self.known[key]
+        kind, types = self.known[number]
         made = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in types]
         return kind(made) if kind in (list, tuple) else made[0]
+
+    def of(self, call: _Call) -> bytes:
+        """Equal for calls whose operators are equal but for which tensors they are given."""
+        return self.numbers[call.start : call.stop].tobytes()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +111,31 @@ class Repeated:
     changes: tuple[Change, ...] = ()
 
 
-def _kinds(x: Any) -> object:
+_BY_THEMSELVES = frozenset({int, bool, str, type(None), torch.dtype})
+
+
+def _kinds(x: Any, tensors: list[Tensor]) -> object:
+    """The kinds of the tensors in some arguments, which it adds to `tensors` in order, and the constants as they are."""
     if isinstance(x, Tensor):
+        tensors.append(x)
         return tuple(x.shape), x.stride(), x.dtype, x.device
+    kind = type(x)
+    if kind in _BY_THEMSELVES:
+        return kind, x
     if isinstance(x, (list, tuple)):
-        return tuple(map(_kinds, x))
+        return tuple([_kinds(y, tensors) for y in x])
     if isinstance(x, dict):
-        return tuple((k, _kinds(v)) for k, v in x.items())
+        return tuple([(k, _kinds(v, tensors)) for k, v in x.items()])
+    return kind, repr(x)
+
+
+def _rest(x: Any, tensors: list[Tensor]) -> object:
+    """The results of an operator without the tensors in them, which it adds to `tensors` in order."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return None
+    if isinstance(x, (list, tuple)):
+        return tuple([_rest(y, tensors) for y in x])
     return type(x), repr(x)
 
 
@@ -147,20 +184,31 @@ def repeated(
         return Repeated()
     alone = {path for path, n in count.items() if n == 1}
     found: dict[str, str] = {}
-    _compare(whole, record.ran, alone, {}, found)
+    several = Counter(record.of(call) for call in _worth(whole))
+    _compare(whole, record, alone, several, {}, found)
     return Repeated(same=found, changes=changes)
 
 
-def _compare(call: _Call, ran: list[_Ran], alone: set[str], known: dict[object, str], found: dict[str, str]) -> None:
-    """alone: submodules that are called once."""
+def _worth(call: _Call) -> Iterator[_Call]:
+    """The calls inside of a call, and inside of those, that have enough operators."""
+    for inner in call.inner:
+        if inner.stop - inner.start >= LEAST:
+            yield inner
+            yield from _worth(inner)
+
+
+def _compare(
+    call: _Call, record: _Record, alone: set[str], several: Mapping[bytes, int], known: dict[object, str], found: dict[str, str]
+) -> None:
+    """alone: submodules that are called once. several: how many calls have the same operators, whatever these are given."""
     for inner in call.inner:
         if inner.stop - inner.start < LEAST:
             continue
-        said = _signature(inner, ran) if inner.path in alone else None
+        said = _signature(inner, record) if inner.path in alone and several[record.of(inner)] > 1 else None
         if said is not None and known.setdefault(said, inner.path) != inner.path:
             found[inner.path] = known[said]
         else:
-            _compare(inner, ran, alone, known, found)
+            _compare(inner, record, alone, several, known, found)
 
 
 def type_of(tensor: Tensor) -> tuple[object, ...]:
@@ -168,18 +216,14 @@ def type_of(tensor: Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
 
 
-class _Unlike(Exception):
-    """The call does what no other does."""
-
-
-def _signature(call: _Call, ran: list[_Ran]) -> object | None:
+def _signature(call: _Call, record: _Record) -> object | None:
     """Equal for calls that do the same; None if there is no other."""
-    labels: dict[int, str] = {}
+    labels: dict[int, str | int] = {}  # of tensors by identity; numbers of those that the call made
     own: list[tuple[object, ...]] = []
     state = [*call.module.named_parameters(remove_duplicate=False), *call.module.named_buffers(remove_duplicate=False)]
     given, spec = pytree.tree_flatten(call.given)
     memory: dict[int, int] = {}
-    writable: set[str] = set()
+    writable: set[str | int] = set()
     for name, tensor in (*state, *((f"argument {k}", x) for k, x in enumerate(given) if isinstance(x, Tensor))):
         label = labels.setdefault(id(tensor), name)
         if not name.startswith("argument "):
@@ -188,48 +232,35 @@ def _signature(call: _Call, ran: list[_Ran]) -> object | None:
         own.append((name, label, shared, *type_of(tensor), isinstance(tensor, nn.Parameter)))
 
     def text(x: Any) -> object:
-        if isinstance(x, Tensor):
-            label = labels.get(id(x))
-            if label is None:
-                raise _Unlike
-            return label
-        if isinstance(x, (list, tuple)):
-            return tuple(map(text, x))
-        if isinstance(x, dict):
-            return tuple((k, text(v)) for k, v in x.items())
-        return type(x), repr(x)
-
-    def make(x: Any) -> object:
-        if isinstance(x, Tensor):
-            return labels.setdefault(id(x), f"made {len(labels)}")
-        return tuple(map(make, x)) if isinstance(x, (list, tuple)) else (type(x), repr(x))
+        return labels[id(x)] if isinstance(x, Tensor) else (type(x), repr(x))
 
     try:
         constants = [text(x) for x in given]
-        operators = []
-        for r in ran[call.start : call.stop]:
-            operands = text(r.args), text(r.kwargs)
-            if r.func._schema.is_mutable and not _written(r, labels) <= writable:
-                raise _Unlike
-            operators.append((r.func, operands, make(r.results), r.modes))
+        operators: list[object] = []
+        for r in record.ran[call.start : call.stop]:
+            operands = [labels[id(x)] for x in r.given]
+            if r.writes and not _written(r, labels) <= writable:
+                return None
+            operators += (*operands, *[labels.setdefault(id(x), len(labels)) for x in r.made], r.rest)
         returned, structure = pytree.tree_flatten(call.returned)
         results = [text(x) for x in returned]
-    except _Unlike:
+    except KeyError:  # a tensor that the call was not given
         return None
-    new = {x for x in results if isinstance(x, str) and x.startswith("made ")}
+    new = {x for x in results if isinstance(x, int)}
     if len(new) != 1:
         return None
     kinds = tuple((path, type(m), m.training, _hooks(m)) for path, m in call.module.named_modules())
     grads = tuple(x.requires_grad for x in returned if isinstance(x, Tensor))
+    operators.append(record.of(call))
     return kinds, tuple(own), str(spec), tuple(constants), tuple(operators), str(structure), tuple(results), grads
 
 
-def _written(ran: _Ran, labels: dict[int, str]) -> set[str]:
+def _written(ran: _Ran, labels: Mapping[int, str | int]) -> set[str | int]:
     """The labels of the operands that an operator writes to, of those that the call did not make."""
     named = dict(zip((a.name for a in ran.func._schema.arguments), ran.args, strict=False)) | ran.kwargs
     names = [a.name for a in ran.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     found = {labels[id(x)] for n in names for x in pytree.tree_leaves(named.get(n)) if isinstance(x, Tensor)}
-    return {x for x in found if not x.startswith("made ")}
+    return {x for x in found if isinstance(x, str)}
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
@@ -240,7 +271,8 @@ def _hooks(module: nn.Module) -> tuple[int, ...]:
 @contextlib.contextmanager
 def forwards_replaced(forwards: dict[str, Callable[..., Any]], model: nn.Module) -> Iterator[None]:
     """Inside, these submodules have another forward."""
-    modules = [(model.get_submodule(path), forward) for path, forward in forwards.items()]
+    named = dict(model.named_modules())
+    modules = [(named[path] if path in named else model.get_submodule(path), forward) for path, forward in forwards.items()]
     before = [vars(m).get("forward") for m, _ in modules]
     for m, forward in modules:
         vars(m)["forward"] = forward

@@ -42,7 +42,7 @@ class Names:
         self._taken: set[str] = set()
 
     def fresh(self, wish: str) -> str:
-        base = "".join(c if c.isalnum() or c == "_" else "_" for c in wish)
+        base = wish if wish.isascii() and wish.isidentifier() else "".join(c if c.isalnum() or c == "_" else "_" for c in wish)
         if not base.isidentifier() or keyword.iskeyword(base):
             base = f"v_{base}"
         name, k = base, 1

@@ -18,7 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.held import ABSENT, LEFT_OUT, REGISTERED, SIMPLE, Held, Opaque, Shape, Value, contents, is_plain, shown_key
+from autopar.capture.held import (
+    ABSENT,
+    EMPTY,
+    LEFT_OUT,
+    REGISTERED,
+    SIMPLE,
+    Held,
+    Opaque,
+    Shape,
+    Value,
+    contents,
+    is_plain,
+    shown_key,
+)
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut
@@ -32,6 +45,8 @@ _OTHER_TABLES = (
 )  # fmt: skip
 WATCHED_HOOKS = hooks.OF_CALLS
 TABLES = frozenset((*REGISTRIES, *HOOKS, *_OTHER_TABLES))
+_APART = TABLES | {"training"}  # attributes of a module that are no leaves
+_NOT_WATCHED = tuple(table for table in _OTHER_TABLES if table not in WATCHED_HOOKS)
 CODE = (
     FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, LruCache, functools.partial, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
@@ -76,13 +91,14 @@ class Walk:
 
     def _module(self, prefix: str, module: nn.Module) -> None:
         own = vars(module)
-        self.held.append(Held(prefix, own, self._of(type(module), own)))
+        shown = self._of(type(module), own)
+        self.held.append(Held(prefix, own, shown))
         foreign = is_foreign(type(module).__module__)
+        kept = len(dict.get(own, "_non_persistent_buffers_set", ()))
         for table in REGISTRIES:
-            self.held.append(Held(prefix, own[table], dict(own[table]), table=table))
-            kept = dict.get(own, "_non_persistent_buffers_set", ())
-            names = tuple(k for k, v in own[table].items() if v is not None)
-            self.leaves[f"{prefix}{table}"] = Value("the names " + (", ".join(map(str, names)) or "(none)"), (names, len(kept)))
+            found = dict(own[table])
+            self.held.append(Held(prefix, own[table], found, table=table))
+            self.leaves[f"{prefix}{table}"] = _names(tuple([k for k, v in found.items() if v is not None]), kept)
         for name, child in own["_modules"].items():
             self.leaves[f"{prefix}{name} (the module)"] = Opaque(child)
         for name, buffer in own["_buffers"].items():
@@ -93,19 +109,28 @@ class Walk:
                 self.leaves[f"{prefix}{table}"] = Value(f"{len(own[table])} hooks", tuple(map(id, own[table].values())))
                 for number, hook in enumerate(own[table].values()):
                     self.visit(f"{prefix}{table}[{number}]", hook, DEPTH)
-        for table in (*HOOKS, *_OTHER_TABLES):
+            self.held.append(Held(prefix, own[table], contents(own[table]) if own[table] else {}, table=table))
+        empty = []
+        for table in _NOT_WATCHED:
             if isinstance(x := own.get(table), (dict, set)):
-                self.held.append(Held(prefix, x, contents(x), table=table))
-        for name, value in self._of(type(module), own).items():
-            if name == "training" or name in TABLES:
+                if x:
+                    self.held.append(Held(prefix, x, contents(x), table=table))
+                else:
+                    empty.append(x)
+        self.held.append(Held(prefix, tuple(empty), (), table=EMPTY))
+        for name, value in shown.items():
+            if name in _APART:
+                continue
+            if is_plain(value):
+                self.leaves[f"{prefix}{name}"] = value
                 continue
             if isinstance(value, CODE) and hasattr(type(module), name):
                 self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
-            elif foreign and not is_plain(value):
+            elif foreign:
                 continue
             self.visit(f"{prefix}{name}", value, DEPTH)
         for cls in type(module).__mro__:
-            if not is_foreign(cls.__module__):
+            if cls not in self.classes and not is_foreign(cls.__module__):
                 self._class(cls)
 
     def _class(self, cls: type) -> None:
@@ -259,6 +284,12 @@ class Walk:
         self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
         for name, item in items:
             self.visit(name, item, depth - 1)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _names(names: tuple[str, ...], kept: int) -> Value:
+    """What is compared of a registry of a module: the names of what it has. kept: how many of its buffers are not persistent."""
+    return Value("the names " + (", ".join(map(str, names)) or "(none)"), (names, kept))
 
 
 def _root(cls: type) -> str:

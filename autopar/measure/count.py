@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.interpret import run_op
-from autopar.ir import Op, TensorType, nameless
+from autopar.ir import Op, TensorType, call_text, nameless
 from autopar.measure.traffic import Moves, Traffic, moves
 
 __all__ = ["FUSED_DROPOUT", "OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
@@ -98,17 +98,20 @@ def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
 
 
 def count(op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], gpu: bool = False) -> Counts:
-    """The counts of one operator on operands of these types. gpu: as a GPU runs it."""
-    op = as_on_gpu(op, ins) if gpu else op
-    anonymous = nameless(op)
-    return _count_with_traffic(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+    """The counts of one operator on operands of these types. gpu: as a GPU runs it. Equal calls have one."""
+    key = call_text(op), op.no_grad, ins, outs, gpu
+    known = _KNOWN.get(key)
+    if known is None:
+        anonymous = nameless(as_on_gpu(op, ins) if gpu else op)
+        found = _count(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, ins, outs)
+        known = _KNOWN[key] = _with_traffic(anonymous.target, found, ins, outs)
+    return known
 
 
-@functools.lru_cache(maxsize=100_000)
-def _count_with_traffic(
-    target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]  # type: ignore[type-arg]
-) -> Counts:
-    found = _count(target, args, kwargs, no_grad, ins, outs)
+_KNOWN: dict[tuple[object, ...], Counts] = {}
+
+
+def _with_traffic(target: str, found: Counts, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:
     if found.op_class not in _STREAMING or target == "autopar.L.region":
         return found
     passes = moves(target, ins, outs, (found.saved_inputs, found.saved_outputs, found.saved_other_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
-from autopar.ir import Arg, Op, Ref, TensorType, nameless
+from autopar.ir import Arg, Op, Ref, TensorType, call_text, nameless
 from autopar.measure.count import FUSED_DROPOUT, SAME_ON_META, as_on_gpu
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import local_ops
@@ -59,27 +60,23 @@ class Workspace:
 def workspace(
     op: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...], gpu: bool = False
 ) -> Workspace:
-    """The workspace of an operator on operands of these types and strides, found by running it on fake tensors. gpu: as a GPU runs it."""
-    op = as_on_gpu(op, ins) if gpu else op
-    anonymous = nameless(op)
-    return _workspace(anonymous.target, anonymous.args, anonymous.kwargs, op.no_grad, op.multi, len(op.outputs), ins, strides, outs)
+    """The workspace of an operator on operands of these types and strides, found by running it on fake tensors. gpu: as a GPU runs it.
+    Equal calls have one."""
+    key = call_text(op), op.no_grad, op.multi, len(op.outputs), ins, strides, outs, gpu
+    known = _KNOWN.get(key)
+    if known is None:
+        known = _KNOWN[key] = _workspace(nameless(as_on_gpu(op, ins) if gpu else op), ins, strides, outs)
+    return known
 
 
-@functools.lru_cache(maxsize=100_000)
-def _workspace(
-    target: str,
-    args: tuple[Arg, ...],
-    kwargs: tuple[tuple[str, Arg], ...],
-    no_grad: bool,
-    multi: bool,
-    returns: int,
-    ins: tuple[TensorType, ...],
-    strides: tuple[Strides, ...],
-    outs: tuple[TensorType, ...],
-) -> Workspace:
-    if target.startswith("autopar.C."):
-        return _of_transition(target.rpartition(".")[2], dict(kwargs), ins[0], strides[0], outs[0])
-    op = Op(target=target, args=args, kwargs=kwargs, outputs=tuple(f"y{k}" for k in range(returns)), no_grad=no_grad, multi=multi)
+_KNOWN: dict[tuple[object, ...], Workspace] = {}
+
+
+def _workspace(call: Op, ins: tuple[TensorType, ...], strides: tuple[Strides, ...], outs: tuple[TensorType, ...]) -> Workspace:
+    """call: without names."""
+    if call.target.startswith("autopar.C."):
+        return _of_transition(call.target.rpartition(".")[2], dict(call.kwargs), ins[0], strides[0], outs[0])
+    op = dataclasses.replace(call, outputs=tuple(f"y{k}" for k in range(len(call.outputs))))
     with _ran(op, ins, strides) as ran:
         tensors, results, saved = ran.tensors, ran.results, ran.saved
         own = {_storage(t): k for k, t in reversed(list(enumerate(tensors)))}

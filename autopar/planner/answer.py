@@ -53,7 +53,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
     program, rank = question.program, c.rank
     positions = [c.segments[k].span.start for k in c.part.cuts]
     recompute, modes = _modes(c)
-    cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute})
+    cut_stages(rank.moments, rank.program, tuple(positions), {(b, k): spans_of(modes[m]) for b, k, m in recompute}, rank.cuts)
     bodies = list(zip(on_inner_axes(rank.moments.body, rank.inner[:-1]), rank.inner, strict=False))
     axes: dict[str, AxisPlan] = {} if rank.data is None else {rank.data.axis: axis_plan(program, rank.data)}
     axes |= {x.axis: _asked(axis_plan(body, x), (c.form or Form()).on(x.axis)) for body, x in bodies}

@@ -17,6 +17,7 @@ fewer operators are faster than shorter ones. What a training software gathers a
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -32,8 +33,8 @@ from autopar.planner.shard import Assignment
 from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, Repeated
 
 __all__ = [
-    "AxisProblem", "AxisSolution", "AxisSolver", "can_change", "changes_of", "exchange_s", "local_bytes", "objective_of", "solve_axis",
-    "stated",
+    "AxisModel", "AxisProblem", "AxisSolution", "AxisSolver", "can_change", "changes_of", "exchange_s", "local_bytes", "objective_of",
+    "solve_axis", "stated",
 ]  # fmt: skip
 
 IN_PLACE_PREFERRED = 1.1  # a parameter is rather used as it rests than changed at every use, where the price is the same
@@ -82,11 +83,11 @@ class AxisSolution:
     outcome: Outcome
 
 
-def solve_axis(problem: AxisProblem, *, gap: float = 1e-3) -> AxisSolution:
+def solve_axis(problem: AxisProblem, *, gap: float = 1e-3, solver: AxisSolver | None = None) -> AxisSolution:
     """The best assignment, with its objective, bound and gap. Infeasible is raised only where leaves are restricted to layouts that no
     operator can read, or strategies to some that do not meet; else all-I is always a choice. Where the budget ends before the solver has
-    a solution, it is the answer, with the bound so far."""
-    solver = AxisSolver(problem)
+    a solution, it is the answer, with the bound so far. solver: of the problem, where there is one that has solved nothing yet."""
+    solver = solver or AxisSolver(problem)
     try:
         return solver.solve(gap=gap)
     except OutOfBudget as e:
@@ -103,16 +104,18 @@ def solve_axis(problem: AxisProblem, *, gap: float = 1e-3) -> AxisSolution:
 
 
 class AxisSolver:
-    """The program of an axis, which is built once and solved as often as is asked, each time with other strategies given."""
+    """The program of an axis, which is built once and solved as often as is asked, each time with other strategies given. like: of another
+    problem, whose columns and rows are taken if the two differ in prices of bytes alone."""
 
-    def __init__(self, problem: AxisProblem) -> None:
+    def __init__(self, problem: AxisProblem, like: AxisModel | None = None) -> None:
         self.problem = problem
-        self._model = _Model(problem)
+        same = like is not None and without_prices(like.given) == without_prices(problem)
+        self.model = AxisModel(problem, like if same else None)
         self._repeated = Repeated(self.linear)
 
     @property
     def linear(self) -> Linear:
-        return self._model.linear
+        return self.model.linear
 
     def solve(
         self, *, gap: float = 1e-3, given: tuple[str, Strategy] | None = None, never: Mapping[str, Set[Strategy]] | None = None
@@ -124,14 +127,19 @@ class AxisSolver:
         if given is not None:
             held |= {x: float(s == given[1]) for x, s in self._columns(given[0])}
         solution = self._repeated.solve(held, gap=gap)
-        chosen = {key: self._model.chosen(key, solution.values) for key in self.problem.choices.groups}
+        chosen = {key: self.model.chosen(key, solution.values) for key in self.problem.choices.groups}
         return AxisSolution(assignment=_assigned(self.problem, chosen), outcome=solution.outcome)
 
     def _columns(self, key: str) -> Iterator[tuple[int, Strategy]]:
         """Those that stand for the strategies of a group, if it has several."""
-        for x, s in zip(self._model.x[key], self.problem.choices.groups[key].strategies, strict=True):
+        for x, s in zip(self.model.x[key], self.problem.choices.groups[key].strategies, strict=True):
             if isinstance(x, int):
                 yield x, s
+
+
+def without_prices(problem: AxisProblem) -> AxisProblem:
+    """The problem in which bytes cost nothing."""
+    return dataclasses.replace(problem, memory_price_s_per_byte=0.0, state_price_s_per_byte=0.0, sync_price_s_per_byte=0.0)
 
 
 def _assigned(problem: AxisProblem, chosen: Mapping[str, Strategy]) -> Assignment:
@@ -154,8 +162,21 @@ def group_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
 
 def _costs(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:
     """Seconds of the device, and what else the strategy costs: priced bytes, and what parameters take once a step."""
+    return _priced(problem, group, s, _work(problem, group, s))
+
+
+def _priced(problem: AxisProblem, group: Group, s: Strategy, work: tuple[float, int]) -> tuple[float, float]:
+    """The costs of a strategy of this work."""
     if group.op is None:
         return 0.0, _leaf_cost(problem, group, s)
+    seconds, saved = work
+    return seconds, group.times * problem.memory_price_s_per_byte * saved
+
+
+def _work(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, int]:
+    """Seconds of the device, of all members, and bytes that one of them keeps for backward: what no price of bytes changes."""
+    if group.op is None:
+        return 0.0, 0
     counts = group.counts or count(group.op, group.ins, group.outs)
     n = problem.n
     local_in = [local_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
@@ -174,7 +195,7 @@ def _costs(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, floa
     forward, backward = forward + exchange[0], backward + exchange[1]
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
     saved += counts.saved_other_bytes // parts
-    return group.times * (forward + backward), group.times * problem.memory_price_s_per_byte * saved
+    return group.times * (forward + backward), saved
 
 
 def exchange_s(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:
@@ -244,20 +265,30 @@ class _Change(NamedTuple):
     ahead: float
 
 
-class _Model:
-    def __init__(self, problem: AxisProblem) -> None:
+class AxisModel:
+    """The columns and rows of a problem. work: of each group, that of its strategies."""
+
+    def __init__(self, problem: AxisProblem, like: AxisModel | None = None) -> None:
+        """like: the model of the problem at other prices of bytes."""
         self.given = problem
         self.linear = Linear(name=f"axis {problem.axis}")
         self.x: dict[str, list[Var]] = {}
         self.ahead: list[tuple[Var, float]] = []  # the device's time less the host's
         self.changes: dict[tuple[object, ...], dict[tuple[Layout, Layout], _Change | None]] = {}  # by all but the layouts
+        self.work: dict[str, list[tuple[float, int]]] = {} if like is None else like.work
         self.add_groups()
-        self.add_values()
-        self.add_host()
+        if like is None:
+            self.add_values()
+            self.add_host()
+        else:  # whose values and host cost the same
+            costs = [*self.linear.costs, *like.linear.costs[len(self.linear.costs) :]]
+            self.linear, self.ahead = dataclasses.replace(like.linear, constant=self.linear.constant, costs=costs), like.ahead
 
     def add_groups(self) -> None:
         for index, (key, group) in enumerate(self.given.choices.groups.items()):
-            pairs = [_costs(self.given, group, s) for s in group.strategies]
+            if key not in self.work:
+                self.work[key] = [_work(self.given, group, s) for s in group.strategies]
+            pairs = [_priced(self.given, group, s, work) for s, work in zip(group.strategies, self.work[key], strict=True)]
             device, costs = [seconds * 1e6 for seconds, _ in pairs], [sum(pair) * 1e6 for pair in pairs]  # microseconds
             host = group_host(self.given, group) * 1e6
             if len(costs) == 1:
@@ -292,19 +323,20 @@ class _Model:
         if source == self.given.choices.loss:
             readers.append({Layout(Kind.INVARIANT): [1.0]})
         times = max((e.count for e in edges), default=1)
-        wanted = dict.fromkeys(w for r in readers for w in r)
+        wanted = {want: k for k, want in enumerate(dict.fromkeys(w for r in readers for w in r))}
         known = self.changes.setdefault((t, times, source.group in self.given.fixed, source.group in self.given.params), {})
         for pair in itertools.product(makers, wanted):
             if pair not in known:
                 known[pair] = self._change(source, *pair, t, times)
-        shared: dict[tuple[Layout, Layout], int] = {}
+        changes = [[known[have, want] for want in wanted] for have in makers]
+        shared: list[list[int | None]] = [[None] * len(wanted) for _ in makers]
         if len(readers) > 1:
-            for k, pair in enumerate(itertools.product(makers, wanted)):
-                change = known[pair]
+            for i, j in itertools.product(range(len(makers)), range(len(wanted))):
+                change = changes[i][j]
                 if change is not None and change.cost:
-                    shared[pair] = self._flow(f"z_{index}_{k}", change)
+                    shared[i][j] = self._flow(f"z_{index}_{i * len(wanted) + j}", change)
         for j, wants in enumerate(readers):
-            self._add_edge(f"{index}_{j}", makers, wants, known, shared)
+            self._add_edge(f"{index}_{j}", makers, wants, [wanted[want] for want in wants], changes, shared)
 
     def _flow(self, name: str, change: _Change) -> int:
         """A variable that pays for a change of layout."""
@@ -314,10 +346,17 @@ class _Model:
         return flow
 
     def add_host(self) -> None:
+        """late - sum of ahead >= 0, where a term's variable may be the constant 1."""
         if not self.given.launched:
             return
-        late = self.linear.column("late", LATE, upper=INFINITY)
-        self._row("launched", [(late, 1.0), *self.ahead])
+        weights = {self.linear.column("late", LATE, upper=INFINITY): 1.0}
+        constant = 0.0
+        for v, c in self.ahead:
+            if isinstance(v, float):
+                constant += c
+            else:
+                weights[v] = weights.get(v, 0.0) + c
+        self.linear.row("launched", [(v, c) for v, c in weights.items() if c], -constant, INFINITY)
 
     def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> _Change | None:
         if source.group in self.given.fixed and needs_transition(have, want, t):
@@ -335,41 +374,38 @@ class _Model:
         name: str,
         makers: Mapping[Layout, list[Var]],
         wants: Mapping[Layout, list[Var]],
-        changes: Mapping[tuple[Layout, Layout], _Change | None],
-        shared: Mapping[tuple[Layout, Layout], int],
+        places: Sequence[int],
+        changes: Sequence[Sequence[_Change | None]],
+        shared: Sequence[Sequence[int | None]],
     ) -> None:
-        """One reader: what flows from the layouts that are made to those that it wants is one unit."""
-        made: list[list[tuple[Var, float]]] = [[(x, -1.0) for x in xs] for xs in makers.values()]
-        read: list[list[tuple[Var, float]]] = [[(x, -1.0) for x in xs] for xs in wants.values()]
-        for i, have in enumerate(makers):
-            for j, want in enumerate(wants):
-                change = changes[have, want]
+        """One reader: what flows from the layouts that are made to those that it wants is one unit. changes, shared: by the layout that is
+        made and the place of the one that is wanted; places: of those that this reader wants."""
+        read: list[list[int]] = [[] for _ in wants]
+        made: list[list[int]] = [[] for _ in makers]
+        for i, (of, pay) in enumerate(zip(changes, shared, strict=True)):
+            for j, place in enumerate(places):
+                change = of[place]
                 if change is None:
                     continue
                 label = f"{name}_{i}_{j}"
-                pays = shared.get((have, want))
+                pays = pay[place]
                 if pays is not None:
                     flow = self.linear.column(f"w_{label}")
-                    self.linear.row(f"once_{label}", [(pays, 1.0), (flow, -1.0)], 0.0, INFINITY)
+                    self.linear.add_row(f"once_{label}", (pays, flow), (1.0, -1.0), 0.0, INFINITY)
                 else:
                     flow = self._flow(f"w_{label}", change) if change.cost else self.linear.column(f"w_{label}")
-                made[i].append((flow, 1.0))
-                read[j].append((flow, 1.0))
-        for i, terms in enumerate(made):
-            self._row(f"made_{name}_{i}", terms, equal=True)
-        for j, terms in enumerate(read):
-            self._row(f"read_{name}_{j}", terms, equal=True)
+                made[i].append(flow)
+                read[j].append(flow)
+        for i, (xs, flows) in enumerate(zip(makers.values(), made, strict=True)):
+            self._balance(f"made_{name}_{i}", xs, flows)
+        for j, (xs, flows) in enumerate(zip(wants.values(), read, strict=True)):
+            self._balance(f"read_{name}_{j}", xs, flows)
 
-    def _row(self, name: str, terms: list[tuple[Var, float]], *, equal: bool = False) -> None:
-        """sum of terms >= 0 (or = 0), where a term's variable may be the constant 1."""
-        weights: dict[int, float] = {}
-        constant = 0.0
-        for v, c in terms:
-            if isinstance(v, float):
-                constant += c
-            else:
-                weights[v] = weights.get(v, 0.0) + c
-        self.linear.row(name, [(v, c) for v, c in weights.items() if c], -constant, -constant if equal else INFINITY)
+    def _balance(self, name: str, xs: list[Var], flows: list[int]) -> None:
+        """The flows come to as much as the strategies that make them, or read them, of which one without a choice is the constant 1."""
+        columns = [x for x in xs if isinstance(x, int)]
+        whole = float(len(xs) - len(columns))
+        self.linear.add_row(name, [*columns, *flows], [-1.0] * len(columns) + [1.0] * len(flows), whole, whole)
 
     def chosen(self, key: str, values: Sequence[float]) -> Strategy:
         strategies = self.given.choices.groups[key].strategies

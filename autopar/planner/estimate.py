@@ -262,7 +262,7 @@ class Estimator(RankPieces):
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
-        params = self.params_of(self.all_own)
+        params = self.all_params
         ends_s = self.exchange.step_s(params, forward_s, backward_s) + self._ends_s(0, n)
         return update_s + self._casts_of_a_step_s(params) + ends_s
 
@@ -272,7 +272,7 @@ class Estimator(RankPieces):
 
     def least_update_s(self) -> float:
         """No stage updates less than its share of all parameters, at the rate of the narrowest of them and without launches."""
-        trained = {p: n for p, n in self.params_of(self.all_own).items() if p.trainable}
+        trained = {p: n for p, n in self.all_params.items() if p.trainable}
         if not trained:
             return 0.0
         item = min(p.itemsize for p in trained)

@@ -234,7 +234,8 @@ class _Stages:
                 p.modes[may[fastest]] if plain else _leanest([p.modes[m] for m in may])
                 for p, may, fastest in zip(self.of_kind, self.may, self.fastest, strict=True)
             ]
-            self._every[plain] = EveryStage(self.pieces, [of_kind[k] for k in self.kind], self.micro_batches)
+            modes = [of_kind[k] for k in self.kind]
+            self._every[plain] = EveryStage(self.pieces, modes, self.micro_batches, first=self.stages == 1)
         if (plain, in_flight) not in self._bytes:
             self._bytes[plain, in_flight] = self._every[plain].bytes(in_flight)
         return self._bytes[plain, in_flight]
@@ -365,14 +366,16 @@ class _Stages:
         """Whether there are cuts with which every stage can."""
         there = numpy.arange(len(self.pieces) + 1) == 0  # where the next stage can begin
         for s in range(self.stages):
-            there = self.fits(s, plain=False)[there].any(0)
+            fits = self.fits(s, plain=False)
+            there = fits[there[: len(fits)]].any(0)
         return bool(there[-1])
 
     def least_bytes(self) -> float:
         """Of the fullest stage of the leanest cuts."""
         fullest = numpy.where(numpy.arange(len(self.pieces) + 1) == 0, 0.0, math.inf)  # of the stages so far, by where the next one begins
         for s in range(self.stages):
-            fullest = numpy.maximum(fullest[:, None], self._stage_bytes(self.in_flight[s], False)).min(0)
+            nbytes = self._stage_bytes(self.in_flight[s], False)
+            fullest = numpy.maximum(fullest[: len(nbytes), None], nbytes).min(0)
         return float(fullest[-1])
 
 

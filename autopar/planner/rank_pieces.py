@@ -71,8 +71,14 @@ class RankPieces:
         return self._counted(self.kept)
 
     def _counted(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        counted = {p: p.with_more(self.more.saved) for p in dict.fromkeys(pieces)}
-        return tuple(counted[p] for p in pieces)
+        counted: dict[Piece, Piece] = {}
+        found: dict[int, Piece] = {}  # by identity: most are few objects, many times
+        for p in pieces:
+            if id(p) not in found:
+                if p not in counted:
+                    counted[p] = p.with_more(self.more.saved)
+                found[id(p)] = counted[p]
+        return tuple([found[id(p)] for p in pieces])
 
     @functools.cached_property
     def more(self) -> More:
@@ -137,9 +143,20 @@ class RankPieces:
         return list(found)
 
     @functools.cached_property
-    def all_own(self) -> list[tuple[str, int]]:
-        """The parameters of all pieces."""
-        return self.own(0, len(self.segments))
+    def all_params(self) -> Params:
+        """Of the parameters of all pieces, as of `params_of`."""
+        pieces = self.segments
+        copies: dict[int, dict[int, None]] = {}
+        for segment, copy in zip(pieces.order, pieces.copies, strict=True):
+            copies.setdefault(segment, {})[copy] = None
+        own: dict[str, dict[int, None]] = {}
+        for segment, of in copies.items():
+            for v, each in self._reads[segment]:
+                own.setdefault(v, {}).update(of if each else {0: None})
+        found = Counter[ParamBytes]()
+        for v, of in own.items():
+            found[self.params[v]] += len(of)
+        return found
 
     def params_of(self, own: Iterable[tuple[str, int]]) -> Params:
         """Of the parameters of pieces: (value, which of its copies)."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.catalog import OpView, localized, needs_transition, transition_op
+from autopar.catalog.rule import localizer_of
 from autopar.ir import Block, Buffer, I, Input, Layout, Op, Param, Program, Ref, Span, Strategy, TensorType, map_refs, refs
 
 LeafT = TypeVar("LeafT", Input, Param, Buffer)
@@ -133,13 +134,17 @@ class _Sharder:
 
     def _emit(self, op: Op, segment: object) -> None:
         strategy, types = self.assignment.ops[op.name], self.program.types
-        wanted = iter(strategy.inputs)
-        renamed = map_refs(op, lambda value: Ref(self._as(value, next(wanted), segment, op)))
+        read = tuple([self._as(r, want, segment, op) for r, want in zip(refs(op), strategy.inputs, strict=True)])
+        operands = iter(read)
+        renamed = op if read == refs(op) else map_refs(op, lambda _: Ref(next(operands)))
         outputs = [o for o in op.outputs if o is not None]
-        view = OpView(renamed, tuple(types[r] for r in refs(op)), tuple(types[o] for o in outputs), self.n, WHOLE)
         for output, layout in zip(outputs, strategy.outputs, strict=True):
             self.layouts[output] = layout
             self.types[output] = self._local(types[output], layout)
+        if strategy.local is None and localizer_of(op.target) is None:
+            self.ops.append(renamed)
+            return
+        view = OpView(renamed, tuple(types[r] for r in refs(op)), tuple(types[o] for o in outputs), self.n, WHOLE)
         for local in localized(view, strategy, self.axis):
             for part in local.outputs:
                 if part is not None and part not in self.types:
@@ -150,9 +155,9 @@ class _Sharder:
     def _as(self, value: str, want: Layout, segment: object, consumer: Op | None = None) -> str:
         """The name of `value` in layout `want`, by a transition if it lies otherwise."""
         t = self.program.types[value]
-        value = self.entered.get((value, segment), value)
+        value = self.entered.get((value, segment), value) if self.entered else value
         have = self.layouts[value]
-        if not needs_transition(have, want, t):
+        if have is want or not needs_transition(have, want, t):
             return value
         key = (value, want, segment)
         if key not in self.made:

@@ -8,10 +8,11 @@ machine.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,9 +86,16 @@ class Linear:
 
     def row(self, name: str, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
         """lower <= the sum of weight x column <= upper; no column twice."""
+        columns, weights = list[int](), list[float]()
         for index, weight in terms:
-            self.indices.append(index)
-            self.weights.append(weight)
+            columns.append(index)
+            weights.append(weight)
+        self.add_row(name, columns, weights, lower, upper)
+
+    def add_row(self, name: str, columns: Sequence[int], weights: Sequence[float], lower: float, upper: float) -> None:
+        """The same of columns and their weights, in the same order."""
+        self.indices.extend(columns)
+        self.weights.extend(weights)
         self.rows.append(name)
         self.starts.append(len(self.indices))
         self.bounds.append((lower, upper))
@@ -149,17 +157,21 @@ class _Highs:
         lp.num_col_, lp.num_row_ = len(problem.names), len(problem.rows)
         lp.col_cost_ = numpy.array(problem.costs, dtype=float)
         lp.col_lower_, lp.col_upper_ = self.lower, self.upper
-        lp.row_lower_ = numpy.array([low for low, _ in problem.bounds], dtype=float)
-        lp.row_upper_ = numpy.array([high for _, high in problem.bounds], dtype=float)
+        bounds = numpy.array(problem.bounds, dtype=float).reshape(-1, 2)
+        lp.row_lower_, lp.row_upper_ = bounds[:, 0], bounds[:, 1]
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_ = numpy.array(problem.starts, dtype=numpy.int32)
         lp.a_matrix_.index_ = numpy.array(problem.indices, dtype=numpy.int32)
         lp.a_matrix_.value_ = numpy.array(problem.weights, dtype=float)
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        self.kinds = [kinds[whole] for whole in problem.whole]
         self.relaxed: Any = None
         if int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3:
             _write(highspy, lp, problem, self.kinds)
+
+    @functools.cached_property
+    def kinds(self) -> list[Any]:
+        """Of the columns, for HiGHS."""
+        kinds = (self.highspy.HighsVarType.kContinuous, self.highspy.HighsVarType.kInteger)
+        return [kinds[whole] for whole in self.problem.whole]
 
     def solve(self, held: Mapping[int, float], gap: float, nodes: int) -> Answer:
         highspy, columns = self.highspy, numpy.array(list(held), dtype=numpy.int32)

@@ -184,44 +184,47 @@ def stage_bytes(pieces: Sequence[Piece], modes: Sequence[int], in_flight: int, m
 class EveryStage:
     """`Account.bytes` of every stage [i, j) of some pieces at once, each piece in one mode."""
 
-    def __init__(self, pieces: Sequence[Piece], modes: Sequence[Mode], micro_batches: int) -> None:
+    def __init__(self, pieces: Sequence[Piece], modes: Sequence[Mode], micro_batches: int, *, first: bool = False) -> None:
+        """first: only of stages that begin with the first piece."""
+
         def each(values: Sequence[float]) -> NDArray[numpy.float64]:
             return numpy.array([*values], dtype=numpy.float64)
 
         def total(values: Sequence[float]) -> NDArray[numpy.float64]:
             """Of the pieces of a stage: by its first piece and the first behind it."""
             sums = before(values)
-            return sums[None, :] - sums[:, None]
+            return sums[None, :] - sums[:rows, None]
 
         def before(values: Sequence[float]) -> NDArray[numpy.float64]:
             return numpy.concatenate(([0.0], numpy.cumsum(each(values))))
 
         def most(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
             """The most of the pieces of a stage."""
-            found = numpy.full((count + 1, count + 1), -numpy.inf)
+            found = numpy.full((rows, count + 1), -numpy.inf)
             found[:count, 1:] = numpy.maximum.accumulate(numpy.where(inside, values[None, :], -numpy.inf), axis=1)
             return found
 
         count = len(pieces)
+        rows = 1 if first else count + 1
         self.micro_batches = micro_batches
-        none = ~numpy.triu(numpy.ones((count + 1, count + 1), dtype=bool), 1)
-        inside = numpy.triu(numpy.ones((count, count), dtype=bool))
+        none = numpy.arange(count + 1)[None, :] <= numpy.arange(rows)[:, None]
+        inside = ~none[:count, 1:]
         kept = before([m.kept_bytes for m in modes])
         gradient = before([p.gradient_bytes for p in pieces])
         sent = each([p.sent_bytes for p in pieces])
         again = numpy.where(each([m.again_s for m in modes]) > 0, sent, 0.0)
-        bound = numpy.zeros((count + 1, count + 1))
-        bound[:count, 1:] = each([p.received_bytes for p in pieces])[:, None] + sent[None, :]
+        bound = numpy.zeros((rows, count + 1))
+        bound[:count, 1:] = each([p.received_bytes for p in pieces])[:rows, None] + sent[None, :]
         fixed = total([p.rest_bytes + p.passing_bytes for p in pieces])
         gradients = total([p.gradient_bytes for p in pieces])
         self.whole = total([m.kept_bytes for m in modes]) + bound
-        forward = most(kept[:-1] + each([m.forward_bytes for m in modes])) - kept[:, None]
+        forward = most(kept[:-1] + each([m.forward_bytes for m in modes])) - kept[:rows, None]
 
         def backward(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
             """Of values beside what is kept before: the last piece, if it runs again, makes what was sent."""
-            found = numpy.full((count + 1, count + 1), -numpy.inf)
+            found = numpy.full((rows, count + 1), -numpy.inf)
             found[:, 1:] = numpy.maximum(most(values)[:, :-1], (values - again)[None, :])
-            return found + bound - kept[:, None]
+            return found + bound - kept[:rows, None]
 
         behind = backward(kept[:-1] + each([m.backward_bytes for m in modes]) - gradient[1:]) + gradient[None, :]
         later = backward(kept[:-1] + each([m.later_bytes for m in modes])) + gradients

@@ -143,10 +143,11 @@ def segments_of(program: Program, cuts: Cuts, wanted: int) -> Pieces:
 Again = Mapping[tuple[int, int], tuple[Span, ...]]  # (block, instance) -> what of it runs again, counted from its first operator
 
 
-def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], recompute: Again) -> Lowered:
+def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], recompute: Again, cuts: Cuts | None = None) -> Lowered:
     """The lowered program with cuts before the operators at `positions`. program:
-    moments.body sharded over the remaining axes. Raises Infeasible if a position is no legal cut."""
-    cuts = legal_cuts(program)
+    moments.body sharded over the remaining axes. cuts: the legal ones of it, where they are known. Raises Infeasible if a position is no
+    legal cut."""
+    cuts = legal_cuts(program) if cuts is None else cuts
     for p in positions:
         if p not in cuts.crossing:
             name = program.ops[p].name if 0 <= p < len(program.ops) else "none"

@@ -16,7 +16,7 @@ from autopar.axes import BATCH
 from autopar.errors import Infeasible
 from autopar.ir import I, Layout, Program, Strategy
 from autopar.measure import Live, Pricer
-from autopar.planner.axis import AxisProblem, AxisSolution, objective_of, solve_axis, stated
+from autopar.planner.axis import AxisModel, AxisProblem, AxisSolution, AxisSolver, objective_of, solve_axis, stated
 from autopar.planner.choices import Choices, is_heavy, with_layouts, with_matrices_cut, with_work_split
 from autopar.planner.fold import fold, unfold
 from autopar.planner.lower import Inner, on_data_axis, on_inner_axes
@@ -68,6 +68,7 @@ class Store:
     _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int], Solved]] = field(default_factory=dict)  # by an axis and its form, by
     # the program's operators and the samples of its batch
     _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
+    _models: dict[int, AxisModel] = field(default_factory=dict)  # by the identity of the choices: the first
     _inner_choices: dict[tuple[int, str, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the program's identity
 
     @property
@@ -130,7 +131,11 @@ class Store:
         return self.timed("shard", lambda: on_data_axis(program, data))
 
     def _solved(self, name: str, problem: AxisProblem, gap: float) -> AxisSolution:
-        solution = self.timed(name, lambda: solve_axis(problem, gap=gap))
+        key = id(problem.choices)  # which the model keeps, so that no others have their identity
+        solver = self.timed(name, lambda: AxisSolver(problem, self._models.get(key)))
+        if not problem.work_first and problem.sequence_parallel is None:  # others are asked for at one price alone
+            self._models.setdefault(key, solver.model)
+        solution = self.timed(name, lambda: solve_axis(problem, gap=gap, solver=solver))
         self.programs += 1
         self.binaries = max(self.binaries, sum(len(g.strategies) for g in problem.choices.groups.values() if len(g.strategies) > 1))
         self.rows = max(self.rows, solution.outcome.constraints)
