@@ -5,6 +5,7 @@ from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import chains as _chains
 from benchmarks.trap_programs import changes as _changes
+from benchmarks.trap_programs import counted as _counted
 from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import elsewhere as _elsewhere
 from benchmarks.trap_programs import evaluation as _evaluation
@@ -39,6 +40,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
+del _across, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
 del _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture
 del _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped

@@ -159,7 +159,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding(), _themselves():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except FAILURES as e:
@@ -168,6 +168,19 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
         raise CaptureError(_explain(step.model, e)) from e
     sys.stderr.write(printed.getvalue())
     return _without_vmap(exported)
+
+
+@contextlib.contextmanager
+def _themselves() -> Iterator[None]:
+    """Inside, the code of a model that has a module under two names sees its modules themselves: torch's tracer would show it others in
+    their place, of types of its own, to keep the names apart. (The tracer is private; there is no other way.)"""
+    tracer = torch.fx.experimental.proxy_tensor._ModuleStackTracer
+    shows = vars(tracer)["getattr"]
+    tracer.getattr = torch.fx.experimental.proxy_tensor.PythonKeyTracer.getattr  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tracer.getattr = shows  # type: ignore[method-assign]
 
 
 def _without_vmap(exported: ExportedProgram) -> ExportedProgram:

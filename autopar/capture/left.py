@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.counted import Count
 from autopar.capture.held import ABSENT, Held, Opaque, child, is_plain, put_back, same
 from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
@@ -29,11 +30,13 @@ _KEPT = object()  # what stays as it was
 
 class Left:
     """held: attributes and containers, and what a call leaves in them. paths: where that is. owners: of containers, what holds them under
-    which key: the loop may have put another there, which the original would have filled."""
+    which key: the loop may have put another there, which the original would have filled. counts: to which a call adds."""
 
-    def __init__(self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, tuple[Any, Any]]) -> None:
+    def __init__(
+        self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, tuple[Any, Any]], counts: Sequence[Count]
+    ) -> None:
         self._held = [(one, owners.get(id(one.holder))) for one in held]
-        self._paths = paths
+        self._paths, self._counts = paths, counts
 
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
@@ -43,12 +46,14 @@ class Left:
         for held, owner in self._held:
             now = held.holder if owner is None else owner[0].get(owner[1])
             put_back(held if now is held.holder or type(now) is not type(held.holder) else held._replace(holder=now))
+        for count in self._counts:
+            count.add()
 
 
-def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change]) -> Left:
+def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count]) -> Left:
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
-    what the trace of a call changed: a number that is another there is computed from values of the inputs."""
-    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced})
+    what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds."""
+    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, frozenset(c.path for c in counts))
     held = tuple(comparison.held())
     owners = {
         id(value): (one.holder, key)
@@ -57,12 +62,14 @@ def left_by(start: State, first: State, written: Sequence[str], traced: Iterable
         for key, value in one.items.items()
         if isinstance(value, (list, dict, deque))
     }
-    return Left(held, frozenset(comparison.paths), owners)
+    return Left(held, frozenset(comparison.paths), owners, counts)
 
 
 class _Comparison:
-    def __init__(self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object]) -> None:
-        self._start, self._first, self._written, self._traced = start, first, written, traced
+    def __init__(
+        self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object], counted: frozenset[str]
+    ) -> None:
+        self._start, self._first, self._written, self._traced, self._counted = start, first, written, traced, counted
         self._where = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
         made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
         self._caches = not made <= set(written)
@@ -75,13 +82,18 @@ class _Comparison:
             if known is None or held.table or isinstance(held.holder, FunctionType):
                 continue
             if isinstance(held.holder, (CellType, ContextVar)):
-                if held.items is not known.items and is_plain(value := self._left(held.items, held.path)):
+                new = held.items is not known.items and held.path not in self._counted
+                if new and is_plain(value := self._left(held.items, held.path)):
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, value)
             elif isinstance(held.items, dict):
                 changed = self._entries(held, known)
                 if changed:
                     yield Held(held.path, held.holder, changed, frozenset(changed))
+            elif isinstance(held.items, frozenset):
+                if held.items != known.items and all(map(is_plain, held.items)) and self._follows(held.path):
+                    self.paths.add(held.path)
+                    yield Held(held.path, held.holder, held.items)
             elif isinstance(held.items, tuple) and list(map(id, held.items)) != list(map(id, known.items)):
                 if (items := self._items(held, known)) is not None:
                     self.paths.add(held.path)
@@ -89,7 +101,8 @@ class _Comparison:
 
     def _entries(self, held: Held, known: Held) -> dict[Any, Any]:
         changed = {k: v for k, v in held.items.items() if known.items.get(k, ABSENT) is not v and k not in TABLES and k != "training"}
-        left = {key: self._left(value, child(held, key)) for key, value in changed.items() if value is not ABSENT}
+        made = {key: value for key, value in changed.items() if value is not ABSENT and child(held, key) not in self._counted}
+        left = {key: self._left(value, child(held, key)) for key, value in made.items()}
         if not isinstance(held.holder, type):
             left |= dict.fromkeys(known.items.keys() - held.items.keys(), ABSENT)
         found = {key: value for key, value in left.items() if value is not _KEPT}
@@ -132,6 +145,11 @@ class _Comparison:
         if not same(self._traced[path], value):
             return LeftOut(path)
         return _KEPT if self._caches and is_read(path, self._start) else value
+
+    def _follows(self, path: str) -> bool:
+        """Whether what a set holds after the call is there after the trace of it too, and is no mark of a cache."""
+        traced = same(self._traced.get(path, ABSENT), self._first.leaves.get(path))
+        return traced and not (self._caches and is_read(path, self._start))
 
     def _is_written(self, path: str) -> bool:
         return any(w == path or w.startswith((f"{path}.", f"{path}[")) for w in self._written)

@@ -190,7 +190,7 @@ def _captured(
         listed = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
-        guards.follow(left, calls.settled, calls.left)
+        guards.follow((*left, *calls.counted), calls.settled, calls.left)
     if around.asked:
         guards.ask_for(around.mode)
     if program.outputs:
@@ -267,7 +267,12 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
-    changed |= {copy for copy, first in trace.buffer_copies if first in changed}
+    if apart := next(((one, other) for one, other in trace.saved_apart if other in changed), None):
+        second, first = (next(b.fqn for b in trace.buffers if b.value == value) for value in apart)
+        raise CaptureError(
+            f"the forward changes the tensor of two buffers, {first} and {second}, of which only one is in the state_dict\n"
+            f"  what to do: register both with the same persistent="
+        )
     buffers = tuple(dataclasses.replace(b, mutated=b.value in changed) for b in trace.buffers)
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.held import ABSENT, LEFT_OUT, REGISTERED, SIMPLE, Held, Opaque, Shape, Value, contents, is_plain, shown_key
+from autopar.capture.held import ABSENT, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut
@@ -216,7 +216,7 @@ class Walk:
         elif isinstance(value, (set, frozenset)):
             if isinstance(value, set):
                 self.held.append(Held(path, value, contents(value)))
-            self.leaves[path] = Value(f"set of {len(value)}", frozenset(id(x) if not isinstance(x, SIMPLE) else x for x in value))
+            self.leaves[path] = Value(f"set of {len(value)}", frozenset(x if is_plain(x) else id(x) for x in value))
             return
         elif isinstance(value, nn.Module):
             self.seen.add(id(value))
