@@ -197,7 +197,7 @@ def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[s
         grows = any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in wrong)
         remedy = (
             "return what is kept there (with outputs='all'), and let the loop keep it"
-            if grows
+            if grows or all(isinstance(c.after, torch.Tensor) and _is_output(c) and c.path not in read for c in wrong)
             else "keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes "
             "them), or change it outside of the forward: let the loop set it before the call"
         )
@@ -218,7 +218,7 @@ def _is_output(change: Change) -> bool:
 def _made(states: list[State]) -> dict[str, torch.Tensor]:
     """The tensors that the first call put somewhere."""
     start, first = states
-    known = {_storage(t) for t in start.tensors.values() if not t.is_sparse}
+    known = {_storage(t) for t in start.tensors.values() if t.layout == torch.strided}
     changed = {c.path for c in start.changes(first)}
     return {path: t for path, t in first.tensors.items() if path in changed and _storage(t) not in known}
 

@@ -303,6 +303,8 @@ def _remedy(error: BaseException) -> str:
         )
     if "vmap" in text or "functorch" in text:
         return "replace torch.vmap or torch.func transforms in the forward by batched operators"
+    if "sparse" in text.lower():
+        return "a program is of dense tensors: let the model hold and take these (.to_dense()), or indices and values"
     if "deepcopy" in text or "numpy" in text.lower():
         return "keep the forward in torch: no numpy and no copies of tensors by Python on the way to the loss"
     return (

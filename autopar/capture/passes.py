@@ -52,7 +52,7 @@ from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Input, Program, Ref
 from autopar.run.autocast import Autocast
-from autopar.run.inputs import Arguments, arguments_of
+from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import Applied, Region
@@ -143,6 +143,8 @@ def _captured(
     inputs, infer = inputs_in(dtype, given), Inference()
     with held_back():
         before = State.take(model, loss)
+        for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+            _check_dense(type(model).__name__, fqn, tensor)
         guards = Guards.take(model, loss, before)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         with held_back():
@@ -310,6 +312,13 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
                 f"numbers, strings, and tuples, lists and dicts of these\n  what to do: give the model what stands in it (mode.value, "
                 f"vars(options), torch.as_tensor(array)), or keep it in an attribute of the model, which is watched"
             )
+        if isinstance(leaf, torch.Tensor):
+            _check_dense(name, f"input {'.'.join(map(str, leaf_path(path)))}", leaf)
+
+
+def _check_dense(name: str, what: str, tensor: torch.Tensor) -> None:
+    if lies := not_dense(tensor):
+        raise CaptureError(f"{what} of {name} is a {lies[0]} tensor, and a program is of dense ones\n  what to do: {lies[1]}")
 
 
 def _beside(model: nn.Module, inputs: Inputs) -> Inputs:

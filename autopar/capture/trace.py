@@ -175,7 +175,7 @@ class _Flattener:
             places.setdefault((id(buffer), fqn in persistent), (buffer, []))[1].append(fqn)
         buffers, apart = [], []
         for buffer, (fqn, *aliases) in places.values():
-            self.memory.refuse_shared(buffer, f"a buffer, {fqn},")
+            self.memory.check(buffer, f"a buffer, {fqn},")
             value = self._add_tensor(self.names.fresh(f"b_{fqn}"), buffer, False)
             self.value_of_fqn |= dict.fromkeys((fqn, *aliases), first.setdefault(id(buffer), value))
             if first[id(buffer)] != value:
@@ -184,8 +184,6 @@ class _Flattener:
         return tuple(params), tuple(buffers), tuple(apart)
 
     def _add_tensor(self, value: str, tensor: torch.Tensor, grad: bool) -> str:
-        if tensor.layout != torch.strided:
-            raise CaptureError(f"{value} has layout {tensor.layout}; only dense (strided) tensors can be captured")
         self.tensors[value] = tensor
         self.metas[value] = meta_of(tensor, grad)
         return value
@@ -211,7 +209,7 @@ class _Flattener:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constants.get(spec.target), torch.Tensor):
-                self.memory.refuse_shared(constants[spec.target], "a tensor in a plain attribute")
+                self.memory.check(constants[spec.target], "a tensor in a plain attribute")
                 value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), constants[spec.target].detach(), False)
                 self.constants.append(Buffer(value=value, fqn=None, persistent=False))
             else:
@@ -244,7 +242,7 @@ class _Flattener:
         raise AssertionError("a graph without output")
 
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Ref:
-        self.memory.refuse_shared(getattr(module, str(node.target)), "a tensor in a plain attribute")
+        self.memory.check(getattr(module, str(node.target)), "a tensor in a plain attribute")
         value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), getattr(module, str(node.target)).detach(), False)
         self.constants.append(Buffer(value=value, fqn=None, persistent=False))
         self.storages[value] = storage_of(self.tensors[value])
