@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -163,6 +164,33 @@ def test_what_is_counted_and_not_read_is_added_to_by_each_call() -> None:
         Model.of_all = COUNT = 0
 
 
+def test_what_the_loop_puts_in_the_place_of_an_object_is_counted_and_left_in() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.options.size += len(x)
+        m.table["of"]["calls"] += 1
+        m.table["of"]["last"] = len(x)
+        m.table["of"]["sizes"].add(len(x))
+        return m.linear(x)
+
+    def table() -> dict[str, Any]:
+        return {"of": {"calls": 0, "sizes": set()}}
+
+    class Holding(Model):
+        def __init__(self) -> None:
+            super().__init__(forward)
+            self.table = table()
+
+    torch.manual_seed(0)
+    model = Holding()
+    guards = capture(model, (torch.randn(BATCH, DIM),)).guards
+    assert guards is not None
+    for _ in range(2):
+        model.options, model.table = SimpleNamespace(size=0), table()
+        assert guards.changed() is None
+        guards.leave()
+        assert model.options.size == BATCH and model.table == {"of": {"calls": 1, "last": BATCH, "sizes": {BATCH}}}
+
+
 def test_a_count_in_a_closure_is_added_to() -> None:
     counts = closing()
     _, guards = build(counts)
@@ -215,7 +243,16 @@ def in_a_hook(m: Any, x: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("fn", [compared, compared_in_silence, in_a_text, as_a_factor, as_a_key, in_two_places, in_a_hook])
+def in_a_checkpoint(m: Any, x: Tensor) -> Tensor:
+    def body(h: Tensor) -> Tensor:
+        m.calls += 1
+        return m.linear(h).tanh()
+
+    found: Tensor = torch.utils.checkpoint.checkpoint(body, m.linear(x), use_reentrant=False)
+    return found
+
+
+@pytest.mark.parametrize("fn", [compared, compared_in_silence, in_a_text, as_a_factor, as_a_key, in_two_places, in_a_hook, in_a_checkpoint])
 def test_a_count_that_is_read_is_refused(fn: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match=r"each call .*(calls|number) from 1 to 2.*\n  what to do: .*let the loop set it"):
         build(fn)

@@ -145,9 +145,9 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
 
 
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:
-    """What the model returns in a further call, which is differentiated too: hooks and functions of its own run."""
+    """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
     given = copied(inputs)
-    with torch.enable_grad(), seeded(1, inputs), as_called():
+    with torch.enable_grad(), seeded(1, inputs), as_called(checkpointed=True):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, None)
         gradients_of(result, [*(p for p in model.parameters() if p.requires_grad), *differentiated(given)])

@@ -42,6 +42,21 @@ class Left:
         """Whether something is left at a path."""
         return path in self._paths
 
+    def follow(self, state: State) -> None:
+        """The loop may have put other objects where those were that held something."""
+        there = {id(held.holder) for held in state.held}
+        holders: dict[tuple[str, type], list[Any]] = {}
+        for held in state.held:
+            if not held.table:
+                holders.setdefault((held.path, type(held.holder)), []).append(held.holder)
+
+        def now(one: Held) -> Held:
+            found = holders.get((one.path, type(one.holder)), [])
+            return one if id(one.holder) in there or len(found) != 1 else one._replace(holder=found[0])
+
+        self._held = [(now(one), owner if owner is None or id(owner[0]) in there else None) for one, owner in self._held]
+        self._counts = [count._replace(held=now(count.held)) for count in self._counts]
+
     def put(self) -> None:
         for held, owner in self._held:
             now = held.holder if owner is None else owner[0].get(owner[1])
