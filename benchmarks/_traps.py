@@ -36,10 +36,11 @@ from benchmarks.trap_programs import together as _together
 from benchmarks.trap_programs import tools as _tools
 from benchmarks.trap_programs import training as _training
 from benchmarks.trap_programs import turns as _turns
+from benchmarks.trap_programs import varied as _varied
 from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
 del _across, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
 del _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture
-del _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped
+del _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied, _wrapped

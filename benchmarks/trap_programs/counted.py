@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks._traps_kit import HIDDEN, Block, Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
 
@@ -119,6 +121,107 @@ def counter_that_a_hook_multiplies_by(compile: Compile) -> Results:
             return hidden
 
     return trained(compile(seeded(Hooking), example_inputs=batch()))
+
+
+@program(KIND)
+def counter_in_a_checkpoint(compile: Compile) -> Results:
+    """What is checkpointed runs again in backward, and counts twice."""
+
+    class Checkpointing(Net):
+        calls = 0
+
+        def body(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.blocks(x)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(self.body, torch.tanh(self.first(x)), use_reentrant=False)
+            return found
+
+    model = compile(seeded(Checkpointing), example_inputs=batch())
+    return {**trained(model), "calls": model.calls}
+
+
+@program(KIND)
+def counters_of_a_copy(compile: Compile) -> Results:
+    """A copy of the module counts its own calls from where it was copied."""
+    model = compile(seeded(Counting), example_inputs=batch())
+    losses = train(model)
+    copied = copy.deepcopy(model)
+    losses += train(copied, steps=2) + train(model, steps=1)
+    return {"losses": losses, "calls": [model.calls, copied.calls], "tally": [dict(model.tally), dict(copied.tally)]}
+
+
+@program(KIND)
+def counter_of_hooks(compile: Compile) -> Results:
+    """An object that is a forward hook of every layer counts calls and multiplications, as profilers do."""
+
+    class Profiling:
+        def __init__(self) -> None:
+            self.calls, self.products = 0, 0
+
+        def __call__(self, layer: Any, given: Any, output: Any) -> None:
+            self.calls += 1
+            self.products += given[0].shape[0] * layer.in_features * layer.out_features
+
+    profile, model = Profiling(), seeded(Net)
+    for part in model.modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_hook(profile)
+    found = dict(trained(compile(model, example_inputs=batch())))
+    return {**found, "counts": [profile.calls, profile.products]}
+
+
+class Statistics:
+    def __init__(self) -> None:
+        self.size, self.calls, self.scale = 0, 0, 1.0
+
+
+class Noting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics, self.seen = Statistics(), {"sizes": set[int](), "last": 0}
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.statistics.size = len(x)
+        self.statistics.calls += 1
+        sizes: Any = self.seen["sizes"]
+        sizes.add(len(x))
+        self.seen["last"] = len(x)
+        return super().forward(x * self.statistics.scale, y)
+
+
+@program("left")
+def in_an_object_put_in_the_place_of_another(compile: Compile) -> Results:
+    """Each epoch begins with a new object for statistics, and a new dict with a set; in the third a setting in it is another."""
+    model, found = compile(seeded(Noting), example_inputs=batch()), []
+    for epoch in range(4):
+        model.statistics, model.seen = Statistics(), {"sizes": set(), "last": 0}
+        model.statistics.scale = 2.0 if epoch == 2 else 1.0
+        losses = train(model, steps=2)
+        found.append((losses, model.statistics.size, model.statistics.calls, sorted(model.seen["sizes"]), model.seen["last"]))
+    return {"found": found}
+
+
+@program("left")
+def set_that_forward_takes_from(compile: Compile) -> Results:
+    """`self.todo.discard(...)` in the forward; the loop adds what was taken, and something else."""
+
+    class Taking(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.todo = {"first", "second"}
+
+        def hidden(self, x: Tensor) -> Tensor:
+            self.todo.discard("first")
+            return super().hidden(x)
+
+    model, found = compile(seeded(Taking), example_inputs=batch()), []
+    for step in range(3):
+        train(model, steps=1)
+        found.append(sorted(model.todo))
+        model.todo |= {"first", f"step {step}"}
+    return {"found": found, "state": state(model)}
 
 
 class Sorting(Net):
