@@ -296,6 +296,12 @@ def _remedy(error: BaseException) -> str:
             "(torch's default is 0.1); for statistics of all batches load full_state_dict() into the original after training, and call "
             "torch.optim.swa_utils.update_bn(loader, original)"
         )
+    if any(isinstance(m, nn.RNNBase) for m in ran) and "must be tuple of ints" in text:
+        return (
+            "how a packed sequence is cut depends on the lengths, which are values of a tensor: let a submodule pack, call the recurrent "
+            "layer, and return a tensor of fixed shape (h[-1], or what pad_packed_sequence gives with total_length=); it runs as it is "
+            "written"
+        )
     if "DataDependent" in text or "data-dependent" in text or "unbacked" in text.lower():
         return (
             "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use "

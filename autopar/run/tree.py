@@ -77,6 +77,7 @@ class Tree:
         self.lies: dict[str, Lies] = {}
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages, and frozen ones that the plan has as buffers
         self.buffers: dict[str, _Place] = {}
+        self._joined: dict[str, _Place] = {}  # buffers whose tensor stands in several modules
         self.constants: dict[str, Tensor] = {}
         self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)
         self._written = frozenset(spec.name for spec in manifest.buffers if spec.parameter)  # by the forward
@@ -149,6 +150,8 @@ class Tree:
             path, _, last = name.rpartition(".")
             self._module(path)._non_persistent_buffers_set.add(last)
         self.lies[spec.name], self.buffers[spec.name] = lies, place
+        if place.others:
+            self._joined[spec.name] = place
 
     def _become(self, param: nn.Parameter, here: Tensor, lies: Lies) -> None:
         if isinstance(here, FakeTensor):  # which has no memory, and a class of its own
@@ -214,8 +217,8 @@ class Tree:
         for registry, key, child, path in self._children:
             if registry.get(key) is not child:
                 raise ValueError(f"submodule {path} is another one than when the model was compiled: compile the changed model again")
-        for name, place in self.buffers.items():
-            if place.others and any(other.registry.get(other.key) is not place.registry.get(place.key) for other in place.others):
+        for name, place in self._joined.items():
+            if any(other.registry.get(other.key) is not place.registry.get(place.key) for other in place.others):
                 names = ", ".join((name, *(alias for alias, first in self.aliases.items() if first == name)))
                 raise ValueError(
                     f"the buffers {names} were one tensor when the model was compiled, and are not any more. Write new values into it "

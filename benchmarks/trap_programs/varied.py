@@ -234,7 +234,7 @@ def neighbours_by_a_dense_matrix(compile: Compile) -> Results:
 
 
 @program(INPUTS)
-def sparse_and_nested_tensors_later(compile: Compile) -> Results:
+def nested_tensors_later(compile: Compile) -> Results:
     """Behind dense batches one that is nested."""
 
     class Padding(Net):
