@@ -268,6 +268,34 @@ def test_what_a_call_adds_to_a_set_is_there_after_it() -> None:
     assert model.shapes == {(BATCH, DIM)} and guards.changed() is None
 
 
+def test_a_set_that_a_call_makes_is_there_after_it() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.shapes, m.made = m.shapes | {len(x)}, frozenset(x.shape)
+        return m.linear(x)
+
+    model, guards = build(forward)
+    guards.leave()
+    assert (model.shapes, model.made) == ({BATCH}, {BATCH, DIM}) and guards.changed() is None
+
+
+def test_what_the_loop_does_with_what_is_left_does_not_last() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.made, m.table["names"] = [len(x), {"a"}], OrderedDict(sizes=[x.shape[1]])
+        return m.linear(x)
+
+    model, guards = build(forward)
+    for _ in range(3):
+        guards.leave()
+        assert guards.changed() is None
+        assert model.made == [BATCH, {"a"}] and model.table == {"names": OrderedDict(sizes=[DIM])}
+        kept: Any = model.made
+        guards.leave()
+        assert model.made is kept  # nothing is made where nothing has changed
+        kept.append(1)
+        kept[1].add("b")
+        model.table["names"]["sizes"].clear()
+
+
 def test_a_set_that_marks_what_a_cache_has_is_not_left() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         if len(x) not in m.shapes:

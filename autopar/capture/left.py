@@ -37,6 +37,7 @@ class Left:
     ) -> None:
         self._held = [(one, owners.get(id(one.holder))) for one in held]
         self._paths, self._counts = paths, counts
+        self._given: dict[int, Any] = {}  # what was put last, by the place in `held`
 
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
@@ -58,11 +59,35 @@ class Left:
         self._counts = [count._replace(held=now(count.held)) for count in self._counts]
 
     def put(self) -> None:
-        for held, owner in self._held:
+        for place, (held, owner) in enumerate(self._held):
+            given = self._given.get(place)
+            if given is None or not _alike(given, held.items):  # the loop may have changed what it was given
+                given = self._given[place] = _anew(held.items)
             now = held.holder if owner is None else owner[0].get(owner[1])
-            put_back(held if now is held.holder or type(now) is not type(held.holder) else held._replace(holder=now))
+            there = held.holder if type(now) is not type(held.holder) else now
+            put_back(held._replace(holder=there, items=given))
         for count in self._counts:
             count.add()
+
+
+def _anew(value: Any) -> Any:
+    """The same in new containers."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, _anew(x)) for k, x in value.items())
+    if type(value) is deque:
+        return deque(map(_anew, value), value.maxlen)
+    return type(value)(map(_anew, value)) if type(value) in (list, tuple, set) else value
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if type(a) is not type(b) or type(b) not in (dict, OrderedDict, deque, list, tuple, set):
+        return a is b
+    if isinstance(b, set):
+        return bool(a == b)
+    if isinstance(b, dict):
+        return list(a) == list(b) and _alike(list(a.values()), list(b.values()))
+    return len(a) == len(b) and all(map(_alike, a, b))
 
 
 def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count]) -> Left:
@@ -144,6 +169,8 @@ class _Comparison:
         elif type(value) in (dict, OrderedDict):
             held = Held(path, value, value)
             inner = [self._left(x, child(held, key)) for key, x in value.items()]
+        elif type(value) in (set, frozenset) and all(map(is_plain, value)) and self._follows(path):
+            return type(value)(value)
         else:
             return LeftOut(path) if self._is_written(path) else _KEPT
         if any(x is _KEPT for x in inner):

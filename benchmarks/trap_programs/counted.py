@@ -204,6 +204,29 @@ def in_an_object_put_in_the_place_of_another(compile: Compile) -> Results:
 
 
 @program("left")
+def sets_made_anew(compile: Compile) -> Results:
+    """Sets and a list that each call makes, which the loop changes afterwards, over batches of two sizes."""
+
+    class Making(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes, self.now, self.pair = frozenset[int](), set[Any](), list[Any]()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.sizes = self.sizes | {len(x)}
+            self.now, self.pair = {len(x), "samples"}, [len(x), {"width": x.shape[1]}]
+            return super().forward(x, y)
+
+    model, found = compile(seeded(Making), example_inputs=batch()), []
+    for given in (batch(0), batch(1, 8), batch(2), batch(3)):
+        train(model, inputs=[given])
+        found.append((sorted(model.sizes), sorted(map(str, model.now)), copy.deepcopy(model.pair)))
+        model.now.add("loop")
+        model.pair[1]["width"] = 0
+    return {"found": found, "state": state(model)}
+
+
+@program("left")
 def set_that_forward_takes_from(compile: Compile) -> Results:
     """`self.todo.discard(...)` in the forward; the loop adds what was taken, and something else."""
 
