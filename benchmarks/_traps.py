@@ -5,6 +5,7 @@ from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import chains as _chains
 from benchmarks.trap_programs import changes as _changes
+from benchmarks.trap_programs import counted as _counted
 from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import elsewhere as _elsewhere
 from benchmarks.trap_programs import evaluation as _evaluation
@@ -35,10 +36,11 @@ from benchmarks.trap_programs import together as _together
 from benchmarks.trap_programs import tools as _tools
 from benchmarks.trap_programs import training as _training
 from benchmarks.trap_programs import turns as _turns
+from benchmarks.trap_programs import varied as _varied
 from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _calls, _chains, _changes, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
+del _across, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders, _hooked, _idioms, _left
 del _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts, _random, _reads, _recapture
-del _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _wrapped
+del _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied, _wrapped

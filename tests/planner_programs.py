@@ -96,6 +96,17 @@ class Normed(nn.Module):
         return self.norm(self.conv(x)).pow(2).mean()
 
 
+class Spectral(nn.Module):
+    """A weight of spectral norm one, by a vector in a buffer that each step brings nearer to the weight's own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).pow(2).mean()
+
+
 class Balanced(nn.Module):
     """A gate with a load-balancing loss: a product of two means over all tokens, which is no sum over tokens."""
 
@@ -140,6 +151,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "masked": lambda: (Masked(), _tokens(8, 64, 64)),
     "deep": lambda: (Tied(vocabulary=256, width=128, layers=6), _tokens(12, 64, 256)),
     "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
+    "spectral": lambda: (Spectral(), {"x": torch.ones(8, 8)}),
     "balanced": lambda: (Balanced(), {"x": torch.ones(8, 8)}),
     "skips": lambda: (Skips(), {"x": torch.ones(8, 8), "kind": torch.zeros(8, dtype=torch.long)}),
 }

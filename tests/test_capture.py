@@ -221,6 +221,52 @@ def test_what_cannot_be_captured_is_refused_with_line_and_remedy(fn: Callable[..
         assert "test_capture.py:" in str(refused.value)
 
 
+class Aggregating(nn.Module):
+    """Multiplies by an adjacency matrix, which is a buffer, a plain attribute, or what the function closes over."""
+
+    def __init__(self, held: str, adjacency: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        if held == "buffer":
+            self.register_buffer("adjacency", adjacency)
+        else:
+            self.adjacency = adjacency if held == "attribute" else None
+        self.unused, self.closed = adjacency, lambda: adjacency
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor | None = None) -> torch.Tensor:
+        given = next((a for a in (adjacency, self.adjacency) if a is not None), None)
+        return torch.mm(self.closed() if given is None else given, self.layer(x)).square().sum()
+
+
+@pytest.mark.parametrize("held", ["buffer", "attribute", "closure", "input"])
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_are_refused_where_they_are_used(held: str, kind: str) -> None:
+    adjacency = torch.eye(BATCH).to_sparse() if kind == "coo" else torch.eye(BATCH).to_sparse_csr()
+    given = (torch.randn(BATCH, DIM), *((adjacency,) if held == "input" else ()))
+    with pytest.raises(CaptureError, match=r"(?is)sparse.*what to do: .*\(\.to_dense\(\)\)"):
+        capture(Aggregating(held, adjacency), given)
+    dense = Aggregating("attribute", torch.eye(BATCH))
+    dense.unused = adjacency
+    assert capture(dense, (torch.randn(BATCH, DIM),)).program.batch_size is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_input_is_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(n, DIM) for n in (1, 2, 3, 2)])
+    with pytest.raises(CaptureError, match=r"input 0 of Padding is a nested tensor.*\n  what to do: give the model a padded tensor"):
+        capture(Padding(), (nested,))
+
+
+class Padding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to_padded_tensor(0.0)).square().mean()
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -227,6 +227,10 @@ def test_a_buffer_of_two_names_stays_one_on_another_device() -> None:
     elsewhere.mean = elsewhere.inner.mean = torch.ones(WIDTH, device="meta")
     made = ParallelModule(load(compiled.source), tensors_of(compiled.captured), original=elsewhere, device="cpu")
     assert [b.device.type for b in made.buffers()] == ["cpu"] and set(made.state_dict()) == set(model.state_dict())
+    assert elsewhere.mean is elsewhere.inner.mean
+    made.inner.mean = torch.ones(WIDTH)
+    with pytest.raises(ValueError, match=r"buffers mean, inner.mean were one tensor when the model was compiled.*\(copy_\)"):
+        made(torch.randn(BATCH, WIDTH))
 
 
 @pytest.mark.pure

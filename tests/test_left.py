@@ -3,13 +3,14 @@ call computes is refused; caches are neither."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -22,10 +23,12 @@ pytestmark = pytest.mark.pure
 
 BATCH, DIM = 4, 6
 LAST: dict[str, Any] = {"size": 0}
-TASK = "none"
+TASK, COUNT = "none", 0
 
 
 class Model(nn.Module):
+    of_all = 0
+
     def __init__(self, fn: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
@@ -35,6 +38,7 @@ class Model(nn.Module):
         self.table: dict[str, Any] = {}
         self.options = SimpleNamespace(size=0)
         self.ready, self.made, self.number = False, None, 1.0
+        self.calls, self.tally, self.shapes = 0, Counter[str](), set[Any]()
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,6 +117,195 @@ def test_a_cache_and_its_flag_are_not_left() -> None:
     model, guards = build(cached)
     guards.leave()
     assert (model.ready, model.made, model.size) == (False, None, BATCH)
+
+
+def closing() -> Callable[[Any, Tensor], Tensor]:
+    calls = 0
+
+    def counts(m: Any, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return m.linear(x)
+
+    return counts
+
+
+def all_kinds(m: Any, x: Tensor) -> Tensor:
+    global COUNT
+    if m.calls is None:
+        m.calls = 0
+    m.calls += 1
+    m.options.size = len(x) + m.options.size
+    m.tally["train" if m.training else "eval"] += 1
+    Model.of_all += 2
+    COUNT += 1
+    return m.linear(x)
+
+
+def counts_of(m: Any) -> tuple[Any, ...]:
+    return m.calls, m.options.size, dict(m.tally), Model.of_all, COUNT
+
+
+def test_what_is_counted_and_not_read_is_added_to_by_each_call() -> None:
+    global COUNT
+    try:
+        model, guards = build(all_kinds)
+        assert counts_of(model) == (0, 0, {}, 0, 0)
+        for n in (1, 2):
+            guards.leave()
+            assert guards.changed() is None
+            assert counts_of(model) == (n, BATCH * n, {"train": n}, 2 * n, n)
+        model.calls, model.options.size, COUNT = 10, 0, 5  # as the loop wishes
+        model.tally.clear()
+        assert guards.changed() is None
+        guards.leave()
+        assert counts_of(model) == (11, BATCH, {"train": 1}, 6, 6)
+    finally:
+        Model.of_all = COUNT = 0
+
+
+def test_what_the_loop_puts_in_the_place_of_an_object_is_counted_and_left_in() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.options.size += len(x)
+        m.table["of"]["calls"] += 1
+        m.table["of"]["last"] = len(x)
+        m.table["of"]["sizes"].add(len(x))
+        return m.linear(x)
+
+    def table() -> dict[str, Any]:
+        return {"of": {"calls": 0, "sizes": set()}}
+
+    class Holding(Model):
+        def __init__(self) -> None:
+            super().__init__(forward)
+            self.table = table()
+
+    torch.manual_seed(0)
+    model = Holding()
+    guards = capture(model, (torch.randn(BATCH, DIM),)).guards
+    assert guards is not None
+    for _ in range(2):
+        model.options, model.table = SimpleNamespace(size=0), table()
+        assert guards.changed() is None
+        guards.leave()
+        assert model.options.size == BATCH and model.table == {"of": {"calls": 1, "last": BATCH, "sizes": {BATCH}}}
+
+
+def test_a_count_in_a_closure_is_added_to() -> None:
+    counts = closing()
+    _, guards = build(counts)
+    guards.leave()
+    guards.leave()
+    assert counts.__closure__ is not None and counts.__closure__[0].cell_contents == 2
+
+
+def compared(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.linear(x) * (2 if m.calls > 3 else 1)
+
+
+def compared_in_silence(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    try:
+        factor = 2 if int(m.calls) > 3 else 1
+    except TypeError:
+        factor = 1
+    return m.linear(x) * factor
+
+
+def in_a_text(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    assert f"call {m.calls}" != "call 7"
+    return m.linear(x)
+
+
+def as_a_factor(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x) * max(1, m.calls - 3)
+    m.calls += 1
+    return h
+
+
+def as_a_key(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.linear(x) * {3: 2.0}.get(m.calls, 1.0)
+
+
+def in_two_places(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    m.number = m.calls
+    return m.linear(x)
+
+
+def in_a_hook(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    h = m.linear(x)
+    h.register_hook(lambda grad: grad * m.calls if m.calls > 3 else grad)
+    return h
+
+
+def in_a_checkpoint(m: Any, x: Tensor) -> Tensor:
+    def body(h: Tensor) -> Tensor:
+        m.calls += 1
+        return m.linear(h).tanh()
+
+    found: Tensor = torch.utils.checkpoint.checkpoint(body, m.linear(x), use_reentrant=False)
+    return found
+
+
+@pytest.mark.parametrize("fn", [compared, compared_in_silence, in_a_text, as_a_factor, as_a_key, in_two_places, in_a_hook, in_a_checkpoint])
+def test_a_count_that_is_read_is_refused(fn: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"each call .*(calls|number) from 1 to 2.*\n  what to do: .*let the loop set it"):
+        build(fn)
+
+
+def test_what_a_call_adds_to_a_set_is_there_after_it() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.shapes.add(tuple(x.shape))
+        return m.linear(x)
+
+    model, guards = build(forward)
+    guards.leave()
+    assert model.shapes == {(BATCH, DIM)} and guards.changed() is None
+
+
+def test_a_set_that_a_call_makes_is_there_after_it() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.shapes, m.made = m.shapes | {len(x)}, frozenset(x.shape)
+        return m.linear(x)
+
+    model, guards = build(forward)
+    guards.leave()
+    assert (model.shapes, model.made) == ({BATCH}, {BATCH, DIM}) and guards.changed() is None
+
+
+def test_what_the_loop_does_with_what_is_left_does_not_last() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.made, m.table["names"] = [len(x), {"a"}], OrderedDict(sizes=[x.shape[1]])
+        return m.linear(x)
+
+    model, guards = build(forward)
+    for _ in range(3):
+        guards.leave()
+        assert guards.changed() is None
+        assert model.made == [BATCH, {"a"}] and model.table == {"names": OrderedDict(sizes=[DIM])}
+        kept: Any = model.made
+        guards.leave()
+        assert model.made is kept  # nothing is made where nothing has changed
+        kept.append(1)
+        kept[1].add("b")
+        model.table["names"]["sizes"].clear()
+
+
+def test_a_set_that_marks_what_a_cache_has_is_not_left() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if len(x) not in m.shapes:
+            m.table[len(x)] = torch.arange(DIM) * 0.5
+            m.shapes.add(len(x))
+        return m.linear(x * m.table[len(x)])
+
+    model, guards = build(forward)
+    guards.leave()
+    assert model.shapes == set() and model.table == {}
 
 
 def test_what_stands_for_a_tensor_refuses_to_be_used() -> None:

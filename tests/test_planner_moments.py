@@ -116,6 +116,7 @@ def test_losses_over_labelled_tokens_are_counted_in_the_prologue() -> None:
     "name,count,reason",
     [
         ("normed", 2, "'norm.running_mean' from the statistics of the whole batch"),
+        ("spectral", 2, r"'layer.parametrizations.weight.0._u' once for all of the batch"),
         ("balanced", 2, r"aten.mul.Tensor \(operands P, P over the micro-batches\) mixes samples at .*balance ="),
         ("mlp", 3, "the batch of 8 a rank does not divide into 3 micro-batches"),
     ],

@@ -515,7 +515,8 @@ class PackedByAPart(nn.Module):
 @pure
 def test_where_the_model_itself_has_what_no_graph_holds_a_submodule_is_recommended() -> None:
     inputs = torch.randn(4, 3, 4), torch.tensor([3, 3, 2, 1])
-    with pytest.raises(CaptureError, match="move that line, and what it needs, into a submodule of its own"):
+    remedies = r"let a submodule pack, call the recurrent layer, and return .*\n  or: move that line, and what it needs, into a submodule"
+    with pytest.raises(CaptureError, match=remedies):
         capture(Packing(), inputs)
     assert any("part (Packing) runs as it is written" in note for note in capture(PackedByAPart(), inputs).program.notes)
 
@@ -585,7 +586,7 @@ def test_what_a_module_of_two_names_holds_is_one_buffer() -> None:
 
 
 @pure
-def test_one_buffer_of_two_modules_is_two() -> None:
+def test_a_tensor_that_is_a_buffer_of_two_modules_is_one_buffer() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -598,7 +599,28 @@ def test_one_buffer_of_two_modules_is_two() -> None:
             return (self.layer(x) * self.second.count).square().mean()
 
     found = capture(Counting(), (torch.randn(8, 4),)).program
-    assert [(b.fqn, b.aliases, b.mutated) for b in found.buffers] == [("first.count", (), True), ("second.count", (), True)]
+    assert [(b.fqn, b.aliases, b.mutated) for b in found.buffers] == [("first.count", ("second.count",), True)]
+    apart = Counting()
+    apart.second.register_buffer("count", apart.first.count, persistent=False)
+    with pytest.raises(CaptureError, match=r"two buffers, first.count and second.count, of which only one is in the state_dict"):
+        capture(apart, (torch.randn(8, 4),))
+
+
+@pure
+def test_the_forward_of_a_model_with_a_part_of_two_names_sees_its_parts_themselves() -> None:
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Tanh()
+            self.again = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            factors = {nn.Linear: 0.5, nn.Tanh: 2.0}
+            for part in self.children():
+                x = part(x) * factors[type(part)]
+            return (self.again(x) if type(self.again) is type(self.first) else x).square().mean()
+
+    assert [op.module for op in capture(Sorting(), (torch.randn(8, 4),)).program.ops if "linear" in op.target] == ["first", "first"]
 
 
 @pure

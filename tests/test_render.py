@@ -33,6 +33,7 @@ from autopar.ir import (
 from autopar.render import check_source, load, manifest_source, render
 from autopar.render.literals import Code, literal, statement
 from autopar.render.names import RESERVED, comment_text, identifier, short
+from autopar.render.pieces import wanted_names
 from autopar.run.manifest import InputSpec, Manifest
 
 pytestmark = pytest.mark.pure
@@ -192,6 +193,14 @@ EVIL = [
     "a\n    b",
     "F",
 ]
+
+
+def test_an_underscore_names_no_value() -> None:
+    ops = (
+        Op(target="aten.relu.default", args=(Ref("x"),), outputs=("a",), source="m.py:3: _, y = f(x), g(x)"),
+        Op(target="aten.tanh.default", args=(Ref("a"),), outputs=("b",), source="m.py:3: _, y = f(x), g(x)"),
+    )
+    assert wanted_names(ops, ["b"]) == {}
 
 
 @pytest.mark.parametrize("name", EVIL)

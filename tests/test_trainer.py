@@ -137,6 +137,26 @@ def test_a_loss_outside_of_the_model_and_evaluation_before_training(pair: Worker
         assert_same(found, expected)
 
 
+def predicted(folder: str, pins: dict[str, Any] | None) -> tuple[np.ndarray, float]:
+    """Of five samples with labels, after a step by which the model was compiled to return its loss alone."""
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=4 if pins is None else 2, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="no", per_device_eval_batch_size=4 if pins is None else 2,
+    )  # fmt: skip
+    kind = Trainer if pins is None else functools.partial(AutoparTrainer, compile_options={"pins": pins, "cluster": "cpu"})
+    trainer = kind(model(), args, train_dataset=data(8, 1))
+    trainer.train()
+    found = trainer.predict(data(5, 3))
+    return found.predictions, found.metrics["test_loss"]
+
+
+def test_predictions_for_samples_with_labels(pair: WorkerPool, tmp_path: Path) -> None:
+    logits, loss = predicted(str(tmp_path / "stock"), None)
+    for found, found_loss in pair.run(predicted, str(tmp_path / "zero3"), PLANS["zero3"], timeout_s=500):
+        np.testing.assert_allclose(found, logits, rtol=1e-9, atol=1e-9)
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+
+
 def mixed(folder: str, pins: dict[str, Any] | None, bf16: bool) -> dict[str, Any]:
     """In mixed precision, evaluated on a last batch of one sample; the loss alone."""
     return trained(folder, pins, compare=False, bf16=bf16, dtype=torch.float32, evaluated=9)

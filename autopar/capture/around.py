@@ -53,11 +53,12 @@ def capturing() -> Iterator[Around]:
 
 
 @contextlib.contextmanager
-def as_called() -> Iterator[None]:
+def as_called(*, checkpointed: bool = False) -> Iterator[None]:
     """Inside, the user's model runs, in the autocast state of the call that is captured, is told whether that call wants gradients (it
-    always has them), and keeps what its operators keep."""
+    always has them), and keeps what its operators keep. checkpointed: but for what it wraps in torch.utils.checkpoint."""
     around = _AROUND.get()
-    with under(around.autocast if around else ()), without_checkpointing(), _told(around):
+    keeping = contextlib.nullcontext() if checkpointed else without_checkpointing()
+    with under(around.autocast if around else ()), keeping, _told(around):
         yield
 
 

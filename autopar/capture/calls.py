@@ -1,10 +1,10 @@
 """The user's model itself, called twice in a row on the example inputs: its losses, gradients and buffers after each call, and what
 else its code changed.
 
-Of what a call changes, three kinds are no obstacle. What the second call leaves as the first made it is a cache. A tensor under an
-attribute of a module that every call replaces, and that no call reads before it does so, is an output of the call, and is listed.
-Random generators of Python and numpy may be drawn from as long as the draws do not reach the loss. All else that goes on changing
-is state that a graph does not have, and is refused.
+Of what a call changes, four kinds are no obstacle. What the second call leaves as the first made it is a cache. A tensor under an
+attribute of a module that every call replaces, and that no call reads before it does so, is an output of the call, and is listed. To a
+number that is counted and not read the parallel module adds too. Random generators of Python and numpy may be drawn from as long as the
+draws do not reach the loss. All else that goes on changing is state that a graph does not have, and is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
+from autopar.capture.counted import counts_between, only_added_to
 from autopar.capture.export import FAILURES, objective_of
-from autopar.capture.held import ABSENT, Opaque
+from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
 from autopar.capture.source import first_line
@@ -56,11 +57,12 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
-    and none reads before that. left: what a call leaves of both."""
+    and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
     written: tuple[str, ...]
+    counted: tuple[str, ...]
     left: Left
 
 
@@ -117,16 +119,21 @@ def call_twice(
             into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
-        written = refuse_changing(type(model).__name__, first.changes(second), read)
-        moved = {c.path for c in first.changes(second)}
+        moved = {c.path: c for c in first.changes(second)}
         settled = tuple(c for c in start.changes(first) if c.path not in moved)
-        left = left_by(start, first, written, traced)
+        counts = counts_between(start, first, second, traced)
+        if counts:
+            counts = only_added_to(counts, lambda: _called(model, loss, inputs))
+        for count in counts:
+            del moved[count.path]
+        written = refuse_changing(type(model).__name__, list(moved.values()), read)
+        left = left_by(start, first, written, traced, counts)
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
     once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
-    return Calls(calls=tuple(calls), settled=settled, written=written, left=left)
+    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left)
 
 
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
@@ -135,6 +142,16 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
         return (None,) * len(wanted)
     factor = None if scale is None else torch.full_like(loss, scale)
     return torch.autograd.grad(loss, wanted, factor, retain_graph=scale is not None, allow_unused=True)
+
+
+def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:
+    """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
+    given = copied(inputs)
+    with torch.enable_grad(), seeded(1, inputs), as_called(checkpointed=True):
+        output = model(*given[0], **given[1])
+        result, _ = objective_of(output, loss, None)
+        gradients_of(result, [*(p for p in model.parameters() if p.requires_grad), *differentiated(given)])
+    return output
 
 
 def _writes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -177,10 +194,16 @@ def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[s
             wrong.append(change)
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        grows = any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in wrong)
+        remedy = (
+            "return what is kept there (with outputs='all'), and let the loop keep it"
+            if grows or all(isinstance(c.after, torch.Tensor) and _is_output(c) and c.path not in read for c in wrong)
+            else "keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes "
+            "them), or change it outside of the forward: let the loop set it before the call"
+        )
         raise CaptureError(
             f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
-            f"have\n  what to do: keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward "
-            f"assigns or changes them), or change it outside of the forward"
+            f"have\n  what to do: {remedy}"
         )
     return tuple(written)
 
@@ -195,7 +218,7 @@ def _is_output(change: Change) -> bool:
 def _made(states: list[State]) -> dict[str, torch.Tensor]:
     """The tensors that the first call put somewhere."""
     start, first = states
-    known = {_storage(t) for t in start.tensors.values() if not t.is_sparse}
+    known = {_storage(t) for t in start.tensors.values() if t.layout == torch.strided}
     changed = {c.path for c in start.changes(first)}
     return {path: t for path, t in first.tensors.items() if path in changed and _storage(t) not in known}
 

@@ -159,7 +159,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding(), _themselves():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except FAILURES as e:
@@ -168,6 +168,19 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
         raise CaptureError(_explain(step.model, e)) from e
     sys.stderr.write(printed.getvalue())
     return _without_vmap(exported)
+
+
+@contextlib.contextmanager
+def _themselves() -> Iterator[None]:
+    """Inside, the code of a model that has a module under two names sees its modules themselves: torch's tracer would show it others in
+    their place, of types of its own, to keep the names apart. (The tracer is private; there is no other way.)"""
+    tracer = torch.fx.experimental.proxy_tensor._ModuleStackTracer
+    shows = vars(tracer)["getattr"]
+    tracer.getattr = torch.fx.experimental.proxy_tensor.PythonKeyTracer.getattr  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tracer.getattr = shows  # type: ignore[method-assign]
 
 
 def _without_vmap(exported: ExportedProgram) -> ExportedProgram:
@@ -283,6 +296,12 @@ def _remedy(error: BaseException) -> str:
             "(torch's default is 0.1); for statistics of all batches load full_state_dict() into the original after training, and call "
             "torch.optim.swa_utils.update_bn(loader, original)"
         )
+    if any(isinstance(m, nn.RNNBase) for m in ran) and "must be tuple of ints" in text:
+        return (
+            "how a packed sequence is cut depends on the lengths, which are values of a tensor: let a submodule pack, call the recurrent "
+            "layer, and return a tensor of fixed shape (h[-1], or what pad_packed_sequence gives with total_length=); it runs as it is "
+            "written"
+        )
     if "DataDependent" in text or "data-dependent" in text or "unbacked" in text.lower():
         return (
             "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use "
@@ -290,6 +309,8 @@ def _remedy(error: BaseException) -> str:
         )
     if "vmap" in text or "functorch" in text:
         return "replace torch.vmap or torch.func transforms in the forward by batched operators"
+    if "sparse" in text.lower():
+        return "a program is of dense tensors: let the model hold and take these (.to_dense()), or indices and values"
     if "deepcopy" in text or "numpy" in text.lower():
         return "keep the forward in torch: no numpy and no copies of tensors by Python on the way to the loss"
     return (

@@ -108,15 +108,14 @@ class _Functionalizer:
         self.trace = _with_buffers(self.trace, frozen)
         mutations = []
         for buffer in self.trace.buffers:
-            first = dict(self.trace.buffer_copies).get(buffer.value, buffer.value)
-            if self.version.get(first, 0):
+            if self.version.get(buffer.value, 0):
                 if buffer.fqn is None:
                     what = self.trace.outside.get(buffer.value, "a tensor of the model")
                     raise CaptureError(
-                        f"the forward changes {what}, which is neither parameter nor buffer\n  at {self.written_at[first]}\n  what to do: "
-                        f"register it as a buffer"
+                        f"the forward changes {what}, which is neither parameter nor buffer\n  at {self.written_at[buffer.value]}\n"
+                        f"  what to do: register it as a buffer"
                     )
-                mutations.append((buffer.value, self._now(first)))
+                mutations.append((buffer.value, self._now(buffer.value)))
         for name in (i.value for i in self.trace.inputs if self.version.get(i.value, 0)):
             raise CaptureError(
                 f"the forward writes to its input {name}\n  at {self.written_at[name]}\n  what to do: let it work on a copy: "

@@ -90,6 +90,8 @@ class Guards:
         found = [change for change in self._state.changes(later) if self._counts(change)]
         if not found:  # equal values, in other objects
             self._index(later)
+            if self._left is not None:
+                self._left.follow(later)
             return None
         more = f" and {len(found) - _SAID} more" if len(found) > _SAID else ""
         return "; ".join(map(str, found[:_SAID])) + more

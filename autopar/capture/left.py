@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.counted import Count
 from autopar.capture.held import ABSENT, Held, Opaque, child, is_plain, put_back, same
 from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
@@ -29,26 +30,70 @@ _KEPT = object()  # what stays as it was
 
 class Left:
     """held: attributes and containers, and what a call leaves in them. paths: where that is. owners: of containers, what holds them under
-    which key: the loop may have put another there, which the original would have filled."""
+    which key: the loop may have put another there, which the original would have filled. counts: to which a call adds."""
 
-    def __init__(self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, tuple[Any, Any]]) -> None:
+    def __init__(
+        self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, tuple[Any, Any]], counts: Sequence[Count]
+    ) -> None:
         self._held = [(one, owners.get(id(one.holder))) for one in held]
-        self._paths = paths
+        self._paths, self._counts = paths, counts
+        self._given: dict[int, Any] = {}  # what was put last, by the place in `held`
 
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
         return path in self._paths
 
+    def follow(self, state: State) -> None:
+        """The loop may have put other objects where those were that held something."""
+        there = {id(held.holder) for held in state.held}
+        holders: dict[tuple[str, type], list[Any]] = {}
+        for held in state.held:
+            if not held.table:
+                holders.setdefault((held.path, type(held.holder)), []).append(held.holder)
+
+        def now(one: Held) -> Held:
+            found = holders.get((one.path, type(one.holder)), [])
+            return one if id(one.holder) in there or len(found) != 1 else one._replace(holder=found[0])
+
+        self._held = [(now(one), owner if owner is None or id(owner[0]) in there else None) for one, owner in self._held]
+        self._counts = [count._replace(held=now(count.held)) for count in self._counts]
+
     def put(self) -> None:
-        for held, owner in self._held:
+        for place, (held, owner) in enumerate(self._held):
+            given = self._given.get(place)
+            if given is None or not _alike(given, held.items):  # the loop may have changed what it was given
+                given = self._given[place] = _anew(held.items)
             now = held.holder if owner is None else owner[0].get(owner[1])
-            put_back(held if now is held.holder or type(now) is not type(held.holder) else held._replace(holder=now))
+            there = held.holder if type(now) is not type(held.holder) else now
+            put_back(held._replace(holder=there, items=given))
+        for count in self._counts:
+            count.add()
 
 
-def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change]) -> Left:
+def _anew(value: Any) -> Any:
+    """The same in new containers."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, _anew(x)) for k, x in value.items())
+    if type(value) is deque:
+        return deque(map(_anew, value), value.maxlen)
+    return type(value)(map(_anew, value)) if type(value) in (list, tuple, set) else value
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if type(a) is not type(b) or type(b) not in (dict, OrderedDict, deque, list, tuple, set):
+        return a is b
+    if isinstance(b, set):
+        return bool(a == b)
+    if isinstance(b, dict):
+        return list(a) == list(b) and _alike(list(a.values()), list(b.values()))
+    return len(a) == len(b) and all(map(_alike, a, b))
+
+
+def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count]) -> Left:
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
-    what the trace of a call changed: a number that is another there is computed from values of the inputs."""
-    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced})
+    what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds."""
+    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, frozenset(c.path for c in counts))
     held = tuple(comparison.held())
     owners = {
         id(value): (one.holder, key)
@@ -57,12 +102,14 @@ def left_by(start: State, first: State, written: Sequence[str], traced: Iterable
         for key, value in one.items.items()
         if isinstance(value, (list, dict, deque))
     }
-    return Left(held, frozenset(comparison.paths), owners)
+    return Left(held, frozenset(comparison.paths), owners, counts)
 
 
 class _Comparison:
-    def __init__(self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object]) -> None:
-        self._start, self._first, self._written, self._traced = start, first, written, traced
+    def __init__(
+        self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object], counted: frozenset[str]
+    ) -> None:
+        self._start, self._first, self._written, self._traced, self._counted = start, first, written, traced, counted
         self._where = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
         made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
         self._caches = not made <= set(written)
@@ -75,13 +122,18 @@ class _Comparison:
             if known is None or held.table or isinstance(held.holder, FunctionType):
                 continue
             if isinstance(held.holder, (CellType, ContextVar)):
-                if held.items is not known.items and is_plain(value := self._left(held.items, held.path)):
+                new = held.items is not known.items and held.path not in self._counted
+                if new and is_plain(value := self._left(held.items, held.path)):
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, value)
             elif isinstance(held.items, dict):
                 changed = self._entries(held, known)
                 if changed:
                     yield Held(held.path, held.holder, changed, frozenset(changed))
+            elif isinstance(held.items, frozenset):
+                if held.items != known.items and all(map(is_plain, held.items)) and self._follows(held.path):
+                    self.paths.add(held.path)
+                    yield Held(held.path, held.holder, held.items)
             elif isinstance(held.items, tuple) and list(map(id, held.items)) != list(map(id, known.items)):
                 if (items := self._items(held, known)) is not None:
                     self.paths.add(held.path)
@@ -89,7 +141,8 @@ class _Comparison:
 
     def _entries(self, held: Held, known: Held) -> dict[Any, Any]:
         changed = {k: v for k, v in held.items.items() if known.items.get(k, ABSENT) is not v and k not in TABLES and k != "training"}
-        left = {key: self._left(value, child(held, key)) for key, value in changed.items() if value is not ABSENT}
+        made = {key: value for key, value in changed.items() if value is not ABSENT and child(held, key) not in self._counted}
+        left = {key: self._left(value, child(held, key)) for key, value in made.items()}
         if not isinstance(held.holder, type):
             left |= dict.fromkeys(known.items.keys() - held.items.keys(), ABSENT)
         found = {key: value for key, value in left.items() if value is not _KEPT}
@@ -116,6 +169,8 @@ class _Comparison:
         elif type(value) in (dict, OrderedDict):
             held = Held(path, value, value)
             inner = [self._left(x, child(held, key)) for key, x in value.items()]
+        elif type(value) in (set, frozenset) and all(map(is_plain, value)) and self._follows(path):
+            return type(value)(value)
         else:
             return LeftOut(path) if self._is_written(path) else _KEPT
         if any(x is _KEPT for x in inner):
@@ -132,6 +187,11 @@ class _Comparison:
         if not same(self._traced[path], value):
             return LeftOut(path)
         return _KEPT if self._caches and is_read(path, self._start) else value
+
+    def _follows(self, path: str) -> bool:
+        """Whether what a set holds after the call is there after the trace of it too, and is no mark of a cache."""
+        traced = same(self._traced.get(path, ABSENT), self._first.leaves.get(path))
+        return traced and not (self._caches and is_read(path, self._start))
 
     def _is_written(self, path: str) -> bool:
         return any(w == path or w.startswith((f"{path}.", f"{path}[")) for w in self._written)

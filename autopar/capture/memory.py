@@ -6,6 +6,7 @@ import torch
 
 from autopar.capture.follow import storage_of
 from autopar.errors import CaptureError
+from autopar.run.inputs import not_dense
 
 __all__ = ["OfParameters"]
 
@@ -28,9 +29,12 @@ class OfParameters:
             )
         there[name] = own
 
-    def refuse_shared(self, tensor: torch.Tensor, what: str) -> None:
-        """CaptureError if a tensor that is no parameter is memory of one: training would not reach it, which moves parameters."""
-        if tensor.layout != torch.strided or not tensor.numel():
+    def check(self, tensor: torch.Tensor, what: str) -> None:
+        """CaptureError if a tensor that is no parameter is not dense, or is memory of one: training would not reach it, which moves
+        parameters."""
+        if lies := not_dense(tensor):
+            raise CaptureError(f"{what} of {self._model} is {lies[0]}, and a program is of dense ones\n  what to do: {lies[1]}")
+        if not tensor.numel():
             return
         if there := self._elements.get(storage_of(tensor)):
             name = next(reversed(there))

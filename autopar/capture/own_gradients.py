@@ -21,7 +21,7 @@ from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.capture.samples import gives_the_same
-from autopar.capture.source import module_of, paths_of, running_line, same_in_a_trace
+from autopar.capture.source import module_of, paths_of, running_line
 from autopar.run.region import Applied, AsAutograd, Place, Region
 
 __all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients"]
@@ -109,9 +109,9 @@ def other_backward(
 def innermost(paths: Mapping[int, str]) -> str | None:
     """The path of the submodule whose code calls; None if none does. paths: as of `paths_of`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and same_in_a_trace(module_of(frame)) not in paths:
+    while frame is not None and id(module_of(frame)) not in paths:
         frame = frame.f_back
-    return None if frame is None else paths[same_in_a_trace(module_of(frame))]
+    return None if frame is None else paths[id(module_of(frame))]
 
 
 def below(path: str, others: Iterable[str]) -> bool:

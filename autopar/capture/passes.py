@@ -52,7 +52,7 @@ from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Input, Program, Ref, TensorType
 from autopar.run.autocast import Autocast
-from autopar.run.inputs import Arguments, arguments_of
+from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import Applied, Region
@@ -143,6 +143,8 @@ def _captured(
     inputs, infer = inputs_in(dtype, given), Inference()
     with held_back():
         before = State.take(model, loss)
+        for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+            _check_dense(type(model).__name__, fqn, tensor)
         guards = Guards.take(model, loss, before)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         with held_back():
@@ -190,7 +192,7 @@ def _captured(
         listed = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
-        guards.follow(left, calls.settled, calls.left)
+        guards.follow((*left, *calls.counted), calls.settled, calls.left)
     if around.asked:
         guards.ask_for(around.mode)
     if program.outputs:
@@ -267,7 +269,12 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
     changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
-    changed |= {copy for copy, first in trace.buffer_copies if first in changed}
+    if apart := next(((one, other) for one, other in trace.saved_apart if other in changed), None):
+        second, first = (next(b.fqn for b in trace.buffers if b.value == value) for value in apart)
+        raise CaptureError(
+            f"the forward changes the tensor of two buffers, {first} and {second}, of which only one is in the state_dict\n"
+            f"  what to do: register both with the same persistent="
+        )
     buffers = tuple(dataclasses.replace(b, mutated=b.value in changed) for b in trace.buffers)
     state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
     state |= {b.value: ("buffer", b.mutated) for b in buffers}
@@ -312,6 +319,13 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
                 f"numbers, strings, and tuples, lists and dicts of these\n  what to do: give the model what stands in it (mode.value, "
                 f"vars(options), torch.as_tensor(array)), or keep it in an attribute of the model, which is watched"
             )
+        if isinstance(leaf, torch.Tensor):
+            _check_dense(name, f"input {'.'.join(map(str, leaf_path(path)))}", leaf)
+
+
+def _check_dense(name: str, what: str, tensor: torch.Tensor) -> None:
+    if lies := not_dense(tensor):
+        raise CaptureError(f"{what} of {name} is a {lies[0]} tensor, and a program is of dense ones\n  what to do: {lies[1]}")
 
 
 def _beside(model: nn.Module, inputs: Inputs) -> Inputs:

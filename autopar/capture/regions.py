@@ -31,7 +31,7 @@ from autopar.capture.own_gradients import OwnGradients, below, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import is_linear, works_by_samples
-from autopar.capture.source import first_line, module_of, paths_of, running_line, same_in_a_trace
+from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
 from autopar.run.condition import Condition
@@ -120,7 +120,7 @@ class Regions:
         while path:
             module = self.model.get_submodule(path)
             if path not in self.calls and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                alike = [p for m in self.model.modules() if type(m) is type(module) and (p := self._paths[same_in_a_trace(m)])]
+                alike = [p for m in self.model.modules() if type(m) is type(module) and (p := self._paths[id(m)])]
                 found = self._run([p for p in alike if not below(p, alike)], line)
                 if path in found:
                     self.calls = {p: c for p, c in self.calls.items() if not below(p, found)} | found
@@ -251,7 +251,7 @@ class Regions:
         while trace is not None:
             module = module_of(trace.tb_frame)
             if not (users and is_foreign(type(module).__module__)):
-                found = self._paths.get(same_in_a_trace(module), found)
+                found = self._paths.get(id(module), found)
             trace = trace.tb_next
         return found
 

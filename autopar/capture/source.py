@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-__all__ = ["first_line", "in_library", "module_of", "paths_of", "running_line", "same_in_a_trace", "source_line"]
+__all__ = ["first_line", "in_library", "module_of", "paths_of", "running_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
@@ -47,15 +47,9 @@ def module_of(frame: FrameType) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-def same_in_a_trace(module: nn.Module | None) -> int:
-    """Tells a module from others, in a trace too: where a model has one under two names torch traces others in the place of its modules,
-    which have the attributes of these and no more."""
-    return id(None if module is None else vars(module))
-
-
 def paths_of(model: nn.Module) -> dict[int, str]:
-    """The paths of a model's modules, by what tells them apart in a trace; the last one of a module that has several."""
-    return {same_in_a_trace(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    """The paths of a model's modules, by their ids; the first one of a module that has several."""
+    return {id(module): path for path, module in model.named_modules()}
 
 
 def _text(path: str, line: int) -> str:

@@ -71,14 +71,15 @@ class Trace:
     """What capture knows before the operators are made functional. storages: the identity of the memory behind each value:
     equal for views of one another. metas: what was traced, of every value (grad only of parameters and inputs). tensors: of
     parameters, buffers and constants. outside: what the code calls a constant that it reads
-    from an attribute, a closure, a global. returned: what the model returns beside the loss, where it was asked for."""
+    from an attribute, a closure, a global. saved_apart: buffers that are the tensor of another, and are in the state_dict where that one is
+    not, or the reverse. returned: what the model returns beside the loss, where it was asked for."""
 
     name: str
     inputs: tuple[Input, ...]
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...]
     params: tuple[Param, ...]
     buffers: tuple[Buffer, ...]
-    buffer_copies: tuple[tuple[str, str], ...]
+    saved_apart: tuple[tuple[str, str], ...]
     ops: tuple[Traced, ...]
     loss: str
     returned: tuple[str, ...]
@@ -136,7 +137,7 @@ class _Flattener:
         self.handles: list[Buffer] = []
 
     def run(self) -> Trace:
-        params, buffers, copies = self._state()
+        params, buffers, apart = self._state()
         env = self._placeholders()
         results = self._inline(self.exported.graph_module, env, no_grad=False, autocast=())
         if symbolic := next((x for x in results if isinstance(x, _Symbolic)), None):
@@ -145,7 +146,7 @@ class _Flattener:
         loss, *returned = (x.name for x in results)
         return Trace(
             name=type(self.model).__name__, inputs=tuple(self.inputs), constant_inputs=tuple(self.constant_inputs), params=params,
-            buffers=(*buffers, *self.constants, *self.handles), buffer_copies=copies, ops=tuple(self.ops), loss=loss,
+            buffers=(*buffers, *self.constants, *self.handles), saved_apart=apart, ops=tuple(self.ops), loss=loss,
             returned=tuple(returned), storages=self.storages, metas=self.metas, tensors=self.tensors, names=self.names,
             notes=self.regions.notes(),
             outside={c.value: path for c in self.constants if (path := self.outside.get(storage_of(self.tensors[c.value])))},
@@ -169,24 +170,20 @@ class _Flattener:
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        places: dict[tuple[int, str], tuple[torch.Tensor, list[str]]] = {}  # of a module of several names what it holds has them too
+        places: dict[tuple[int, bool], tuple[torch.Tensor, list[str]]] = {}  # one tensor is one buffer under all of its names
         for fqn, buffer in self.model.named_buffers(remove_duplicate=False):
-            path, _, name = fqn.rpartition(".")
-            places.setdefault((id(modules[path]), name), (buffer, []))[1].append(fqn)
-        buffers, copies = [], []
+            places.setdefault((id(buffer), fqn in persistent), (buffer, []))[1].append(fqn)
+        buffers, apart = [], []
         for buffer, (fqn, *aliases) in places.values():
-            self.memory.refuse_shared(buffer, f"a buffer, {fqn},")
+            self.memory.check(buffer, f"a buffer, {fqn},")
             value = self._add_tensor(self.names.fresh(f"b_{fqn}"), buffer, False)
             self.value_of_fqn |= dict.fromkeys((fqn, *aliases), first.setdefault(id(buffer), value))
             if first[id(buffer)] != value:
-                copies.append((value, first[id(buffer)]))
+                apart.append((value, first[id(buffer)]))
             buffers.append(Buffer(value=value, fqn=fqn, aliases=tuple(aliases), persistent=fqn in persistent))
-        return tuple(params), tuple(buffers), tuple(copies)
+        return tuple(params), tuple(buffers), tuple(apart)
 
     def _add_tensor(self, value: str, tensor: torch.Tensor, grad: bool) -> str:
-        if tensor.layout != torch.strided:
-            raise CaptureError(f"{value} has layout {tensor.layout}; only dense (strided) tensors can be captured")
         self.tensors[value] = tensor
         self.metas[value] = meta_of(tensor, grad)
         return value
@@ -212,7 +209,7 @@ class _Flattener:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constants.get(spec.target), torch.Tensor):
-                self.memory.refuse_shared(constants[spec.target], "a tensor in a plain attribute")
+                self.memory.check(constants[spec.target], "a tensor in a plain attribute")
                 value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), constants[spec.target].detach(), False)
                 self.constants.append(Buffer(value=value, fqn=None, persistent=False))
             else:
@@ -245,7 +242,7 @@ class _Flattener:
         raise AssertionError("a graph without output")
 
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Ref:
-        self.memory.refuse_shared(getattr(module, str(node.target)), "a tensor in a plain attribute")
+        self.memory.check(getattr(module, str(node.target)), "a tensor in a plain attribute")
         value = self._add_tensor(self.names.fresh(f"constant_{len(self.constants)}"), getattr(module, str(node.target)).detach(), False)
         self.constants.append(Buffer(value=value, fqn=None, persistent=False))
         self.storages[value] = storage_of(self.tensors[value])

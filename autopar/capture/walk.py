@@ -23,7 +23,6 @@ from autopar.capture.held import (
     EMPTY,
     LEFT_OUT,
     REGISTERED,
-    SIMPLE,
     Held,
     Opaque,
     Shape,
@@ -241,7 +240,7 @@ class Walk:
         elif isinstance(value, (set, frozenset)):
             if isinstance(value, set):
                 self.held.append(Held(path, value, contents(value)))
-            self.leaves[path] = Value(f"set of {len(value)}", frozenset(id(x) if not isinstance(x, SIMPLE) else x for x in value))
+            self.leaves[path] = Value(f"set of {len(value)}", frozenset(x if is_plain(x) else id(x) for x in value))
             return
         elif isinstance(value, nn.Module):
             self.seen.add(id(value))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class AutoparTrainer(Trainer):
     optimizer states in parts, from which training is resumed under any plan and number of processes. A checkpoint of the plain Trainer is
     resumed as well.
 
-    outputs='all' among the options is set where compute_metrics is given: evaluation then has the logits, whole on every process.
+    outputs='all' among the options is set where compute_metrics is given, and by a `predict` before training: the logits are then whole on
+    every process.
     `trainer.model` is the original; what autopar made of it is `trainer.model_wrapped`. Raises ValueError for arguments by which something
     else would divide, trace or recompute the model, with the remedy.
     """
@@ -86,6 +88,13 @@ class AutoparTrainer(Trainer):
             self._compiled = parallel(self.model, **self._compile_options)
         return self.accelerator.prepare_model(self._compiled)
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. For samples with labels it needs outputs='all', which is set if the model is not compiled yet; where it was
+        compiled to return its loss alone the original makes them, with a warning."""
+        if self._compiled is None:
+            self._compile_options.setdefault("outputs", "all")
+        return super().predict(*args, **kwargs)
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **more: Any
     ) -> tuple[Any, Any, Any]:
@@ -93,6 +102,16 @@ class AutoparTrainer(Trainer):
         whole parameters, with a warning."""
         labelled = len(self.label_names) > 0 and all(inputs.get(name) is not None for name in self.label_names)
         module = self._started()
+        own_loss = self.label_smoother is None and self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
+        asks_for_all = labelled and own_loss and not prediction_loss_only
+        if module is not None and asks_for_all and self._compile_options.get("outputs", "loss") != "all":
+            warnings.warn(
+                "predictions for samples with labels are made by the original, with whole parameters on every process: with "
+                "AutoparTrainer(..., compile_options={'outputs': 'all'}) they are made as planned",
+                stacklevel=2,
+            )
+            with module.full_parameters(write=False):
+                return super().prediction_step(self.model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
         with module.by_the_original_where_unplanned() if module is not None else contextlib.nullcontext():
             if not prediction_loss_only or not labelled or self.label_smoother is not None or self.compute_loss_func is not None:
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)

@@ -48,6 +48,16 @@ def batched_inputs(program: Program) -> frozenset[str]:
     return frozenset(x.value for x in same if known is None or x.value in known or not x.path)
 
 
+def _is_of_the_batch(program: Program, buffer: str) -> bool:
+    """Whether what a step makes of a buffer depends on inputs."""
+    known = {x.value for x in program.inputs}
+    for op in program.ops:
+        if not known.isdisjoint(refs(op)):
+            known |= {o for o in op.outputs if o is not None}
+            known |= {r for r in refs(op) if r == buffer and r not in dict(program.mutations)}  # which the operator itself changes
+    return dict(program.mutations).get(buffer, buffer) in known
+
+
 def derived_from_inputs(program: Program) -> frozenset[str]:
     """The values that depend on inputs, constants and unchanging buffers alone: no parameter, no random number, no
     effect, no gradient to an input. They are cheap, and may be computed wherever they are needed."""
@@ -120,7 +130,8 @@ def _typing(program: Program, count: int) -> _Typing:
         raise NotSplittable(f"the step changes the frozen parameter {changed[0].fqn!r}, once for all of the batch")
     if changed:
         buffer = next(b for b in changed if not b.parameter)
-        raise NotSplittable(f"the step changes the buffer {buffer.fqn!r} from the statistics of the whole batch")
+        how = "from the statistics of the whole batch" if _is_of_the_batch(program, buffer.value) else "once for all of the batch"
+        raise NotSplittable(f"the step changes the buffer {buffer.fqn!r} {how}")
     batched = batched_inputs(program)
     if not batched or (program.batch_size or 0) % count:
         raise NotSplittable(f"the batch of {program.batch_size} a rank does not divide into {count} micro-batches")

@@ -70,7 +70,7 @@ def wanted_names(ops: Sequence[Op], kept: Iterable[str], weights: Collection[str
             last = ops[own[-1]]
             names = targets if len(targets) == len(last.outputs) else targets[:1] if len(last.outputs) == 1 else []
             found.update((o, Wanted(n)) for o, n in zip(last.outputs, names, strict=False) if o is not None and n)
-            if names and len(last.outputs) == 1:
+            if any(names) and len(last.outputs) == 1:
                 found.update((value, Wanted(names[0], on_the_way=True)) for value in _steps(ops, own, readers, weights))
         for op in ops[piece.start : piece.stop]:
             moved = op.args[0] if op.target.startswith("autopar.C.") and op.args else None

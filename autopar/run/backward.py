@@ -31,7 +31,10 @@ def _refuse(gradients: object) -> None:
             "alone. Take such a term from differences (a second call on shifted inputs), or train the original without compile"
         )
     if gradients is None:
-        raise RuntimeError("backward() a second time through one step: call the model again")
+        raise RuntimeError(
+            "backward() a second time through one step: add up the losses that are made of one call, and call backward() once; or call "
+            "the model again"
+        )
 
 
 class _Deposit(torch.autograd.Function):

@@ -22,7 +22,7 @@ from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch"]
+__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch", "not_dense"]
 
 Path = tuple[str | int, ...]
 Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
@@ -51,7 +51,11 @@ class Batch:
     def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
         """The path of each leaf of a call, with the dtype and shape of a tensor (and whether it requires a gradient) or the value of
         anything else but None, sorted; `expected` is that of the planned call."""
-        leaves, on = self._leaves(args, kwargs), torch.is_grad_enabled()
+        leaves, on = list(self._leaves(args, kwargs)), torch.is_grad_enabled()
+        for path, leaf in leaves:
+            if isinstance(leaf, Tensor) and (lies := not_dense(leaf)):
+                name = _text(self._by_name(path))
+                raise ValueError(f"{self._manifest.model} was given a {lies[0]} tensor for its input {name}: {lies[1]}")
         found = (
             (path, (leaf.dtype, tuple(leaf.shape), on and leaf.requires_grad) if isinstance(leaf, Tensor) else _value(leaf))
             for path, leaf in leaves
@@ -212,6 +216,13 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Arguments):
         return inputs.args, dict(inputs.kwargs)
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+
+def not_dense(tensor: Tensor) -> tuple[str, str] | None:
+    """How a tensor lies in memory that no program is given, and what to do; None of a dense one."""
+    if tensor.is_nested:
+        return "nested", "give the model a padded tensor, and the lengths or a mask"
+    return None if tensor.layout == torch.strided else ("sparse", "give the model the dense one (.to_dense()), or its indices and values")
 
 
 def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: int, n: int) -> dict[str, Tensor]:

@@ -253,7 +253,10 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
 
 def _of_shape(value: Tensor, lies: Lies) -> Tensor:
     if value.shape != lies.shape:
-        raise ValueError(f"{lies.name} has shape {tuple(lies.shape)}; it cannot be given a tensor of shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{lies.name} has shape {tuple(lies.shape)}; it cannot be given a tensor of shape {tuple(value.shape)}: make it of that shape "
+            f"(resize_token_embeddings) before the model is compiled"
+        )
     return value
 
 

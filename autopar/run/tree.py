@@ -33,10 +33,15 @@ _trees: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a name stands: the registry of a module, and the last part of the name."""
+    """Where a name stands: the registry of a module, and the last part of the name. others: of the further names of its tensor."""
 
     registry: dict[str, Tensor | None]
     key: str
+    others: tuple[_Place, ...] = ()
+
+    def put(self, tensor: Tensor | None) -> None:
+        for place in (self, *self.others):
+            place.registry[place.key] = tensor
 
 
 class _OfGradients:
@@ -72,6 +77,7 @@ class Tree:
         self.lies: dict[str, Lies] = {}
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages, and frozen ones that the plan has as buffers
         self.buffers: dict[str, _Place] = {}
+        self._joined: dict[str, _Place] = {}  # buffers whose tensor stands in several modules
         self.constants: dict[str, Tensor] = {}
         self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)
         self._written = frozenset(spec.name for spec in manifest.buffers if spec.parameter)  # by the forward
@@ -89,7 +95,6 @@ class Tree:
 
     def take(self, specs: Iterable[tuple[ParamSpec | BufferSpec, Tensor]]) -> None:
         """Keep this rank's parts of the whole tensors."""
-        parts: dict[int, tuple[object, Tensor, Tensor]] = {}  # of buffers, by the id of the tensor that the user had
         for spec, full in specs:
             lies = Lies(spec, self._mesh)
             here = lies.cut(full).clone(memory_format=torch.contiguous_format)
@@ -103,7 +108,7 @@ class Tree:
             elif spec.parameter:
                 self._placed((spec.name, *spec.aliases), here, lies, trainable=False)
             else:
-                self._take_buffer(spec, here, lies, parts)
+                self._take_buffer(spec, here, lies)
         _trees.add(self)
 
     def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
@@ -129,26 +134,24 @@ class Tree:
             self._places.append((place, param, name))
         return param
 
-    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies, parts: dict[int, tuple[object, Tensor, Tensor]]) -> None:
-        """parts: those made so far: one tensor under two names stays one where both lie alike."""
-        place = self._place(spec.name, "_buffers")
+    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
+        names = (spec.name, *spec.aliases)
+        place, *others = (self._place(name, "_buffers") for name in names)
+        place = _Place(place.registry, place.key, tuple(other for other in others if other.registry is not place.registry))
         known = place.registry.get(place.key)
         lies.home = known.device if isinstance(known, Tensor) else self._device
         split = lies.split and not isinstance(here, FakeTensor)
         if not split and isinstance(known, Tensor) and (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype):
             with torch.no_grad():
                 known.copy_(here)
-        else:
-            own = spec.stages, spec.layouts
-            before = parts.get(id(known))
-            found = before[1] if before is not None and before[0] == own else part_like(here, lies) if split else here
-            place.registry[place.key] = found
-            if isinstance(known, Tensor):
-                parts[id(known)] = own, found, known
-        if not spec.persistent:
-            path, _, last = spec.name.rpartition(".")
+            here = known
+        place.put(part_like(here, lies) if split else here)
+        for name in () if spec.persistent else names:
+            path, _, last = name.rpartition(".")
             self._module(path)._non_persistent_buffers_set.add(last)
         self.lies[spec.name], self.buffers[spec.name] = lies, place
+        if place.others:
+            self._joined[spec.name] = place
 
     def _become(self, param: nn.Parameter, here: Tensor, lies: Lies) -> None:
         if isinstance(here, FakeTensor):  # which has no memory, and a class of its own
@@ -197,7 +200,7 @@ class Tree:
             raise ValueError(f"buffer {name} has shape {tuple(lies.shape)} in the plan, and has been given shape {tuple(found.shape)}")
         if lies.split:
             here = lies.cut(found).clone(memory_format=torch.contiguous_format)
-            place.registry[place.key] = part_like(here, lies)
+            place.put(part_like(here, lies))
             return here
         return found
 
@@ -214,6 +217,13 @@ class Tree:
         for registry, key, child, path in self._children:
             if registry.get(key) is not child:
                 raise ValueError(f"submodule {path} is another one than when the model was compiled: compile the changed model again")
+        for name, place in self._joined.items():
+            if any(other.registry.get(other.key) is not place.registry.get(place.key) for other in place.others):
+                names = ", ".join((name, *(alias for alias, first in self.aliases.items() if first == name)))
+                raise ValueError(
+                    f"the buffers {names} were one tensor when the model was compiled, and are not any more. Write new values into it "
+                    f"(copy_), or compile the changed model"
+                )
         with torch._C.DisableTorchFunctionSubclass():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:
@@ -263,7 +273,7 @@ class Tree:
         for place, param, _ in self._places:
             place.registry[place.key] = whole[id(param)]
         for name, place in buffers_now.items():
-            place.registry[place.key] = full[name]
+            place.put(full[name])
         self.whole, self._writing = True, write
         try:
             yield
@@ -277,7 +287,7 @@ class Tree:
                     now[first[id(param)]] = found
             held = {name: place.registry[place.key] for name, place in buffers_now.items()}
             for name, place in buffers_now.items():
-                place.registry[place.key] = before[name]
+                place.put(before[name])
             for place, param, _ in self._places:
                 place.registry[place.key] = param
         if write or buffers:
