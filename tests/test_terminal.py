@@ -49,15 +49,21 @@ def build():
     with torch.device("meta"):
         return Net(), (torch.empty(256, 128, 512),)
 '''
-# the same command line, in which every choice of the search waits for as long as a large model's would
+# the same command line, in which every choice of the search waits for as long as a large model's would, and longer where one is first found
 SLOW = """
 import sys, time
 from autopar.planner import search
-wait, own = float(sys.argv.pop(1)), search.Search._pieces
+wait, own, own_found, long = float(sys.argv.pop(1)), search.Search._pieces, search.found_so_far, set()
 def slow(self, *args):
     time.sleep(wait)
     return own(self, *args)
-search.Search._pieces = slow
+def found(so_far):
+    own_found(so_far)
+    of = so_far().split()[2]
+    if "best so far" in so_far() and of not in long:
+        long.add(of)
+        time.sleep(60 * min(wait, 0.1))
+search.Search._pieces, search.found_so_far = slow, found
 from autopar.cli import main
 main(sys.argv[1:])
 """
