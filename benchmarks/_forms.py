@@ -259,7 +259,7 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
     asked = Counter[Demand]()
     hidden = list[tuple[int, list[Asked]]]()
     links_s, host_s = 0.0, e.added_s(after)[1]
-    if e.recipe.adds_after_pass and (nbytes := e.added_bytes(after)):
+    if nbytes := e.added_bytes(after):
         asked[_asked_by(demand("pointwise", 0.0, nbytes, "float32", e.cluster.gpu))] += 1
     for k in span:
         op, cost = program.ops[k], ledger.costs[k]

@@ -119,7 +119,7 @@ def counts_of(kernel: Kernel) -> Counts:
 
 
 def work_of(t: Timed) -> tuple[float, int]:
-    """FLOPs, and the bytes that are counted of the pass: in backward twice those of forward."""
+    """FLOPs, and the bytes of the operands and the result, in backward twice."""
     c, back = counts_of(t.kernel), t.of == "backward"
     return c.backward_flops if back else c.flops, (1 + back) * (c.bytes_read + c.bytes_written)
 

@@ -117,11 +117,11 @@ WHOLE = 2**50
 # _accumulate_grad of FP32GradientAccumulator in src/nanotron/optim/gradient_accumulator.py). With ZeRO-1 it all-reduces all gradients at
 # once when backward is over (training_step and init_model in src/nanotron/trainer.py, sync_gradients_across_dp in
 # src/nanotron/optim/gradient_accumulator.py), and gathers the parameters by one collective when the optimizer is done (_all_gather_params
-# in src/nanotron/optim/zero.py,
-# all_gather_coalesced in src/nanotron/distributed.py). Its linear layers that are split by columns gather what they read again beside the
-# product for its gradient, and reduce-scatter this beside that for the weight (_ColumnLinearAsyncCommunication in
-# src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last five are fitted to its sweep on 1-32
-# nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same links, and what it does once a step
+# in src/nanotron/optim/zero.py, all_gather_coalesced in src/nanotron/distributed.py). Its linear layers that are split by columns gather
+# what they read again beside the product for its gradient, and reduce-scatter this beside that for the weight
+# (_ColumnLinearAsyncCommunication in src/nanotron/parallel/tensor_parallel/functional.py, with tp_linear_async_communication). The last
+# five are fitted to its sweep on 1-32 nodes of H100: what its allocator holds, what its collectives take beyond nccl-tests on the same
+# links, and what it does once a step
 NANOTRON = Recipe(
     adds_after_pass=True, optimizer_passes=1.0, gather_bytes=WHOLE, sums_parts_whole=True, local_batches=True, regathers=True,
     beside_products=("all_gather", "reduce_scatter"), held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,

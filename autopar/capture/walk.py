@@ -18,19 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.held import (
-    ABSENT,
-    EMPTY,
-    LEFT_OUT,
-    REGISTERED,
-    Held,
-    Opaque,
-    Shape,
-    Value,
-    contents,
-    is_plain,
-    shown_key,
-)
+from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut

@@ -174,7 +174,7 @@ class Pricer:
         """Bytes that a part of an operator moves, whose operands and results are so large; parts: its work is split in so many."""
         if c.moves is not None and not self.cluster.gpu.host:
             return c.moves.of(ins, outs, parts)
-        return _as_product(c, 2 * sum(outs) if c.op_class == "gather" else sum(ins) + sum(outs))
+        return _as_product(c, sum(ins) + sum(outs))
 
     def work(self, c: Counts, dtype: str, *, parts: float = 1, traffic: Traffic | None = None) -> tuple[tuple[Kernel, ...], ...]:
         """The kernels of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.interpret import run_op
 from autopar.ir import Op, TensorType, call_text, nameless
-from autopar.measure.traffic import Moves, Traffic, moves
+from autopar.measure.traffic import Moves, Traffic, function_of, moves
 
 __all__ = ["FUSED_DROPOUT", "OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
@@ -50,7 +50,7 @@ OP_CLASSES: dict[str, str] = {
 
 def op_class(target: str) -> str:
     """The class whose efficiency a cost model knows: matmul, attention, conv, view, reduction, gather or pointwise."""
-    return OP_CLASSES.get(target.split(".")[-1] if target.startswith("autopar.") else target.split(".")[1], "pointwise")
+    return OP_CLASSES.get(function_of(target), "pointwise")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

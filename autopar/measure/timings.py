@@ -282,10 +282,8 @@ def _streams(op_class: str, *operators: tuple[str, float, Streaming]) -> Callabl
                 x, y = (torch.rand(rows, 1024, device=device).to(made) for _ in range(2))
                 return lambda: run(x, y)
 
-            if device.type != "cpu" and what.replace(" ", "_") in AS_TIMED:
-                over = AS_TIMED[what.replace(" ", "_")]
-                passes = over.read + over.written
-            moved = float(passes * rows * 1024 * made.itemsize)
+            over = AS_TIMED.get(what.replace(" ", "_")) if device.type != "cpu" else None
+            moved = float((over.read + over.written if over else passes) * rows * 1024 * made.itemsize)
             yield _Case(what=f"{what} of {rows} x 1024", op_class=op_class, dtype=dtype, bytes_moved=moved, make=make)
 
     return cases

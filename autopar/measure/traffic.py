@@ -19,7 +19,7 @@ import torch
 
 from autopar.ir import TensorType
 
-__all__ = ["Moves", "Traffic", "moves"]
+__all__ = ["AS_TIMED", "Moves", "Traffic", "function_of", "moves"]
 
 Saved = tuple[Sequence[int], Sequence[int], int]  # indices of the operands and results that autograd keeps, bytes of what is neither
 
@@ -109,10 +109,15 @@ _SPLIT = frozenset({"sum", "cat", "stack", "concat"})
 _FACTORS = frozenset({"mul", "div"})
 
 
+def function_of(target: str) -> str:
+    """The name of an operator, without kind and overload: 'linear' of aten.linear.default, 'dropout' of autopar.L.dropout."""
+    return target.split(".")[-1 if target.startswith("autopar.") else 1]
+
+
 def moves(target: str, ins: Sequence[TensorType], outs: Sequence[TensorType], saved: Saved) -> Moves | None:
     """Of an operator that memory binds. None of a product, a convolution, attention, or what runs several kernels: their operands and
     results are moved once, and in backward twice."""
-    name = target.split(".")[-1] if target.startswith("autopar.") else target.split(".")[1]
+    name = function_of(target)
     if not ins or not outs:
         return None
     if name in AS_TIMED:

@@ -182,7 +182,8 @@ def _work(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, int]:
     local_in = [local_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
     local_out = [local_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
     parts = n if s.splits_work else 1
-    moved = problem.pricer.traffic_of(counts, local_in, local_out, parts)
+    rows_alone = counts.op_class == "gather" and problem.pricer.cluster.gpu.host  # are read, as many as are written
+    moved = problem.pricer.traffic_of(counts, local_out if rows_alone else local_in, local_out, parts)
     forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, traffic=moved)
     if problem.work_first:
         gpu = problem.pricer.cluster.gpu

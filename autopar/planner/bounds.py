@@ -61,7 +61,7 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
     moved = pricer.traffic(counts)
     unmoved = [v in fixed or program.types[v].numel == 1 for v in (*operands, *results)]
     sizes = [1.0 * program.types[v].nbytes * of for v, of in zip((*operands, *results), unmoved, strict=True)]
-    whole = pricer.traffic_of(dataclasses.replace(counts, op_class="other"), sizes[: len(ins)], sizes[len(ins) :], math.inf)
+    whole = pricer.traffic_of(counts, sizes[: len(ins)], sizes[len(ins) :], math.inf)
     flops, backward = counts.flops, counts.backward_flops
     share = 1.0
     if counts.op_class not in _ARITHMETIC:  # its parts may be of another class that memory binds, or join another kernel

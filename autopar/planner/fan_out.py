@@ -19,11 +19,11 @@ def added_bytes(program: Program, views: Set[int]) -> dict[int, int]:
     for k, op in enumerate(program.ops):
         if not op.no_grad and any(types[o].grad for o in op.outputs if o is not None):
             for r in dict.fromkeys(refs(op)):
-                if types[r].grad:
+                if types[r].grad and r not in leaves:
                     readers[r].append(k)
     found: dict[int, int] = defaultdict(int)
     for value, of_value in readers.items():
-        for k in of_value[:-1] if value not in leaves else ():
+        for k in of_value[:-1]:
             at = _computes(program, views, readers, k)
             if at is not None:
                 found[at] += types[value].nbytes

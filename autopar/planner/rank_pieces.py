@@ -192,14 +192,15 @@ class RankPieces:
 
     def added_s(self, own: Collection[str]) -> tuple[float, float]:
         """Of the device and of the host, after each backward pass: adding gradients into buffers (two are read, one is written)."""
-        if not self.recipe.adds_after_pass:
-            return 0.0, 0.0
-        params = [p for p in (self.params[v] for v in own) if p.trainable]
-        host_s = 0.0 if self.cluster.gpu.host else self.pricer.shared * self.cluster.gpu.launch_s * len(params)
-        return self._moved_s(self.added_bytes(own)), host_s
+        launch_s = 0.0 if self.cluster.gpu.host else self.pricer.shared * self.cluster.gpu.launch_s
+        return self._moved_s(self.added_bytes(own)), launch_s * len(self._added(own))
 
     def added_bytes(self, own: Collection[str]) -> float:
-        return float(sum(2 * self._gradient(p, p.numel) + p.numel * p.itemsize for p in (self.params[v] for v in own) if p.trainable))
+        return float(sum(2 * self._gradient(p, p.numel) + p.numel * p.itemsize for p in self._added(own)))
+
+    def _added(self, own: Collection[str]) -> list[ParamBytes]:
+        """Of these parameters, those whose gradients are added after each pass."""
+        return [p for p in (self.params[v] for v in own) if p.trainable] if self.recipe.adds_after_pass else []
 
     def _casts_of_a_step_s(self, own: Params) -> float:
         """Before the first micro-batch, of what is not gathered where it is used."""
