@@ -15,6 +15,7 @@ from benchmarks._forms import SOFTWARE_S, Asked, Form, OnRank
 from cost_models.cluster import OP_CLASSES, Gpu
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import step_time_s
+from cost_models.recipe import Recipe
 from cost_models.step import exposed_gathers_s, exposed_reduction_s
 
 __all__ = ["CONSTANTS", "ONCE", "Fitted", "Point", "constants_of"]
@@ -26,10 +27,10 @@ Point = Mapping[str, float]
 Vector = NDArray[numpy.float64]
 
 
-def constants_of(gpu: Gpu, software: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Those of the catalogue, and of a training software (by default it adds nothing to the links)."""
-    found = {name: gpu.fraction(name) for name in OP_CLASSES if name != "view"}
-    return {**found, "launch_s": gpu.launch_s, ONCE: 0.0, **dict.fromkeys(SOFTWARE_S, 0.0), **(software or {})}
+def constants_of(gpu: Gpu, recipe: Recipe | None = None) -> dict[str, float]:
+    """Those of the catalogue, and of a training software (by default it adds nothing to the links, and nothing to launches)."""
+    found, recipe = {name: gpu.fraction(name) for name in OP_CLASSES if name != "view"}, recipe or Recipe()
+    return {**found, "launch_s": recipe.launches * gpu.launch_s, **{name: getattr(recipe, name) for name in (ONCE, *SOFTWARE_S)}}
 
 
 class _Device:

@@ -152,7 +152,7 @@ class Forms:
             raise NotImplementedError("parameters that are cast where they are used have no form")
         e, part = p.candidate.estimator, p.candidate.part
         nothing: dict[str, Any] = dict.fromkeys(SOFTWARE_S, 0.0)
-        plain = dataclasses.replace(e.recipe, **nothing)
+        plain = dataclasses.replace(e.recipe, launches=1.0, **nothing)
         form, figures = _read(self._varied(e, plain, 0.0), part)
         slopes = {}
         varied: dict[str, tuple[Recipe, float]] = {"launch_s": (plain, VARIED_S)}
@@ -258,7 +258,7 @@ def _pass(e: Estimator, ledger: Ledger, span: Iterable[int], way: int, found: _F
     program = ledger.program
     asked = Counter[Demand]()
     hidden = list[tuple[int, list[Asked]]]()
-    links_s, host_s = 0.0, e.added_s(after)[1]
+    links_s, host_s = 0.0, e.beside(after)[2 + way]
     if nbytes := e.added_bytes(after):
         asked[_asked_by(demand("pointwise", 0.0, nbytes, "float32", e.cluster.gpu))] += 1
     for k in span:

@@ -27,7 +27,7 @@ from benchmarks._decoders import Decoder, decoder
 from benchmarks._network import with_network
 from cost_models import Cluster, UnknownHardware, load_cluster
 from cost_models.cluster import Gpu, load_gpu
-from cost_models.recipe import NANOTRON, WHOLE, Recipe
+from cost_models.recipe import LAUNCHES, NANOTRON, WHOLE, Recipe
 
 __all__ = ["COLUMNS", "DATA", "Run", "Skip", "Software", "load", "read"]
 
@@ -57,7 +57,7 @@ class Software:
     dropout: float = 0.0
     stages: Literal["layers", "parameters"] = "layers"
     compiled: bool = False
-    recipe: Recipe = Recipe(optimizer_passes=1.0, local_batches=True)
+    recipe: Recipe = Recipe(optimizer_passes=1.0, local_batches=True, launches=LAUNCHES)
 
 
 CURRENT = Software()
@@ -94,7 +94,7 @@ SOFTWARE: dict[str, Software] = {
     "alpa": Software(
         fused_attention=False,
         compiled=True,
-        recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True, winograd=False),
+        recipe=dataclasses.replace(CURRENT.recipe, overlaps_reduction=False, fuses=True, winograd=False, launches=1.0),
     ),
     # Megatron-LM 1.1.5 under DeepSpeed's engine, which had ZeRO-3 beside tensor parallelism (microsoft/DeepSpeedExamples,
     # Megatron-LM-v1.1.5-ZeRO3): its own kernels are there on demand alone, and its scripts do not ask for them (--bias-gelu-fusion, ...).

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._cross import Priced
-from benchmarks._fitted import ONCE, Fitted, Point, constants_of
-from benchmarks._forms import SOFTWARE_S, Form, forms_of
+from benchmarks._fitted import Fitted, Point, constants_of
+from benchmarks._forms import Form, forms_of
 from benchmarks._runs import DATA, Skip, load
 from cost_models import UnknownHardware
 from cost_models.cluster import load_gpu
@@ -42,7 +42,7 @@ MOST = 0.97  # of a peak
 def loss_of(found: Sequence[Priced]) -> Callable[[Point], float]:
     """Constants -> loss over these runs."""
     fitted = Fitted([p.form for p in found], [p.run.cluster.gpu for p in found])
-    own = [constants_of(p.run.cluster.gpu, {name: getattr(p.run.recipe, name) for name in (ONCE, *SOFTWARE_S)}) for p in found]
+    own = [constants_of(p.run.cluster.gpu, p.run.recipe) for p in found]
     measured = [p.run.step_time_s or 1.0 for p in found]
 
     def loss(point: Point) -> float:

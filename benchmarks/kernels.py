@@ -174,7 +174,7 @@ def seconds_of(kernel: Kernel, device: torch.device) -> tuple[float, float]:
     op, ins, outs = kernel.call()
     nbytes = sum(t.nbytes for t in (*ins, *outs))
     sets = [_operands(ins, device) for _ in range(max(1, min(COPIES, math.ceil(COPIED_BYTES / nbytes))))]
-    results = [y for env in sets for y in run_op(op, env) if y is not None]
+    results = [y for env in sets if (y := run_op(op, env)[0]) is not None]
     leaves = [[x for x in env.values() if x.requires_grad] for env in sets]
     arriving = [torch.randn_like(y) for y in results]
 
@@ -190,12 +190,14 @@ def seconds_of(kernel: Kernel, device: torch.device) -> tuple[float, float]:
 
 
 def _operands(ins: Sequence[TensorType], device: torch.device) -> dict[str, torch.Tensor]:
+    """Integers are numbers of rows, or, beside an operand that has a row for each of them, of channels."""
     made = {}
     for k, t in enumerate(ins):
         if t.dtype.is_floating_point:
             made[f"x{k}"] = torch.randn(t.shape, device=device).to(t.dtype).requires_grad_(t.grad)
         else:
-            made[f"x{k}"] = torch.randint(32000, t.shape, device=device)
+            below = 2 if t.dtype == torch.bool else ins[0].shape[-1] if t.shape == ins[0].shape[:1] else ins[0].shape[0]
+            made[f"x{k}"] = torch.randint(below, t.shape, device=device).to(t.dtype)
     return made
 
 

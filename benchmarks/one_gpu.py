@@ -94,7 +94,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ran; predicted_*: at that time, by the catalogue. limit_bytes: that was planned for. losses: of the
-    steps before those that are timed. refused: why it did not run."""
+    steps before those that are timed, of a whole plan. refused: why it did not run."""
 
     job: Job
     gpu: str = ""
@@ -356,7 +356,7 @@ def _steps(job: Job, plan: Plan | None, device: str, steps: int) -> dict[str, An
     updates = [between_s(a, b) for a, b in zip(computed, begun[1:], strict=True)][WARM:]
     return {
         "step_s": statistics.median(whole), "optimizer_s": statistics.median(updates), "host_s": statistics.median(host[WARM:]),
-        "spread": max(whole) / min(whole) - 1, "losses": tuple(float(x) for x in losses),
+        "spread": max(whole) / min(whole) - 1, "losses": tuple(float(x) for x in losses) if job.gpus == 1 else (),
     }  # fmt: skip
 
 

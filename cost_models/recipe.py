@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["AUTOPAR", "HELD_GATHERS", "MIB", "NANOTRON", "WHOLE", "Recipe", "mixed_precision"]
+__all__ = ["AUTOPAR", "HELD_GATHERS", "LAUNCHES", "MIB", "NANOTRON", "WHOLE", "Recipe", "mixed_precision"]
 
 MIB = 2**20
 
@@ -40,6 +40,8 @@ class Recipe:
     one pixel, which are products of matrices, only where converts_pixels says so. winograd: convolutions
     on vector units use Winograd's algorithm where there is one, which wants memory for it (compute.WINOGRAD). stops_early: what runs
     again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end.
+
+    launches: how many times as long its host takes to launch an operator as a GPU's launch_s says, which is of plain modules.
 
     What a software's own work adds to a link's times, 0 for the link alone: between_nodes_s: to each collective between nodes;
     contended_step_s: to each step in a node of a collective
@@ -72,6 +74,7 @@ class Recipe:
     converts_pixels: bool = True
     winograd: bool = True
     stops_early: bool = False
+    launches: float = 1.0
     between_nodes_s: float = 0.0
     contended_step_s: float = 0.0
     contended_hop_s: float = 0.0
@@ -82,7 +85,7 @@ class Recipe:
         """What the times of a rank's operators and of the collectives between them depend on."""
         return (
             self.regathers, self.beside_products, self.fuses, self.channels_last, self.converts_pixels, self.winograd, self.attention_speed,
-            self.stops_early, self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
+            self.stops_early, self.launches, self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
         )  # fmt: skip
 
     @property
@@ -95,17 +98,24 @@ class Recipe:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
         if min(self.between_nodes_s, self.contended_step_s, self.contended_hop_s, self.once_s) < 0:
             raise ValueError(f"a recipe whose software makes hardware faster than it is: {self}")
+        if self.launches < 0:
+            raise ValueError(f"a recipe of negative launches: {self}")
         if unknown := set(self.beside_products) - {"all_gather", "all_reduce", "reduce_scatter"}:
             raise ValueError(f"a recipe with collectives beside products that are of no linear layer's backward pass: {sorted(unknown)}")
         if min(self.bucket_bytes, self.gathered_bytes, self.unit_bytes) < 1 or self.optimizer_passes <= 0 or self.attention_speed <= 0:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 
-AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False)
+LAUNCHES = 2.0
+"""Of frameworks of modules with hooks, wrappers and casts of their own, over plain modules on the host of one H100: fitted to training runs
+on V100, A100 and H100, whose hosts are others."""
+
+AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False, launches=1.1)
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
 foreach optimizers. With cuDNN 9, which torch 2.11 has, convolutions with kernels of one pixel convert nothing on an H100
 (benchmarks/data/kernels_h100.csv); training runs of 2020 and 2021 take as long as if they did. The allocator's slack is that of an earlier
-fit to nanotron's runs on H100, which have one of their own now."""
+fit to nanotron's runs on H100, which have one of their own now. launches: of plans that one H100 ran in many micro-batches, which its host
+governed (benchmarks/data/one_gpu.jsonl)."""
 
 HELD_GATHERS = 0.83
 """Of nanotron's gathers, where the host runs ahead of the device: fitted, beside its allocator's slack, to the memory of 760 runs."""
@@ -125,6 +135,7 @@ WHOLE = 2**50
 NANOTRON = Recipe(
     adds_after_pass=True, optimizer_passes=1.0, gather_bytes=WHOLE, sums_parts_whole=True, local_batches=True, regathers=True,
     beside_products=("all_gather", "reduce_scatter"), held_gathers=HELD_GATHERS, overlaps_gathers=False, allocator_slack=0.083,
+    launches=LAUNCHES,
     between_nodes_s=3.8e-4, contended_step_s=2.5e-4, contended_hop_s=2.8e-4, once_s=2.9e-2,
 )  # fmt: skip
 

@@ -70,8 +70,8 @@ def priced() -> tuple[tuple[Prediction, Form], ...]:
 def evaluated(point: dict[str, float]) -> list[float]:
     found = priced()
     fitted_ = Fitted([f for _, f in found], [p.run.cluster.gpu for p, _ in found])
-    software = [{n: getattr(p.run.recipe, n) for n in (ONCE, *SOFTWARE_S)} for p, _ in found]
-    return fitted_.steps_s([{**constants_of(p.run.cluster.gpu, s), **point} for (p, _), s in zip(found, software, strict=True)])
+    launched = [{n: x * (p.run.recipe.launches if n == "launch_s" else 1.0) for n, x in point.items()} for p, _ in found]
+    return fitted_.steps_s([{**constants_of(p.run.cluster.gpu, p.run.recipe), **x} for (p, _), x in zip(found, launched, strict=True)])
 
 
 def test_a_form_says_what_the_planner_says() -> None:
@@ -261,7 +261,7 @@ def test_memory_by_other_constants() -> None:
             of = {p.software: {**software, "launch_s": launch_s}}
             return Constants(chips=chips, software=of, slack=slack, held={p.source: share} if share else {})
 
-        same = known(gpu.launch_s, recipe.held_gathers, recipe.allocator_slack)
+        same = known(recipe.launches * gpu.launch_s, recipe.held_gathers, recipe.allocator_slack)
         ((shown, fullest),) = held_bytes([one], same)
         assert memory_terms(one, same, shown) == pytest.approx(form.memory, abs=1)
         assert memory_terms(one, same, fullest, "fullest") == pytest.approx(form.fullest, abs=1)

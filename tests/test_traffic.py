@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.ir import Arg, Op, Ref, TensorType, refs
 from autopar.measure import Counts, Pricer, count
-from autopar.measure.traffic import AS_TIMED, DROPOUT, WIDENED
+from autopar.measure.traffic import AS_TIMED, BROADCAST, DROPOUT, MASKED, WIDENED
 from autopar.planner.price import Ledger
 from cost_models.cluster import load_cluster
 from cost_models.recipe import AUTOPAR, Recipe
@@ -29,12 +29,19 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) 
 
 
 X, ONE_ROW = tensor(), tensor(WIDTH)
+WIDE, WIDE_ROW = tensor(dtype=torch.float32), tensor(WIDTH, dtype=torch.float32)
+MASK, IMAGE, LARGE, TWO, EACH = tensor(dtype=torch.bool, grad=False), tensor(2, 2, 4, 4), tensor(2, 2, 8, 8), tensor(2), tensor(2, 1, 3, 3)
+HEADS, HALF = tensor(1, 1, 4, 64), tensor(1, 1, 4, 32)
 INDICES = tensor(ROWS, dtype=torch.int64, grad=False)
 
 
 def counted(target: str, ins: tuple[TensorType, ...], out: TensorType = X, *after: Arg, **kwargs: Any) -> Counts:
     """after: arguments behind the operands."""
-    args = (*(Ref(f"x{k}") for k in range(len(ins))), *after)
+    args: tuple[Arg, ...] = (*(Ref(f"x{k}") for k in range(len(ins))), *after)
+    if "into" in kwargs:  # between operands
+        args = (args[0], kwargs.pop("into"), *args[1:])
+    if "groups" in kwargs:
+        args = (args[0], kwargs.pop("groups"), *args[1:])
     return count(Op(target=f"aten.{target}", args=args, kwargs=tuple(kwargs.items()), outputs=("y",)), ins, (out,), gpu=True)
 
 
@@ -54,12 +61,24 @@ def moved(counts: Counts) -> tuple[float, float]:
         (counted("add.Tensor", (X, X)), 3 * N, 0),  # both are given what arrives
         (counted("clone.default", (X,)), 2 * N, 0),
         (counted("sum.default", (X,), tensor(1)), N + 2, 0),
-        (counted("add.Tensor", (X, ONE_ROW)), 2 * N + 2 * WIDTH, N + 2 * WIDTH),  # a gradient of rows that are added up
-        (counted("mul.Tensor", (X, ONE_ROW)), 2 * N + 2 * WIDTH, 2 * N + 2 * N + N + 2 * (2 * WIDTH) + N),
+        # a gradient of rows that are added up; numbers of two bytes that meet a row are not read in whole vectors
+        (counted("add.Tensor", (X, ONE_ROW)), BROADCAST * (2 * N + 2 * WIDTH), N + 2 * WIDTH),
+        (counted("mul.Tensor", (X, ONE_ROW)), BROADCAST * (2 * N + 2 * WIDTH), 6 * N + 2 * (2 * WIDTH) + (BROADCAST - 1) * 2 * N),
+        (counted("mul.Tensor", (WIDE, WIDE_ROW), WIDE), 4 * N + 4 * WIDTH, 12 * N + 2 * (4 * WIDTH)),
         (counted("to.dtype", (X,), tensor(dtype=torch.float32), torch.float32), WIDENED * 3 * N, 3 * N),
         (counted("to.dtype", (tensor(dtype=torch.float32),), X, torch.bfloat16), 3 * N, WIDENED * 3 * N),
         (counted("dropout.default", (X,), X, 0.1, True), DROPOUT * 2 * N + N / 2, 2 * N + N / 2),  # beside a mask of one byte
-        (counted("embedding.default", (tensor(WORDS, WIDTH), INDICES)), 2 * N + 8 * ROWS, 8 * N + 2 * WORDS * WIDTH),
+        (counted("embedding.default", (tensor(WORDS, WIDTH), INDICES)), 2 * N + 8 * ROWS, 16 * N + 2 * WORDS * WIDTH),
+        (counted("index_add.default", (tensor(WORDS, WIDTH), INDICES, X), tensor(WORDS, WIDTH), into=0), 4 * WORDS * WIDTH + 13 * N, 2 * N),
+        (counted("where.self", (MASK, X, X)), 3 * N + N / 2, 2.2 * (2 * N + N / 2 + 2 * N)),
+        (counted("div.Tensor", (X, X)), 3 * N, (2 + 6 + 2 + 2) * N),
+        (counted("topk.default", (X,), X, 2), 16 * N, 1.25 * N),
+        (counted("group_norm.default", (IMAGE, TWO, TWO), IMAGE, groups=2), 20 * 64, 28 * 64),
+        (counted("max_pool2d.default", (IMAGE,), tensor(2, 2, 2, 2), (2, 2)), 12.5 * 64, 40 * 64),
+        (counted("upsample_nearest2d.vec", (IMAGE,), LARGE, None, (2.0, 2.0)), 8.7 * 256, 5.6 * 256),
+        (counted("conv2d.default", (IMAGE, EACH), IMAGE, None, (1, 1), (1, 1), (1, 1), 2), 1.8 * 9 * 64, 6.0 * 9 * 64),
+        (counted("scaled_dot_product_attention.default", (HEADS, HEADS, HEADS), HEADS), 1.3 * 4 * 512, 5.5 * 4 * 512),
+        (counted("scaled_dot_product_attention.default", (HALF, HALF, HALF), HALF), 2 * 1.3 * 4 * 256, 2 * 5.5 * 4 * 256),
         (counted("softmax.int", (X,), X, -1), 5.4 * N, 6 * N),
     ],
 )  # fmt: skip
@@ -74,6 +93,27 @@ def test_nothing_is_moved_in_backward_where_nothing_is_trained() -> None:
         assert moved(found)[1] == 0.0, target
     table = counted("embedding.default", (tensor(WORDS, WIDTH, grad=False), INDICES), still)
     assert moved(table) == (2 * N + 8 * ROWS, 0.0)
+
+
+def test_kernels_for_channels_that_lie_apart_are_those_of_images_that_lie_so() -> None:
+    """Where they lie together, others run, which stream what they read."""
+    together = Pricer(load_cluster("dgx-a100"), {"tp": 1}, None, Recipe(channels_last=True))
+    pool = counted("max_pool2d.default", (IMAGE,), tensor(2, 2, 2, 2), (2, 2))
+    depthwise = counted("conv2d.default", (IMAGE, EACH), IMAGE, None, (1, 1), (1, 1), (1, 1), 2)
+    for counts, nbytes in ((pool, 128 + 32), (depthwise, 256 + 36)):
+        assert together.traffic(counts).forward == nbytes < ON_GPU.traffic(counts).forward
+    norm = counted("group_norm.default", (IMAGE, TWO, TWO), IMAGE, groups=2)
+    assert together.traffic(norm) == ON_GPU.traffic(norm)
+
+
+def test_attention_takes_longer_with_a_mask_and_with_narrow_heads() -> None:
+    mask = tensor(1, 1, 4, 4, grad=False)
+    plain, masked, narrow = (
+        counted("scaled_dot_product_attention.default", ins, ins[0]) for ins in ((HEADS,) * 3, (*(HEADS,) * 3, mask), (HALF,) * 3)
+    )
+    speeds = [ON_GPU.speed(c, "bfloat16") for c in (plain, masked, narrow)]
+    assert speeds == pytest.approx([1.0, 1 / MASKED, 0.5])
+    assert ON_HOST.speed(masked, "float32") == ON_HOST.speed(plain, "float32")
 
 
 def test_parts_of_an_operator_move_their_parts() -> None:

@@ -15,6 +15,7 @@ from autopar.axes import BATCH, LAYERS
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
+from autopar.measure.launches import ADDED, launches
 from autopar.measure.live import Call, Live, call_of
 from autopar.measure.traffic import Traffic
 from cost_models.cluster import Cluster
@@ -136,9 +137,9 @@ class Pricer:
         return self._collective[key]
 
     @property
-    def _launch_s(self) -> float:
-        """Of one operator, beside the device's work; 0 where the host is the device."""
-        return 0.0 if self.cluster.gpu.host else self.cluster.gpu.launch_s
+    def launch_s(self) -> float:
+        """Seconds of the host for a launch, beside the device's work; 0 where the host is the device."""
+        return 0.0 if self.cluster.gpu.host else self.shared * self.recipe.launches * self.cluster.gpu.launch_s
 
     @property
     def contended(self) -> bool:
@@ -152,15 +153,13 @@ class Pricer:
             return 0.0
         rules, nodes = self.recipe, math.ceil(ranks / self.per_node(axis))
         contended_s = (ranks - nodes) * rules.contended_step_s + (nodes - 1) * rules.contended_hop_s if self.contended else 0.0
-        return self.shared * (self._launch_s + (2 if kind == "all_reduce" else 1) * contended_s)
+        return self.launch_s + self.shared * (2 if kind == "all_reduce" else 1) * contended_s
 
     def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[float, float]:
-        """Seconds that the host needs to launch an operator in forward and, a kernel for each gradient, in backward."""
-        if op_class(op.target) == "view":
-            return 0.0, 0.0
-        gradients = max(1, sum(t.grad for t in ins)) if any(t.grad for t in outs) and not op.no_grad else 0
-        launch_s = self.shared * self._launch_s
-        return launch_s, launch_s * gradients
+        """Seconds that the host needs to launch an operator in forward and in backward."""
+        trained = any(t.grad for t in outs) and not op.no_grad
+        ahead, back = launches(op.target, op_class(op.target), ins, outs, trained)
+        return self.launch_s * ahead, self.launch_s * back
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of the collective for tensors that share buckets: latency counts once a bucket, not once a tensor."""
@@ -168,13 +167,17 @@ class Pricer:
 
     def traffic(self, c: Counts) -> Traffic:
         """Bytes that an operator moves."""
-        return c.traffic if c.traffic is not None and not self.cluster.gpu.host else _as_product(c, c.bytes_read + c.bytes_written)
+        return c.traffic if c.traffic is not None and self._as_timed(c) else _as_product(c, c.bytes_read + c.bytes_written)
 
     def traffic_of(self, c: Counts, ins: Sequence[float], outs: Sequence[float], parts: float) -> Traffic:
         """Bytes that a part of an operator moves, whose operands and results are so large; parts: its work is split in so many."""
-        if c.moves is not None and not self.cluster.gpu.host:
+        if c.moves is not None and self._as_timed(c):
             return c.moves.of(ins, outs, parts)
         return _as_product(c, sum(ins) + sum(outs))
+
+    def _as_timed(self, c: Counts) -> bool:
+        """Whether an operator moves what was timed of a GPU: kernels for channels that lie together are others."""
+        return not self.cluster.gpu.host and not (c.channels_apart and self.recipe.channels_last)
 
     def work(self, c: Counts, dtype: str, *, parts: float = 1, traffic: Traffic | None = None) -> tuple[tuple[Kernel, ...], ...]:
         """The kernels of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""
@@ -197,7 +200,7 @@ class Pricer:
         """Whether anything runs in the backward pass of an operator that has one."""
         if c.added_bytes:
             return True
-        if c.traffic is not None and not self.cluster.gpu.host:
+        if c.traffic is not None and self._as_timed(c):
             return c.backward_flops > 0 or c.traffic.backward > 0
         return c.backward_flops > 0 or bool(c.saved_inputs or c.saved_outputs) or c.op_class == "pointwise"
 
@@ -205,8 +208,9 @@ class Pricer:
         """How many times less arithmetic there is than is counted."""
         gpu = self.cluster.gpu
         if c.op_class == "attention":
-            blocks = 2 * causal_share(c.causal_keys) if gpu.host and c.causal_keys else 1.0  # half of the scores are counted
-            return self.recipe.attention_speed / blocks
+            if not gpu.host:
+                return self.recipe.attention_speed / c.slower
+            return self.recipe.attention_speed / (2 * causal_share(c.causal_keys) if c.causal_keys else 1.0)  # half the scores are counted
         fewer = c.winograd and self.recipe.winograd and not gpu.host and not on_matrix_units("conv", dtype, gpu)
         return WINOGRAD if fewer else 1.0
 
@@ -232,9 +236,11 @@ class Pricer:
         source = self._roofline(counts.op_class, dtype)
         exchange = self.exchanges_s(op.target, ins, op.kwarg("axis"))
         backward, exchanged = (backward + exchange[1], sum(exchange)) if grad else (0.0, exchange[0])
+        ahead, back = (0.0, 0.0) if joined else self.launches_s(op, ins, outs)
+        added = ADDED * self.launch_s if counts.added_bytes else 0.0
         return OpCost(
             counts=counts, forward_s=forward + exchange[0], backward_s=backward, communication_s=exchanged,
-            provenance=source, host_s=(0.0, 0.0) if joined else self.launches_s(op, ins, outs),
+            provenance=source, host_s=(ahead, back + added),
         )  # fmt: skip
 
     def exchanges_s(self, target: str, ins: tuple[TensorType, ...], axis: object) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.interpret import run_op
 from autopar.ir import Op, TensorType, call_text, nameless
-from autopar.measure.traffic import Moves, Traffic, function_of, moves
+from autopar.measure.traffic import MASKED, OF_IMAGES, Moves, Traffic, function_of, moves, narrow, of_depthwise
 
 __all__ = ["FUSED_DROPOUT", "OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
@@ -58,9 +58,10 @@ class Counts:
     """flops: forward; backward_flops. bytes_read, bytes_written: of the forward. saved_inputs: indices of refs(op) that
     autograd keeps; saved_outputs: indices of results; saved_other_bytes: kept tensors that are neither. winograd: a convolution that
     Winograd's algorithm computes with fewer multiplications than the FLOPs say. causal_keys: of attention under a causal mask, the
-    length over which half of the products were counted; 0 of any other. of_one: a convolution with kernels of one pixel. moves, traffic:
-    what passes between a GPU and its memory (None: as for products). added_bytes: of gradients that its backward adds to those of other
-    operators."""
+    length over which half of the products were counted; 0 of any other. of_one: a convolution with kernels of one pixel. slower: how many
+    times as long attention takes on a GPU for a mask of numbers or narrow heads. depthwise: a convolution with a kernel for each channel.
+    channels_apart: what was timed of it was so of images whose channels lie apart. moves, traffic: what passes between a GPU and its memory
+    (None: as for products). added_bytes: of gradients that its backward adds to those of other operators."""
 
     op_class: str
     flops: float
@@ -73,6 +74,9 @@ class Counts:
     winograd: bool = False
     causal_keys: int = 0
     of_one: bool = False
+    slower: float = 1.0
+    depthwise: bool = False
+    channels_apart: bool = False
     added_bytes: int = 0
     moves: Moves | None = None
     traffic: Traffic | None = None
@@ -112,11 +116,17 @@ _KNOWN: dict[tuple[object, ...], Counts] = {}
 
 
 def _with_traffic(target: str, found: Counts, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:
-    if found.op_class not in _STREAMING or target == "autopar.L.region":
+    if target == "autopar.L.region":
         return found
-    passes = moves(target, ins, outs, (found.saved_inputs, found.saved_outputs, found.saved_other_bytes))
+    if found.depthwise:
+        passes: Moves | None = of_depthwise(math.prod(ins[1].shape[2:]), ins, outs)
+    elif found.op_class in _STREAMING:
+        passes = moves(target, ins, outs, (found.saved_inputs, found.saved_outputs, found.saved_other_bytes))
+    else:
+        return found
     traffic = passes.of([t.nbytes for t in ins], [t.nbytes for t in outs]) if passes else None
-    return dataclasses.replace(found, moves=passes, traffic=traffic)
+    apart = found.depthwise or function_of(target) in OF_IMAGES
+    return dataclasses.replace(found, moves=passes, traffic=traffic, channels_apart=apart)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -167,8 +177,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
                 saved_out.add(where_out[key])
             else:
                 other[key] = t.untyped_storage().nbytes()
-    if cls == "conv" and _is_depthwise(ins):
-        cls = "other"
+    depthwise = cls == "conv" and _is_depthwise(ins)
+    cls = "other" if depthwise else cls
     keys = 0
     if cls == "attention":
         flops, keys = _attention_flops(op, ins), ins[1].shape[-2] if _is_causal(op) else 0
@@ -178,11 +188,12 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         op_class=cls, flops=flops, backward_flops=backward, bytes_read=read, bytes_written=written,
         saved_inputs=tuple(sorted(saved_in)), saved_outputs=tuple(sorted(saved_out)), saved_other_bytes=sum(other.values()),
         winograd=cls == "conv" and _is_plain_3_by_3(op, ins), causal_keys=keys,
-        of_one=cls == "conv" and math.prod(ins[1].shape[2:]) == 1,
+        of_one=cls == "conv" and math.prod(ins[1].shape[2:]) == 1, depthwise=depthwise,
+        slower=narrow(ins[0].shape[-1]) * (MASKED if len(ins) > 3 else 1.0) if cls == "attention" else 1.0,
     )  # fmt: skip
 
 
-_STREAMING = ("pointwise", "reduction", "gather")
+_STREAMING = ("pointwise", "reduction", "gather", "attention")
 
 # Of these neither the work nor what is saved for backward depends on the device (tests/test_measure_meta.py). It does for attention, and
 # for norms that keep their statistics in another precision on the CPU.

@@ -125,12 +125,11 @@ def _of_piece(c: Candidate, k: int, seconds: float) -> dict[str, float]:
     """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
     ledger, span = c.rank.ledger, c.segments[k].span
     ops, costs = c.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
-    copies_s = sum(c.estimator.copies_s(c.estimator.read(span)))
-    added = c.estimator.added_s(c.estimator.read(span))
-    exposed_s = seconds - copies_s - sum(ledger.seconds(range(span.start, span.stop), added)[:2])
-    total: dict[str, float] = {COMPUTE: copies_s}
-    for way, (after_s, issued_s) in enumerate(((0.0, 0.0), added)):
-        found: dict[str, float] = {COMPUTE: after_s}
+    beside = c.estimator.beside(c.estimator.read(span))
+    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop), beside)[:2])
+    total: dict[str, float] = {}
+    for way, (moved_s, issued_s) in enumerate(zip(beside[:2], beside[2:], strict=True)):
+        found: dict[str, float] = {COMPUTE: moved_s}
         for op, cost in zip(ops, costs, strict=True):
             device_s = (cost.forward_s, cost.backward_s)[way]
             share = cost.communication_s / (cost.forward_s + cost.backward_s) if cost.communication_s else 0.0

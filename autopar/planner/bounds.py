@@ -28,6 +28,7 @@ import numpy
 from autopar.ir import Op, Param, Program, TensorType, refs
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
+from autopar.measure.traffic import BROADCAST, function_of, is_broadcast
 from autopar.planner.choices import stands_for
 from autopar.planner.exchange import Exchange
 from autopar.planner.moments import derived_from_inputs
@@ -67,6 +68,8 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
     if counts.op_class not in _ARITHMETIC:  # its parts may be of another class that memory binds, or join another kernel
         best = max(gpu.fraction(c) for c in OP_CLASSES if c not in _ARITHMETIC)
         share = 0.0 if recipe.fuses else gpu.fraction(counts.op_class) / best
+        if outs and is_broadcast(function_of(op.target), ins, outs):
+            share /= BROADCAST
     speed, cls = pricer.speed(counts, dtype), counts.op_class
     flops, backward = flops / speed, backward / speed
     trained = any(t.grad for t in outs) and not op.no_grad

@@ -290,7 +290,9 @@ class Estimator(RankPieces):
         trained = [(p, n) for p, n in params.items() if p.trainable]
         numel = sum(n * p.resting_numel for p, n in trained)
         item = round(sum(n * p.resting_bytes for p, n in trained) / numel) if numel else 0
-        return self._update_s(numel, item, max(1, sum(n for _, n in trained)), self.cluster.gpu) + self.recipe.once_s
+        gpu, tensors = self.cluster.gpu, max(1, sum(n for _, n in trained))
+        issued = gpu if gpu.host else dataclasses.replace(gpu, launch_s=self.recipe.launches * gpu.launch_s)
+        return self._update_s(numel, item, tensors, issued) + self.recipe.once_s
 
     def _update_s(self, numel: int, item: int, tensors: int, gpu: Gpu) -> float:
         return self.pricer.shared * optimizer_time_s(

@@ -57,11 +57,11 @@ def _of_piece(e: Estimator, k: int, mode: int, seconds: float) -> dict[str, floa
     """Of one micro-batch: a piece's forward and backward, which take `seconds` with what is gathered for them, and what runs again."""
     ledger, span = e.rank.ledger, e.segments[k].span
     ops, costs = e.rank.program.ops[span.start : span.stop], ledger.costs[span.start : span.stop]
-    added = e.added_s(e.read(span))
-    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop), added)[:2])
+    beside = e.beside(e.read(span))
+    exposed_s = seconds - sum(ledger.seconds(range(span.start, span.stop), beside)[:2])
     passes = []
-    for way, (after_s, issued_s) in enumerate(((0.0, 0.0), added)):
-        kinds: dict[str, float] = {"pointwise": after_s} if after_s else {}
+    for way, (moved_s, issued_s) in enumerate(zip(beside[:2], beside[2:], strict=True)):
+        kinds: dict[str, float] = {"pointwise": moved_s} if moved_s else {}
         for op, cost in zip(ops, costs, strict=True):
             device_s = (cost.forward_s, cost.backward_s)[way]
             # of both ways together only the sum is known of what is communication

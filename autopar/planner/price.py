@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.axes import AXES, BATCH
 from autopar.ir import Op, Program, R, Span, refs
@@ -20,7 +21,16 @@ from autopar.planner.liveness import Liveness
 from autopar.planner.overlap import products_of, with_hidden
 from autopar.planner.storages import gathered_from
 
-__all__ = ["Ledger", "ParamBytes", "Params", "param_bytes", "zero_dims"]
+__all__ = ["Beside", "Ledger", "ParamBytes", "Params", "param_bytes", "zero_dims"]
+
+
+class Beside(NamedTuple):
+    """Seconds of the device and of the host that belong to a pass beside its operators."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
 
 
 class Ledger:
@@ -146,12 +156,11 @@ class Ledger:
         ]
         return max(sizes, default=0)
 
-    def seconds(self, indices: Iterable[int], after: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float, float]:
+    def seconds(self, indices: Iterable[int], beside: Beside | None = None) -> tuple[float, float, float]:
         """(forward, backward, of which communication) of operators that follow one another: the device's time, or the time that the
-        host needs to issue them, whichever is longer (the host runs ahead in long kernels and is caught up with in short ones). after: of
-        the device and of the host, what follows in backward."""
-        forward = communication = host_forward = 0.0
-        backward, host_backward = after
+        host needs to issue them, whichever is longer (the host runs ahead in long kernels and is caught up with in short ones)."""
+        communication = 0.0
+        forward, backward, host_forward, host_backward = beside or Beside()
         for k in indices:
             c = self.costs[k]
             forward, backward, communication = forward + c.forward_s, backward + c.backward_s, communication + c.communication_s

@@ -14,12 +14,13 @@ from typing import Self
 from autopar.axes import BATCH
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
+from autopar.measure.launches import ADDED, CAST
 from autopar.planner.activity import Activity
 from autopar.planner.exchange import Exchange
 from autopar.planner.liveness import KnownPasses
 from autopar.planner.pieces import AtRest, PieceMaker
 from autopar.planner.plan import MemoryPlan
-from autopar.planner.price import ParamBytes, Params
+from autopar.planner.price import Beside, ParamBytes, Params
 from autopar.planner.prologue import prologue_bytes
 from autopar.planner.rank import Rank
 from autopar.planner.stage_account import Piece
@@ -179,23 +180,26 @@ class RankPieces:
         )
         return self._moved_s(moved)
 
-    def copies_s(self, own: Collection[str]) -> tuple[float, float]:
-        """In forward and backward of one micro-batch: casts of what is gathered, and of gradients, which backward makes in the dtype of
-        use; and adding gradients to those of earlier micro-batches (two are read, one is written), in the mean of all micro-batches."""
+    def beside(self, own: Collection[str]) -> Beside:
+        """Of one micro-batch, what these parameters take beside the operators that read them: casts of what is gathered, and of gradients,
+        which backward makes in the dtype of use; and adding gradients to those of earlier micro-batches (two are read, one is written),
+        in the mean of all micro-batches, or into buffers after each pass."""
         params = [self.params[v] for v in own]
+        cast, trained = [p for p in params if p.is_cast], [p for p in params if p.trainable]
         gathered_s = self._casts_s(Counter(p for p in params if p.in_parts)) if self.rest.gathered == "use" else 0.0
-        made = float(sum(p.local_bytes + p.numel * p.itemsize for p in params if p.is_cast and p.trainable))
+        moved, added = float(sum(p.local_bytes + p.numel * p.itemsize for p in cast if p.trainable)), 0.0
         if self.recipe.adds_gradients:
-            left = [(p, p.resting_numel if p.in_parts and self.rest.reduced == "pass" else p.numel) for p in params if p.trainable]
-            made += 3 * sum(self._gradient(p, numel) for p, numel in left) * (1 - 1 / self.rank.micro_batches)
-        return gathered_s, gathered_s + self._moved_s(made)
-
-    def added_s(self, own: Collection[str]) -> tuple[float, float]:
-        """Of the device and of the host, after each backward pass: adding gradients into buffers (two are read, one is written)."""
-        launch_s = 0.0 if self.cluster.gpu.host else self.pricer.shared * self.cluster.gpu.launch_s
-        return self._moved_s(self.added_bytes(own)), launch_s * len(self._added(own))
+            left = [(p, p.resting_numel if p.in_parts and self.rest.reduced == "pass" else p.numel) for p in trained]
+            again = 1 - 1 / self.rank.micro_batches
+            moved, added = moved + 3 * again * sum(self._gradient(p, numel) for p, numel in left), ADDED * again * len(left)
+        launch_s, (ahead, back) = self.pricer.launch_s, CAST
+        return Beside(
+            gathered_s, gathered_s + self._moved_s(moved) + self._moved_s(self.added_bytes(own)), launch_s * ahead * len(cast),
+            launch_s * (back * sum(p.trainable for p in cast) + added + len(self._added(own))),
+        )  # fmt: skip
 
     def added_bytes(self, own: Collection[str]) -> float:
+        """Of gradients that are added into buffers after each backward pass."""
         return float(sum(2 * self._gradient(p, p.numel) + p.numel * p.itemsize for p in self._added(own)))
 
     def _added(self, own: Collection[str]) -> list[ParamBytes]:
@@ -359,10 +363,9 @@ class RankPieces:
                 found.append(known[segment.block])
                 continue
             own = sorted(self.read(segment.span))
-            forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop), self.added_s(own))
+            forward, backward, _ = self.rank.ledger.seconds(range(segment.span.start, segment.span.stop), self.beside(own))
             exposed = self._gather_s(own, backward, and_scatter=True) + self.exchange.pass_s(self.params_of((v, 0) for v in own), backward)
-            copies_s = self.copies_s(own)
-            found.append((forward + self._gather_s(own, forward) + copies_s[0], backward + exposed + copies_s[1]))
+            found.append((forward + self._gather_s(own, forward), backward + exposed))
             if segment.block >= 0:
                 known[segment.block] = found[-1]
         return found

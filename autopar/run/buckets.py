@@ -233,9 +233,9 @@ class Reduction:
             return dict(self._complete)
         self.go_on()
         self._wait()
-        sizes = [held.local.numel() for held in self.held]
-        parts = self._flat.to(self.held[0].local.dtype).split(sizes)
-        return {held.spec.name: part.view(held.local.shape) for held, part in zip(self.held, parts, strict=True)}
+        here = [held.local for held in self.held]
+        parts = self._flat.to(here[0].dtype).split([x.numel() for x in here])
+        return {held.spec.name: part.view(x.shape) for held, x, part in zip(self.held, here, parts, strict=True)}
 
 
 def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -57,13 +57,20 @@ def cut_spans(spans: Sequence[Span], n: int, groups: int, index: int) -> tuple[S
 def joined(x: Tensor, dim: int, groups: int = 1) -> Tensor:
     """[n, *local] -> [*global]."""
     n, *local = x.shape
-    x = x.unflatten(dim + 1, (groups, local[dim] // groups)).movedim(0, dim + 1)  # [..., groups, n, k, ...]
-    return x.reshape(*local[:dim], n * local[dim], *local[dim + 1 :])
+    if groups == 1:  # of which a host has many
+        rows = x if dim == 0 else x.movedim(0, dim)
+    else:
+        rows = x.unflatten(dim + 1, (groups, local[dim] // groups)).movedim(0, dim + 1)  # [..., groups, n, k, ...]
+    return rows.reshape(*local[:dim], n * local[dim], *local[dim + 1 :])
 
 
 def parted(x: Tensor, n: int, dim: int, groups: int = 1) -> Tensor:
     """[*global] -> [n, *local]: the inverse of `joined`; a view where groups == 1."""
     _check(x, n, dim, groups)
+    if groups == 1:
+        shape = x.shape
+        rows = x.view(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
+        return rows if dim == 0 else rows.movedim(dim, 0)
     return x.unflatten(dim, (groups, n, x.shape[dim] // (groups * n))).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 

@@ -1,0 +1,54 @@
+"""How long a host is busy with an operator of a GPU, in launches: what an operator of one kernel takes in forward, Python included.
+
+The shares are of one host (benchmarks/data/hosts_h100.csv): 20 us for a product in forward, 8 for an addition, 12 for a kernel and its node
+in backward. What a launch takes in seconds is a GPU's launch_s, which training runs on many hosts gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir import TensorType
+from autopar.measure.traffic import PASSED_ON, function_of
+
+__all__ = ["ADDED", "CAST", "launches"]
+
+FORWARD = {
+    "view": 0.1, "matmul": 1.0, "attention": 1.2, "conv": 0.75, "other": 0.75, "reduction": 0.5, "gather": 0.5, "pointwise": 0.4,
+}  # fmt: skip
+"""Class of operator -> launches in forward."""
+
+NODE = 0.3
+"""Of any operator in backward, before its kernels."""
+
+KERNEL = {"view": 0.0, "matmul": 1.1, "attention": 0.5, "conv": 0.85, "other": 0.85, "reduction": 0.7, "gather": 0.7, "pointwise": 0.4}
+"""Class of operator -> launches for each gradient that its backward makes."""
+
+ADDED = 0.35
+"""For the gradient of a bias; and to add one gradient to another."""
+
+CAST = (0.5, 0.6)
+"""To cast a parameter, and to cast its gradient back."""
+
+FUNCTIONS = {
+    "layer_norm": (0.7, 1.0), "rms_norm": (0.65, 1.0), "batch_norm": (1.3, 1.3), "sync_batch_norm": (1.3, 1.3), "group_norm": (3.0, 2.0),
+    "dropout": (0.6, 0.7), "masked_fill": (0.75, 0.9), "slice": (0.1, 0.95), "select": (0.1, 0.95), "narrow": (0.1, 0.95),
+    "cross_entropy_loss": (0.9, 1.3), "cross_entropy_sum_vocab": (4.0, 4.0),
+}  # fmt: skip
+"""Of some functions -> launches in forward, and in backward of all gradients."""
+
+
+def launches(target: str, op_class: str, ins: Sequence[TensorType], outs: Sequence[TensorType], trained: bool) -> tuple[float, float]:
+    """Of an operator in forward and, if anything is trained through it, in backward."""
+    name = function_of(target)
+    if name in FUNCTIONS:
+        ahead, back = FUNCTIONS[name]
+        return ahead, back if trained else 0.0
+    if not trained:
+        return FORWARD[op_class], 0.0
+    whole = max((t.numel for t in outs), default=0)
+    back = NODE
+    for t in ins:
+        if t.grad and not (name in PASSED_ON and t.numel == whole):
+            back += KERNEL[op_class] if len(t.shape) > 1 or op_class not in ("matmul", "conv") else ADDED
+    return FORWARD[op_class], back
