@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from autopar.ir import TensorType
 from autopar.measure.traffic import PASSED_ON, function_of
 
-__all__ = ["ADDED", "CAST", "launches"]
+__all__ = ["ADDED", "AGAIN", "CAST", "launches"]
 
 FORWARD = {
     "view": 0.1, "matmul": 1.0, "attention": 1.2, "conv": 0.75, "other": 0.75, "reduction": 0.5, "gather": 0.5, "pointwise": 0.4,
@@ -29,6 +29,10 @@ ADDED = 0.35
 
 CAST = (0.5, 0.6)
 """To cast a parameter, and to cast its gradient back."""
+
+AGAIN = (12.0, 1.1)
+"""Beside the launches of a stretch of operators that runs again in backward by torch.utils.checkpoint: for the stretch, and for each of its
+operators. From the plans of one H100 that recompute and that its host governed (benchmarks/data/one_gpu.jsonl)."""
 
 FUNCTIONS = {
     "layer_norm": (0.7, 1.0), "rms_norm": (0.65, 1.0), "batch_norm": (1.3, 1.3), "sync_batch_norm": (1.3, 1.3), "group_norm": (3.0, 2.0),

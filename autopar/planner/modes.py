@@ -18,8 +18,9 @@ import numpy
 from numpy.typing import NDArray
 
 from autopar.ir import Span, refs
+from autopar.measure.launches import AGAIN
 from autopar.planner.liveness import Liveness
-from autopar.planner.price import Ledger
+from autopar.planner.price import Beside, Ledger
 
 __all__ = ["RECOMPUTES", "Mode", "Recompute", "again_s", "run_again", "spans_at_prices"]
 
@@ -67,8 +68,9 @@ def run_again(ledger: Ledger, liveness: Liveness, span: Span) -> Span:
 def again_s(ledger: Ledger, liveness: Liveness, span: Span) -> float:
     """Seconds of running a span again."""
     again = run_again(ledger, liveness, span)
-    forward, _, _ = ledger.seconds(range(again.start, again.stop))
-    return forward
+    once, each = AGAIN if ledger.stops_early and again else (0.0, 0.0)
+    beside = Beside(host_forward_s=ledger.launch_s * (once + each * len(again)))
+    return ledger.seconds(range(again.start, again.stop), beside)[0]
 
 
 def spans_at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int = POINTS) -> list[tuple[Span, ...]]:

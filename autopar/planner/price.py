@@ -42,6 +42,7 @@ class Ledger:
         self.costs: list[OpCost] = [priced.ops[op.name] for op in program.ops]
         self.provenance = priced.provenance
         self.gpu = not pricer.cluster.gpu.host
+        self.launch_s = pricer.launch_s
         self.regathers, self.stops_early = pricer.recipe.regathers, pricer.recipe.stops_early
         self.gathered = gathered_from(program)
         self.root = _roots(program.ops, self.costs)
@@ -73,7 +74,7 @@ class Ledger:
         """The same program at other prices."""
         other = copy.copy(self)
         known: dict[int, OpCost] = {}
-        other.costs, other.spans_again, other.in_modes = [], {}, {}
+        other.costs, other.spans_again, other.in_modes, other.launch_s = [], {}, {}, pricer.launch_s
         for op, first in zip(self.program.ops, self._alike, strict=True):
             if first not in known:
                 known[first] = pricer.op(op, self.program, self.costs[first].counts, joined=first in self.joined)
