@@ -143,7 +143,9 @@ def call_twice(
         settled = tuple(c for c in start.changes(first) if c.path not in moved)
         counts = counts_between(start, first, second, traced)
         if counts:
-            counts = only_added_to(counts, lambda: _called(model, loss, inputs))
+            whole = [c for c in counts if type(c.seen[1]) is int]
+            tried = (counts, whole) if whole != counts else (counts,)
+            counts = next((x for some in tried if (x := only_added_to(some, lambda: _called(model, loss, inputs)))), [])
         for count in counts:
             del moved[count.path]
         written = refuse_changing(type(model).__name__, list(moved.values()), read)
