@@ -245,7 +245,7 @@ class Regions:
             trace = trace.tb_next
         return found
 
-    def _run(self, paths: list[str], line: str, mode: TorchFunctionMode | None = None) -> dict[str, list[Call]]:
+    def _run(self, paths: list[str], line: str, mode: _Values | None = None) -> dict[str, list[Call]]:
         """Run the model, and keep the calls of those of these submodules that can be regions. mode: as of `_observed`."""
         found: dict[str, list[Call]] = {}
         self._raised = ""
@@ -365,12 +365,26 @@ _READS_VALUES = frozenset((
 ))  # fmt: skip
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+def _beside_tensors(output: Any, read: bool) -> str:
+    """What there is in an output beside tensors that another call may return otherwise; '' for nothing. read: the code has taken values of
+    tensors."""
+    for x in pytree.tree_leaves(output):
+        if not isinstance(x, (Tensor, *_PLAIN)):
+            return f"an object ({type(x).__name__})"
+        if read and isinstance(x, int | float | complex | str):
+            return f"{type(x).__name__} {x!r}, and takes values of tensors into Python"
+    return ""
+
+
 def _observed(
     path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str],
-    mode: TorchFunctionMode | None = None,
+    mode: _Values | None = None,
 ) -> tuple[Any, Call | str]:  # fmt: skip
-    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. mode: in which it
-    runs."""
+    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. mode: notes whether
+    its code takes values of tensors."""
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
@@ -396,8 +410,11 @@ def _observed(
         return apply(*args, **kwargs)
 
     watched = hooks_told(lambda _, hook: hooks.append(hook))
-    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), mode or contextlib.nullcontext():
+    values = mode if isinstance(mode, _Values) else _Values()  # the innermost, which the code itself calls
+    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), values:
         output = forward(*args, **kwargs)
+    if beside := _beside_tensors(output, values.read):
+        return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
         return output, "it changes what it is given, a buffer or an attribute"

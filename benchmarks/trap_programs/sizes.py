@@ -262,3 +262,37 @@ def experts_added_in_place(compile: Compile) -> Results:
             return losses.mean() + losses[y != 0].topk(2).values.mean()
 
     return _results(compile, Mixed)
+
+
+class Counting(nn.Linear):
+    """Sorts samples by the expert that they choose, and returns how many each has, as Python's numbers."""
+
+    def forward(self, h: Tensor) -> Any:
+        chosen = super().forward(h).argmax(-1)
+        return chosen.argsort(stable=True), torch.bincount(chosen, minlength=self.out_features).tolist()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Counting(HIDDEN, 3), nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        order, counts = self.router(h)
+        parts = [torch.tanh(expert(part)) for expert, part in zip(self.experts, h[order].split(counts), strict=True)]
+        return torch.zeros_like(h).index_add(0, order, torch.cat(parts))
+
+
+@program(KIND, plans=MORE)
+def experts_split_by_counts(compile: Compile) -> Results:
+    """A router gives the numbers of samples of each expert, by which the part around it splits; they are others in every batch."""
+
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = Experts()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.mixture(super().hidden(x))
+
+    return _results(compile, Mixed)
