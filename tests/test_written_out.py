@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.written_out import WRITTEN_OUT
+from autopar.errors import CaptureError
 
 pure = pytest.mark.pure
 
@@ -60,3 +61,15 @@ def test_functions_that_look_at_values_are_captured() -> None:
     torch.manual_seed(0)
     model, x, y = Decorrelated(8, 4), torch.randn(12, 8), torch.arange(12) % 4
     assert any("bincount" in note for note in capture(model, (x, y)).program.notes)  # that it is asked for in every step
+
+
+@pure
+def test_transforms_of_torch_are_refused_with_what_to_do() -> None:
+    class Curved(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            curvature = torch.func.vmap(lambda p: torch.func.hessian(lambda q: torch.tanh(super(Curved, self).forward(q)).sum())(p).trace())
+            return curvature(x).square().mean()
+
+    with pytest.raises(CaptureError, match=r"(?s)Curved.*what to do: .*torch.autograd.grad\(.*in a submodule") as raised:
+        capture(Curved(4, 4), (torch.randn(6, 4),))
+    assert "or: move that line" not in str(raised.value)

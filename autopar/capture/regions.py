@@ -269,7 +269,9 @@ class Regions:
     def why_not(self, error: CaptureError | None = None) -> str:
         """Lines to add to an error of capture."""
         lines = [f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items()]
-        if error is not None and not lines and self._has_data() and self._innermost(error.__cause__, users=True) == "":
+        if error is None or lines or not self._has_data() or "torch.func" in str(error):  # which no submodule may call
+            return "".join(lines)
+        if self._innermost(error.__cause__, users=True) == "":
             lines.append(
                 "\n  or: move that line, and what it needs, into a submodule of its own that takes and returns tensors, of shapes that do "
                 "not depend on values: what no graph holds runs as it is written there"
