@@ -241,9 +241,7 @@ class ParallelModule(StandIn):
             passes=manifest.micro_batches,
         )
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), self.mesh, local=form.batch.local)
-        return Backward(
-            form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(),
-        )  # fmt: skip
+        return Backward(form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin())
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""
