@@ -45,9 +45,10 @@ class Model(nn.Module):
         return self.fn(self, x).pow(2).sum()
 
 
-def build(fn: Callable[[Any, Tensor], Tensor]) -> tuple[Model, Guards]:
+def build(fn: Callable[[Any, Tensor], Tensor], **attributes: Any) -> tuple[Any, Guards]:
     torch.manual_seed(0)
     model = Model(fn)
+    vars(model).update(attributes)
     guards = capture(model, (torch.randn(BATCH, DIM),)).guards
     assert guards is not None and guards.changed() is None
     return model, guards
@@ -250,6 +251,33 @@ def in_a_checkpoint(m: Any, x: Tensor) -> Tensor:
 
     found: Tensor = torch.utils.checkpoint.checkpoint(body, m.linear(x), use_reentrant=False)
     return found
+
+
+def test_counts_that_go_down_and_in_fractions_are_those_of_the_original() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.left -= 1
+        m.seconds += 0.1
+        m.seconds += 0.2  # whose rounding is not that of 0.3
+        m.share = m.share - 0.7 + 2
+        return m.linear(x)
+
+    model, guards = build(forward, left=5, seconds=0.0, share=1.5)
+    other = build(forward, left=5, seconds=0.0, share=1.5)[0]
+    for n in range(1, 8):
+        guards.leave()
+        other(torch.randn(BATCH, DIM))
+        assert guards.changed() is None
+        assert (model.left, model.seconds, model.share) == (other.left, other.seconds, other.share) and model.left == 5 - n
+
+
+@pytest.mark.parametrize("change", [lambda t: t * 2.0, lambda t: t / 2 + 1, lambda t: 4 - t * 2, lambda t: t + t, lambda t: round(t + 0.6)])
+def test_a_number_that_changes_otherwise_than_by_adding_is_refused(change: Callable[[float], float]) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.share = change(m.share)
+        return m.linear(x)
+
+    with pytest.raises(CaptureError, match="each call .*share from .*\n  what to do"):
+        build(forward, share=1.5)
 
 
 @pytest.mark.parametrize("fn", [compared, compared_in_silence, in_a_text, as_a_factor, as_a_key, in_two_places, in_a_hook, in_a_checkpoint])

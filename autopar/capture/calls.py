@@ -67,9 +67,29 @@ class Calls:
 
 
 def copied(inputs: Inputs) -> Inputs:
-    """The inputs with every tensor cloned: a forward may write to them. Those that require a gradient are leaves that do."""
-    made: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
+    """The inputs with every tensor cloned: a forward may write to them. Those that require a gradient are leaves that do, each for itself;
+    of others that are one tensor the clones are one too, of which a forward may ask."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def clone(t: torch.Tensor) -> torch.Tensor:
+        if t.requires_grad:
+            return _clone(t).requires_grad_()
+        if id(t) not in clones:
+            clones[id(t)] = _clone(t)
+        return clones[id(t)]
+
+    made: Inputs = pytree.tree_map_only(torch.Tensor, clone, inputs)
     return made
+
+
+def _clone(t: torch.Tensor) -> torch.Tensor:
+    """That lies in memory as the tensor does, unless entries of it are at one place."""
+    made = t.detach().clone()
+    steps = sorted((stride, n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1)
+    apart = all(step >= n * least for (least, n), (step, _) in zip(((1, 1), *steps), steps, strict=False))
+    if made.stride() == t.stride() or t.device.type == "meta" or not apart:
+        return made
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(made)
 
 
 def differentiated(inputs: Inputs) -> list[torch.Tensor]:
@@ -123,7 +143,9 @@ def call_twice(
         settled = tuple(c for c in start.changes(first) if c.path not in moved)
         counts = counts_between(start, first, second, traced)
         if counts:
-            counts = only_added_to(counts, lambda: _called(model, loss, inputs))
+            whole = [c for c in counts if type(c.seen[1]) is int]
+            tried = (counts, whole) if whole != counts else (counts,)
+            counts = next((x for some in tried if (x := only_added_to(some, lambda: _called(model, loss, inputs)))), [])
         for count in counts:
             del moved[count.path]
         written = refuse_changing(type(model).__name__, list(moved.values()), read)

@@ -1,5 +1,5 @@
-"""Counts that a forward keeps and does not read: `self.calls += 1`, `self.seen += len(x)`. A program need not know them; the parallel
-module adds to them after a call what the original adds.
+"""Counts that a forward keeps and does not read: `self.calls += 1`, `self.left -= len(x)`, `self.time += 0.1`. A program need not know
+them; the parallel module adds to them after a call what the original adds.
 
 Whether a number is read is found out by a call of the model in which something stands in its place that can be added to, and tells of
 all else that is asked of it.
@@ -19,12 +19,17 @@ from autopar.run.outputs import found_in
 __all__ = ["Count", "counts_between", "only_added_to"]
 
 
+Number = int | float
+
+
 class Count(NamedTuple):
-    """A number that each call of a model adds to. held: what holds it, under `key`; of a closure there is no key."""
+    """A number that each call of a model adds to. held: what holds it, under `key`; of a closure there is no key. seen: what it was before
+    and after a call. amounts: what a call adds, one after the other."""
 
     held: Held
     key: Any
-    amount: int
+    seen: tuple[Number, Number] = (0, 0)
+    amounts: tuple[Number, ...] = ()
 
     @property
     def path(self) -> str:
@@ -42,21 +47,33 @@ class Count(NamedTuple):
     def add(self) -> None:
         """As a call of the original does."""
         now = self.now()
-        self.put(self.amount if now is ABSENT else now + self.amount)
+        self.put(_after(0 if now is ABSENT else now, self.amounts))
+
+
+def _after(number: Number, amounts: Sequence[Number]) -> Number:
+    """One after the other, as rounding is."""
+    for amount in amounts:
+        number = number + amount
+    return number
 
 
 class _Added:
     """Stands for a count while the model is called. What else is asked of it, of all that a number can do, is noted in `asked`."""
 
-    def __init__(self, asked: set[str], path: str, amount: int = 0) -> None:
-        self.asked, self.path, self.amount = asked, path, amount
+    def __init__(self, asked: set[str], path: str, kind: type[Number], amounts: tuple[Number, ...] = ()) -> None:
+        self.asked, self.path, self.kind, self.amounts = asked, path, kind, amounts
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return int
+        return self.kind
 
     def __add__(self, other: object) -> _Added:
-        return _Added(self.asked, self.path, self.amount + other) if type(other) is int else self._asked()
+        if type(other) is int or (type(other) is float and self.kind is float):
+            return _Added(self.asked, self.path, self.kind, (*self.amounts, other))
+        return self._asked()
+
+    def __sub__(self, other: object) -> _Added:
+        return self + (-other if isinstance(other, int | float) else other)
 
     def _asked(self, *_: object) -> NoReturn:
         self.asked.add(self.path)
@@ -65,47 +82,50 @@ class _Added:
     __radd__ = __add__
 
 
-for _name, _what in vars(int).items():
-    if _name not in ("__new__", "__doc__", "__getattribute__", "__add__", "__radd__"):
+for _name, _what in {**vars(int), **vars(float)}.items():
+    if _name not in ("__new__", "__doc__", "__getattribute__", "__add__", "__radd__", "__sub__"):
         setattr(_Added, _name, _Added._asked if callable(_what) else property(_Added._asked))
 
 
 def counts_between(start: State, first: State, second: State, traced: Sequence[Change]) -> list[Count]:
-    """The whole numbers to which both calls, between three states, and the trace of a call add the same."""
+    """The numbers that both calls, between three states, and the trace of a call change; whole ones by the same."""
     in_trace = {c.path: _grown(c.before, c.after) for c in traced}
     found = []
     for count in _numbers(second):
         before, between, after = (state.leaves.get(count.path, ABSENT) for state in (start, first, second))
-        amount = _grown(between, after)
-        if amount and amount == _grown(before, between) == in_trace.get(count.path):
-            found.append(count._replace(amount=amount))
+        amounts = [_grown(between, after), _grown(before, between), in_trace.get(count.path)]
+        whole = type(after) is int
+        if all(amounts) and (not whole or len(set(amounts)) == 1):
+            found.append(count._replace(seen=(between, after)))  # type: ignore[arg-type]
     return found
 
 
 def _numbers(state: State) -> Iterator[Count]:
     for held in state.held:
         if isinstance(held.holder, CellType):
-            if type(held.items) is int:
-                yield Count(held, None, 0)
+            if type(held.items) in (int, float):
+                yield Count(held, None)
         elif isinstance(held.items, dict) and not held.table:
-            yield from (Count(held, key, 0) for key, value in held.items.items() if type(value) is int)
+            yield from (Count(held, key) for key, value in held.items.items() if type(value) in (int, float))
 
 
-def _grown(before: object, after: object) -> int | None:
-    if type(after) is not int or not (before is ABSENT or type(before) is int):
+def _grown(before: object, after: object) -> Number | None:
+    if type(after) not in (int, float) or not (before is ABSENT or type(before) is type(after)):
         return None
-    return after if before is ABSENT else after - before  # type: ignore[operator]
+    return after if before is ABSENT else after - before  # type: ignore[operator, return-value]
 
 
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:
-    """Those that a call of the model, which gives what it returns, does not read, if there is no other among them."""
+    """Those that a call of the model, which gives what it returns, does not read, with what it adds to them, if there is no other among
+    them."""
     asked: set[str] = set()
     for count in counts:
-        count.put(_Added(asked, count.path))
+        count.put(_Added(asked, count.path, type(count.seen[1])))
     try:
         returned = [x for x in found_in(call()) if type(x) is _Added]
     except FAILURES:  # of what was read, the model's own code does
         return []
     now = [(count, count.now()) for count in counts]
-    grown = [c for c, x in now if type(x) is _Added and (x.path, x.amount) == (c.path, c.amount)]
-    return grown if grown == list(counts) and not asked and not returned else []
+    added = [(c, x.amounts) for c, x in now if type(x) is _Added and x.path == c.path]
+    grown = [c._replace(amounts=amounts) for c, amounts in added if _after(c.seen[0], amounts) == c.seen[1]]
+    return grown if len(grown) == len(counts) and not asked and not returned else []

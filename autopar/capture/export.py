@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -287,6 +288,12 @@ def _cannot(model: nn.Module) -> str:
     return f"cannot capture {type(model).__name__}"
 
 
+def _transforms(error: BaseException) -> bool:
+    """Whether an error came from inside of a transform of torch.func."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.endswith(os.path.join("torch", "_functorch", "eager_transforms.py")) for name in files)
+
+
 def _remedy(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
     ran = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -307,8 +314,11 @@ def _remedy(error: BaseException) -> str:
             "the line above lets values of a tensor decide what runs or which shape results, which one graph cannot hold; use "
             "torch.where or masking, a fixed capacity, or a Python number known before the call"
         )
-    if "vmap" in text or "functorch" in text:
-        return "replace torch.vmap or torch.func transforms in the forward by batched operators"
+    if "vmap" in text or "functorch" in text or _transforms(error):
+        return (
+            "replace torch.vmap or torch.func transforms in the forward by batched operators, and gradients by torch.autograd.grad(..., "
+            "create_graph=True) in a submodule, which then runs as it is written"
+        )
     if "sparse" in text.lower():
         return "a program is of dense tensors: let the model hold and take these (.to_dense()), or indices and values"
     if "deepcopy" in text or "numpy" in text.lower():

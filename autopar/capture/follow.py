@@ -136,6 +136,7 @@ def _trained(module: nn.Module) -> frozenset[str]:
 
 Ask = Callable[[torch.Tensor, bool, str], torch.Tensor]
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_READS_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -174,6 +175,11 @@ class AtTheBorder(TorchFunctionMode):
             raise CaptureError(
                 f"the forward reads the gradient of a parameter, {_type(args[0])}, which a graph holds as it was when it was traced\n"
                 f"  at {running_line()}\n  what to do: keep what it needs of gradients in a buffer, which is written after backward()"
+            )
+        if func == _READS_GRAD_FN and ".register_" in running_line():
+            raise CaptureError(
+                f"a hook on what autograd records of an activation, which no graph holds\n  at {running_line()}\n  what to do: register it "
+                f"on the activation instead (Tensor.register_hook)"
             )
         if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
             asking = sys._getframe(1)

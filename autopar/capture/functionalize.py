@@ -82,6 +82,7 @@ class _Functionalizer:
         self.seen_version: dict[str, int] = {}  # of a view: the base's version that it was made from
         self.last_hook: dict[str, str] = {}  # a traced value -> the result of the hook on it that is given gradients last
         self.has_hook: dict[str, str] = {}  # a base of which a value has a hook -> the line that registers it
+        self.closed: dict[str, str] = {}  # a base that a hook on an activation reads -> the line that registers it
         self.written_at: dict[str, str] = {}  # of a base: the line that last wrote to it
         self.origin: Traced  # the traced operator that is being rewritten
 
@@ -207,8 +208,10 @@ class _Functionalizer:
     # ---------------------------------------------------------------------------------------------------------- hooks
     def _hooked(self, op: Op) -> None:
         """A hook on an activation: its region gives what is read from here on as the activation, and as the views of it."""
-        (operand,) = refs(op)[1:]
+        operand, *closed = refs(op)[1:]
         name = self._same(operand)
+        others = tuple(Ref(self._now(n)) for n in closed)
+        self.closed |= {self._base(self._same(n)): op.source for n in closed}
         base, parts = self._base(name), {n for n in self.current if name in self._chain(n)}
         values = {self.current[n] for n in parts}
         views = {o for n in parts - {name} for o in self.views[n].op.outputs if o is not None}
@@ -226,9 +229,11 @@ class _Functionalizer:
         before = self.ops[later:]  # a hook that was registered before this one: it is given gradients first, and so comes after it
         now = self._now(name) if not before else refs(before[0].op)[1]
         del self.ops[later:]
-        self._emit(dataclasses.replace(op, target=REGION, args=(op.args[0], (Ref(now),), ())))
+        self._emit(dataclasses.replace(op, target=REGION, args=(op.args[0], (Ref(now), *others), ())))
         if before:
-            self.ops += [before[0].with_op(dataclasses.replace(before[0].op, args=(before[0].op.args[0], (Ref(made),), ()))), *before[1:]]
+            first = before[0].op
+            held = tuple(Ref(n) for n in refs(first)[2:])
+            self.ops += [before[0].with_op(dataclasses.replace(first, args=(first.args[0], (Ref(made), *held), ()))), *before[1:]]
         else:
             self.version[base] = self.version.get(base, 0) + 1
             self.current[name], self.seen_version[name] = made, self.version[base]
@@ -253,6 +258,8 @@ class _Functionalizer:
             raise self._error(f"{op.target} writes to {', '.join(written)}, which capture cannot express without writing")
         if hooked := self.has_hook.get(self._base(self_name)):
             raise self._error(f"it writes in place to an activation with a hook ({hooked})")
+        if reads := self.closed.get(self._base(self_name)):
+            raise self._error(f"it writes in place to a tensor that a hook on an activation reads in backward ({reads})")
         old = self._now(self_name)
         meta = self.metas[old]
         trained = {p.value: p.fqn for p in self.trace.params if p.trainable}

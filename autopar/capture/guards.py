@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.by_value import by_value
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
+from autopar.capture.reach import compares_objects
 from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
 from autopar.run.grad_mode import GradMode, as_called
@@ -29,12 +31,14 @@ _SETTINGS = {
     name: getattr(torch, name)
     for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "get_num_threads")
 }  # of the process, which a forward may ask for
+_LIES = frozenset({"is_contiguous", "stride", "storage_offset", "data_ptr"})  # how a tensor lies in memory
 _SAID = 3  # changes that a message names
 _UNWATCHED = TABLES | {"training"}
 
 
 class Guards:
-    """The picture of a model and its loss at the moment of capture."""
+    """The picture of a model and its loss at the moment of capture. asks: whether their code may ask which inputs are one tensor, and how
+    they lie in memory."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State) -> None:
         self._model, self._loss, self._state = model, loss, state
@@ -44,6 +48,8 @@ class Guards:
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
+        names = state.reached.names | state.reached.asked
+        self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), not _LIES.isdisjoint(names)
         self._index(state)
 
     @staticmethod
@@ -117,7 +123,7 @@ class Guards:
             and [t._version for t in self._tensors] == self._versions
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
             and all(map(operator.eq, self._sets, self._members))
-            and [array.tobytes() for array in self._arrays] == self._bytes
+            and list(map(by_value, self._arrays)) == self._held_by_them
         )
 
     def _index(self, state: State) -> None:
@@ -145,7 +151,7 @@ class Guards:
         self._tensors: list[torch.Tensor] = [state.tensors[path] for path in state.versions]
         self._versions = list(state.versions.values())
         self._arrays = state.arrays
-        self._bytes = [array.tobytes() for array in self._arrays]
+        self._held_by_them = list(map(by_value, self._arrays))
 
     def _add(self, held: Held) -> None:
         holder, items = held.holder, held.items

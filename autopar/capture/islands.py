@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs
 from autopar.capture.export import PREFIX
+from autopar.capture.island_writes import write_apart
 from autopar.capture.regions import Regions, is_static
 from autopar.capture.source import source_line
 
@@ -31,9 +32,10 @@ _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, 
 
 
 def with_islands(model: nn.Module, exported: ExportedProgram, inputs: Inputs, regions: Regions) -> bool:
-    """Replace the islands of a graph by calls of regions; whether all were. If not, the graph is as it was. inputs: real ones, which tell
-    what the islands are given."""
+    """Replace the islands of a graph by calls of regions; whether all were. If not, the graph has the operators that it had, but for what
+    is written apart. inputs: real ones, which tell what the islands are given."""
     graph = exported.graph_module.graph
+    write_apart(graph, _by_values)
     nodes = list(graph.nodes)
     islands = [x for x in _islands(nodes) if _leaving(x)]  # others serve assertions
     if not islands or any(_refused(island, nodes) for island in islands):
@@ -66,6 +68,8 @@ def _islands(nodes: list[fx.Node]) -> list[list[fx.Node]]:
         if _by_values(n):
             sized.add_node(n)
             sized.add_edges_from((n, user) for user in n.users if user.op != "output")
+            several = [user for user in n.users if isinstance(user.meta.get("val"), tuple | list)]  # results, which are taken one by one
+            sized.add_edges_from((user, result) for user in several for result in user.users if result.target is operator.getitem)
     found = [set(x) for x in nx.connected_components(sized)]
     while True:
         closed = [x | (_reached(flow, x) & _reached(flow.reverse(copy=False), x)) for x in found]

@@ -28,6 +28,7 @@ from autopar.capture.fewer import captured_and_compared
 from autopar.capture.functionalize import EFFECTS, functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
+from autopar.capture.hooked import refuse_left
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
@@ -176,6 +177,7 @@ def _captured(
         scales = SCALES if found.own_gradients else ()
         calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales)
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
+        refuse_left(dict[str, Any](trace.tensors).values(), left)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
             leaves = {p.value: originals[p.value].detach().requires_grad_(p.trainable) for p in program.params}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "is_foreign", "loaded_in"]
+__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "loaded_in"]
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -383,3 +383,15 @@ def _stored(code: CodeType) -> Iterator[str]:
     for one in _codes(code):
         if _STORE_GLOBAL in one.co_code[::2]:
             yield from (str(i.argval) for i in dis.get_instructions(one) if i.opcode == _STORE_GLOBAL)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def compares_objects(code: CodeType) -> bool:
+    """Whether code asks if two things are one (`a is b`), of which neither is a constant or a name of a class or a function's."""
+    for one in _codes(code):
+        before = ""
+        for i in dis.get_instructions(one):
+            if i.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
+                return True
+            before = i.opname
+    return False

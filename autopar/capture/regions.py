@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
+from autopar.capture.hooked import IN_A_PART, Call, Outside, hooked
 from autopar.capture.own_gradients import OwnGradients, below, innermost
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
@@ -34,8 +34,9 @@ from autopar.capture.samples import is_linear, works_by_samples
 from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.autocast import ambient
+from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
-from autopar.run.region import Applied, Hooked, Place, Region, within
+from autopar.run.region import Applied, Place, Region, within
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
 
@@ -45,26 +46,10 @@ MOST = 64  # exports that are tried
 
 _LIBRARY = library.Library("autopar_region", "DEF")
 _LIBRARY.define("call(str key, Tensor[] tensors, int results) -> Tensor[]")
-_LIBRARY.define("hook(str key, Tensor(a!) tensor) -> ()")  # a trace sees it write to the activation, so that what follows reads another
+_LIBRARY.define("hook(str key, Tensor(a!) tensor, Tensor[] closed) -> ()")  # a trace sees it write to the activation, which is another then
 HOOK = "autopar_region.hook.default"
 _TRACED: dict[str, Call] = {}  # while a model is exported, and until its graph has been read
 _CONDITION = "condition_"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One call of a region. arguments: what it was given, detached. results: what it returned; structure: the leaves of which they
-    are the tensors. rows: which of its tensors are cut where it works by samples. line: what made it necessary."""
-
-    region: Region
-    arguments: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
-    structure: Any
-    flops: int
-    saved: int
-    draws: bool
-    rows: tuple[int, ...]
-    line: str
 
 
 def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
@@ -72,7 +57,7 @@ def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
     return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in _TRACED[key].results]
 
 
-def _registered(key: str, tensor: Tensor) -> None:
+def _registered(key: str, tensor: Tensor, closed: list[Tensor]) -> None:
     pass
 
 
@@ -169,10 +154,15 @@ class Regions:
             nonlocal observed
             if not observed and innermost(self._paths) == "":
                 line, observed = running_line(), True
-                self.hooks.append(_hooked(f"hook_{len(self.hooks)}", hook, tensor, line))
+                self.hooks.append(hooked(f"hook_{len(self.hooks)}", hook, tensor, line, self._names))
+                held.append((hook, [*map(id, closed_tensors(hook))], line))
                 observed = False
 
+        held: list[tuple[Callable[..., Any], list[int], str]] = []
         self._call_model(hooks_told(noted))
+        for hook, closed, line in held:
+            if [*map(id, closed_tensors(hook))] != closed:
+                raise CaptureError(f"a hook on an activation reads what is assigned after it is registered\n  at {line}{IN_A_PART}")
 
     def include_functions(self, applied: Collection[Function], error: CaptureError) -> bool:
         """Make regions of the calls of those of these autograd functions that an error of capture came from; whether there is one."""
@@ -255,7 +245,7 @@ class Regions:
             trace = trace.tb_next
         return found
 
-    def _run(self, paths: list[str], line: str, mode: TorchFunctionMode | None = None) -> dict[str, list[Call]]:
+    def _run(self, paths: list[str], line: str, mode: _Values | None = None) -> dict[str, list[Call]]:
         """Run the model, and keep the calls of those of these submodules that can be regions. mode: as of `_observed`."""
         found: dict[str, list[Call]] = {}
         self._raised = ""
@@ -279,7 +269,9 @@ class Regions:
     def why_not(self, error: CaptureError | None = None) -> str:
         """Lines to add to an error of capture."""
         lines = [f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items()]
-        if error is not None and not lines and self._has_data() and self._innermost(error.__cause__, users=True) == "":
+        if error is None or lines or not self._has_data() or "torch.func" in str(error):  # which no submodule may call
+            return "".join(lines)
+        if self._innermost(error.__cause__, users=True) == "":
             lines.append(
                 "\n  or: move that line, and what it needs, into a submodule of its own that takes and returns tensors, of shapes that do "
                 "not depend on values: what no graph holds runs as it is written there"
@@ -317,9 +309,9 @@ class Regions:
             path = self._path_of(cls)
             return traced(path, args, kwargs) if path in self.calls else apply(*args, **kwargs)
 
-        def hooked(tensor: Tensor, _: Callable[..., Any]) -> None:
+        def registered(tensor: Tensor, hook: Callable[..., Any]) -> None:
             if self.hooks and innermost(self._paths) == "":
-                torch.ops.autopar_region.hook(f"hook_{next(hooks)}@0", tensor)
+                torch.ops.autopar_region.hook(f"hook_{next(hooks)}@0", tensor, closed_tensors(hook))
 
         hooks = iter(range(len(self.hooks)))
         seen: set[Function] = set()
@@ -331,7 +323,7 @@ class Regions:
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         _TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
         try:
-            with forwards_replaced(modules, self.model), applied_by(applied), hooks_told(hooked):
+            with forwards_replaced(modules, self.model), applied_by(applied), hooks_told(registered):
                 yield seen
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)
@@ -352,22 +344,6 @@ class Regions:
             else:
                 made.append(f"{region.name} runs as it is written, {how}, for no graph holds {calls[0].line}")
         return tuple(made)
-
-
-class _Outside(TorchFunctionMode):
-    """Notes what the code inside reads of the tensors of a model. names: by storage; read: one that was read."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._names, self.read = names, ""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if self._names and not self.read:
-            tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided)
-            self.read = next((self._names[s] for x in tensors if (s := storage_of(x)) in self._names), "")
-        return func(*args, **(kwargs or {}))
 
 
 class _Values(TorchFunctionMode):
@@ -391,12 +367,26 @@ _READS_VALUES = frozenset((
 ))  # fmt: skip
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+def _beside_tensors(output: Any, read: bool) -> str:
+    """What there is in an output beside tensors that another call may return otherwise; '' for nothing. read: the code has taken values of
+    tensors."""
+    for x in pytree.tree_leaves(output):
+        if not isinstance(x, (Tensor, *_PLAIN)):
+            return f"an object ({type(x).__name__})"
+        if read and isinstance(x, int | float | complex | str):
+            return f"{type(x).__name__} {x!r}, and takes values of tensors into Python"
+    return ""
+
+
 def _observed(
     path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str],
-    mode: TorchFunctionMode | None = None,
+    mode: _Values | None = None,
 ) -> tuple[Any, Call | str]:  # fmt: skip
-    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. mode: in which it
-    runs."""
+    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. mode: notes whether
+    its code takes values of tensors."""
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
@@ -412,7 +402,7 @@ def _observed(
             saved[storage_of(t)] = t.untyped_storage().nbytes()
         return t
 
-    outside = _Outside({storage: name for storage, name in names.items() if storage not in known})
+    outside = Outside({storage: name for storage, name in names.items() if storage not in known})
     kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     own_backward: list[object] = [module] if isinstance(module, Applied) else []
     hooks: list[Callable[..., Any]] = []
@@ -422,8 +412,11 @@ def _observed(
         return apply(*args, **kwargs)
 
     watched = hooks_told(lambda _, hook: hooks.append(hook))
-    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), mode or contextlib.nullcontext():
+    values = mode if isinstance(mode, _Values) else _Values()  # the innermost, which the code itself calls
+    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), values:
         output = forward(*args, **kwargs)
+    if beside := _beside_tensors(output, values.read):
+        return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
         return output, "it changes what it is given, a buffer or an attribute"
@@ -452,20 +445,6 @@ def _observed(
             call = dataclasses.replace(call, region=dataclasses.replace(call.region, linear=False))
         rows = () if leaves else rows
     return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
-
-
-def _hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str) -> Call:
-    """A hook on an activation as a region, which gives what it is given."""
-    given = tensor.detach().clone()
-    region = Region(path=path, module=Hooked(hook), state=(), arguments=((Place(),), {}), modes=(True,))
-    result, linear, rows = given.clone().requires_grad_(), False, tuple[int, ...]()
-    if only_computes(hook):  # else it is given all of the gradient, as it leaves something
-        _, rows = works_by_samples(region, (given,), (), (result,), draws=False, own_backward=True)
-        linear = is_linear(region, (given,), (), draws=False)
-    return Call(
-        region=dataclasses.replace(region, linear=linear), arguments=(given,), results=(result,), structure=torch.empty(0), flops=0,
-        saved=0, draws=False, rows=rows, line=line,
-    )  # fmt: skip
 
 
 def _as_traced(call: Call, args: Any, kwargs: Any) -> Call:

@@ -214,7 +214,10 @@ def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[T
     flowing = [k for k, r in enumerate(found) if r.requires_grad]
     grads = {}
     if flowing and leaves:
-        left = torch.autograd.grad([found[k] for k in flowing], leaves, [given[k] for k in flowing], allow_unused=True)
+        try:
+            left = torch.autograd.grad([found[k] for k in flowing], leaves, [given[k] for k in flowing], allow_unused=True)
+        except REFUSALS:  # of a hook
+            return None
         grads = {id(t): g for t, g in zip(leaves, left, strict=True)}
 
     def of(t: Tensor) -> Tensor:

@@ -44,9 +44,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """leaves: path -> value. versions: of the plain tensors among them. held: every container, with its contents. arrays: those of numpy
-    that are compared by their bytes. reached: the code that was looked at. buffers: the names of the buffers that hold a tensor; of others
-    that do later, the tensors are leaves. reads: what code may read, if nothing else is in the picture; None if all is."""
+    """leaves: path -> value. versions: of the plain tensors among them. held: every container, with its contents. arrays: those of numpy,
+    queues and the like, which are compared by what they hold. reached: the code that was looked at. buffers: the names of the buffers that
+    hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if nothing else is in the picture; None if
+    all is."""
 
     leaves: Mapping[str, object]
     versions: Mapping[str, int]

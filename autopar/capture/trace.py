@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export import PREFIX
 from autopar.capture.follow import storage_of
+from autopar.capture.hooked import Call
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
 from autopar.capture.memory import OfParameters
-from autopar.capture.regions import HOOK, Call, Regions, is_static
+from autopar.capture.regions import HOOK, Regions, is_static
 from autopar.capture.source import source_line
 from autopar.capture.state import State
 from autopar.errors import CaptureError, DependsOnValues
@@ -335,16 +336,19 @@ class _Flattener:
         env[node] = [Ref(o) for o in outputs]
 
     def _hook_call(self, node: fx.Node, env: dict[fx.Node, Any], *, no_grad: bool) -> None:
-        """A hook on an activation: the region that it is, which stands for the activation from there on."""
-        key, value = str(node.args[0]), env[node.args[1]]  # type: ignore[index]
+        """A hook on an activation: the region that it is, of the activation, for which it stands from there on, and the tensors that the
+        hook holds."""
+        key = str(node.args[0])
+        closed: Any = node.args[2]
+        value, *others = operands = [env[n] for n in (node.args[1], *closed)]
         call = self.regions.call(key)
-        if isinstance(value, _Symbolic):
-            raise value.error()
-        handle = self._handle(key, call, [value])
+        if symbolic := next((x for x in operands if isinstance(x, _Symbolic)), None):
+            raise symbolic.error()
+        handle = self._handle(key, call, operands)
         kwargs = _described(call, [node.args[1].meta["val"]])  # type: ignore[union-attr]
         name = self.names.fresh("hooked")
         op = Op(
-            target=HOOK, args=(handle, (value,), ()), kwargs=kwargs, outputs=(name,), multi=True, no_grad=no_grad, source=call.line
+            target=HOOK, args=(handle, (value, *others), ()), kwargs=kwargs, outputs=(name,), multi=True, no_grad=no_grad, source=call.line
         )  # fmt: skip
         self.ops.append(Traced(op=op, calls=_module_stack(node)[0]))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import itertools
-import random
 import threading
 import weakref
 from collections import deque
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.by_value import by_value, changes_in_place
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
@@ -39,7 +38,6 @@ CODE = (
     torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
 )  # fmt: skip
 _NAMESPACES = (SimpleNamespace, threading.local)
-_LARGEST = 1 << 20  # bytes of an array that is compared by its contents
 DEPTH = 8  # containers and objects within one another
 _ITEMS = 2000  # of one container: longer ones are compared as a whole, if their items are plain, else by identity and length
 
@@ -174,9 +172,9 @@ class Walk:
             self._callable(path, value, depth)
         elif id(value) in self.seen:
             return
-        elif (known := _by_value(value)) is not None:
+        elif (known := by_value(value)) is not None:
             self.leaves[path] = known
-            if type(value).__module__ == "numpy":
+            if changes_in_place(value):
                 self.arrays.append(value)
         else:
             self._container(path, value, depth)
@@ -285,17 +283,3 @@ def _root(cls: type) -> str:
 
 def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _by_value(value: Any) -> Value | None:
-    """What is neither simple nor a container but can be told apart by a value of its own."""
-    if isinstance(value, random.Random):
-        return Value("random generator", value.getstate())
-    if isinstance(value, torch.Generator):
-        with torch._C._DisableTorchDispatch():  # its state is a tensor, which a trace would take for one of the program
-            return Value("random generator", value.get_state().cpu().numpy().tobytes())
-    if isinstance(value, itertools.count):
-        return Value(repr(value), repr(value))
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", _LARGEST + 1) <= _LARGEST:
-        return Value(f"array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
-    return None

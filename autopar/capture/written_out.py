@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,52 @@ def _masked_select(input: Tensor, mask: Tensor, *, out: Tensor | None = None) ->
     return input[mask]
 
 
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """torch.bincount of [N] -> [minlength]. torch counts on where a number is larger; here that is refused, so that the size is fixed.
+    Without minlength it is torch's own, whose size depends on values."""
+    if minlength < 1 or input.dim() != 1 or (weights is not None and weights.shape != input.shape):
+        return torch.bincount(input, weights, minlength)
+    if torch.any(input >= minlength):
+        raise ValueError("torch.bincount is given a number that is not below minlength: give it a larger minlength")
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.to(torch.float64)
+    return torch.zeros(minlength, dtype=weights.dtype, device=input.device).scatter_add(0, input.to(torch.int64), weights.detach())
+
+
+def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """torch.cov of [variables, observations] or [observations] -> [variables, variables] or a number. With weights it is torch's own."""
+    if fweights is not None or aweights is not None or input.dim() > 2 or input.dtype == torch.bool:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input if input.dim() == 2 else input.reshape(1, -1)
+    if not rows.is_floating_point() and not rows.is_complex():
+        rows = rows.to(torch.get_default_dtype())
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.t().conj() / max(0, rows.size(1) - correction)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    """torch.corrcoef of [variables, observations] or [observations] -> [variables, variables] or a number."""
+    found = _cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviations = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
+    found = found / deviations.unsqueeze(1) / deviations.unsqueeze(0)
+    if found.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """torch.combinations of [N] -> [count, r]: how many there are, and of which places, follows from N."""
+    if input.dim() != 1 or r < 1:
+        return torch.combinations(input, r, with_replacement)
+    chosen = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(chosen(range(input.size(0)), r)), dtype=torch.int64, device=input.device).reshape(-1, r)
+    return input[places]
+
+
 def _added(frames: Tensor, total: int, hop: int) -> Tensor:
     """Frames [N, count, n], each `hop` samples behind the one before, added up: [N, total]."""
     if frames.is_complex():
@@ -76,5 +123,7 @@ def _added(frames: Tensor, total: int, hop: int) -> Tensor:
 
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss, F.gaussian_nll_loss: _gaussian_nll_loss,
-    torch.masked_select: _masked_select, torch.Tensor.masked_select: _masked_select,
+    torch.masked_select: _masked_select, torch.Tensor.masked_select: _masked_select, torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount, torch.cov: _cov, torch.Tensor.cov: _cov, torch.corrcoef: _corrcoef, torch.Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
 }  # fmt: skip

@@ -77,6 +77,7 @@ def fold(program: Program) -> Program:
         )  # fmt: skip
     return program.replace(
         ops=tuple(ops), blocks=tuple(blocks), types={v: t for v, t in program.types.items() if v not in lost},
+        inputs=tuple(x for x in program.inputs if x.value not in lost),
         params=tuple(p for p in program.params if p.value not in lost), buffers=tuple(b for b in program.buffers if b.value not in lost),
         mutations=tuple((b, v) for b, v in program.mutations if b not in lost and v not in lost),
     )  # fmt: skip
@@ -124,6 +125,8 @@ def _follows(
                     continue  # all read it, or there is nothing to compare with yet
                 if s not in leaves or program.types[r] != program.types[s] or any(x not in own for x in readers[r]):
                     return False
+                if program.batched is not None and (r in program.batched) != (s in program.batched):
+                    return False  # inputs, of which one is cut with the batch
                 if [x - span.start for x in readers[r]] != [x - second.start for x in readers[s]]:
                     return False
                 continue

@@ -23,6 +23,9 @@ from autopar.run.weights import Step
 __all__ = ["FUNCTIONS", "Backward"]
 
 
+OfOutputs = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
+
+
 def _refuse(gradients: object) -> None:
     """RuntimeError for gradients that are to be differentiated again, or that were given already (None)."""
     if torch.is_grad_enabled():
@@ -54,21 +57,21 @@ class _Deposit(torch.autograd.Function):
 
 class _Opened(torch.autograd.Function):
     """Outputs of which the user makes a loss -> the same, whose backward returns the gradients of leaves. values: n outputs, and leaves.
-    gradients: from those of the outputs, None for those that the loss does not depend on."""
+    gradients: from those of the outputs, None for those that the loss does not depend on; more: the same for each further backward pass,
+    which torch refuses unless the graph was retained."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gradients: Callable[[Sequence[Tensor | None]], list[Tensor | None]], n: int, *values: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.gradients, ctx.n = gradients, n
+    def forward(ctx: Any, gradients: OfOutputs, more: OfOutputs, n: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.more, ctx.n = gradients, more, n
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))  # which is there as long as the graph is
         return tuple(v.detach() for v in values[:n])  # which may be written in place, as views may not
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse(ctx.gradients)
-        gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *(None,) * ctx.n, *gradients(grads))
+        _refuse(ctx.saved_tensors)
+        gradients, ctx.gradients = ctx.gradients, ctx.more
+        return (None, None, None, *(None,) * ctx.n, *gradients(grads))
 
 
 FUNCTIONS = (_Deposit, _Opened)
@@ -116,27 +119,33 @@ class Backward:
                 f"compile with Pins(pp=1, micro_batches=1)"
             )
 
-    def of_outputs(self, values: dict[str, Tensor], run: OpenRun) -> dict[str, Tensor]:
-        """The outputs, by name, as the user is given them to make a loss of."""
-        outputs, n = self.form.outputs, self.form.manifest.micro_batches
-        names = [name for name in values if name in outputs.differentiable]
-
+    def of_outputs(self, values: dict[str, Tensor], run: OpenRun, again: Callable[[], tuple[Backward, OpenRun]]) -> dict[str, Tensor]:
+        """The outputs, by name, as the user is given them to make a loss of. again: the call once more, for a further backward pass."""
+        names = [name for name in values if name in self.form.outputs.differentiable]
         before = self._versions()
 
         def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-            record.phase(record.BACKWARD)
             if self._versions() != before:
                 raise RuntimeError(
                     "parameters were changed between a call of the model and the backward pass of what it returned. Step the optimizer "
                     "after backward(), or call the model again"
                 )
-            run.backward(outputs.cotangents(dict(zip(names, grads, strict=True)), n))
-            found = self._gradients(None, tuple(grad is not None for grad in grads))
-            record.phase(record.OUTSIDE)
-            return found
+            return self._of_run(run, names, grads)
 
-        opened = _Opened.apply(gradients, len(names), *(values[name] for name in names), *self.leaves)
+        def more(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            rest, anew = again()
+            return rest._of_run(anew, names, grads)
+
+        opened = _Opened.apply(gradients, more, len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))
+
+    def _of_run(self, run: OpenRun, names: Sequence[str], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of `leaves`, from those of the outputs with these names. Collective."""
+        record.phase(record.BACKWARD)
+        run.backward(self.form.outputs.cotangents(dict(zip(names, grads, strict=True)), self.form.manifest.micro_batches))
+        found = self._gradients(None, tuple(grad is not None for grad in grads))
+        record.phase(record.OUTSIDE)
+        return found
 
     def _versions(self) -> list[int]:
         """Of a pipeline, in which the stage whose weights autograd finds changed is not the one that has the outputs: how often each

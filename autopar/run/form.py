@@ -38,7 +38,11 @@ class Emitted(Protocol):
 
 
 class Guards(Protocol):
-    """What capture has frozen of the user's program, and what its forward leaves behind."""
+    """What capture has frozen of the user's program, and what its forward leaves behind. asks: whether its code may ask which inputs are
+    one tensor, and how they lie in memory."""
+
+    @property
+    def asks(self) -> tuple[bool, bool]: ...
 
     def changed(self) -> str | None: ...
 

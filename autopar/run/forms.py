@@ -77,7 +77,11 @@ class Forms:
         mesh, manifest = first.mesh, first.manifest
         if not self._takes(call):
             return first  # which says what is missing or not known
-        key = call.modes, (around := ambient()), first.batch.shapes(call.args, call.kwargs)
+        given = first.batch.shapes(call.args, call.kwargs)
+        if first.guards is not None and any(first.guards.asks):
+            same, lies = first.guards.asks
+            given += first.batch.beside(call.args, call.kwargs, same=same, lies=lies)
+        key = call.modes, (around := ambient()), given
         if mesh.talks:
             record.given(self._number(key))
         if call.compared:

@@ -63,6 +63,20 @@ class Batch:
         )
         return _sorted((self._by_name(path), what) for path, what in found)
 
+    def beside(self, args: Sequence[object], kwargs: Mapping[str, object], *, same: bool, lies: bool) -> Shapes:
+        """What else a forward may ask of the tensors of a call. same: which inputs are the same tensor as one before (`a is b`). lies:
+        which do not lie in memory as their shape says (`x.is_contiguous()`)."""
+        first: dict[int, str] = {}
+        found: list[tuple[Path, str]] = []
+        for path, leaf in self._leaves(args, kwargs):
+            if isinstance(leaf, Tensor):
+                name = _text(self._by_name(path))
+                if same and (before := first.setdefault(id(leaf), name)) != name:
+                    found.append((self._by_name(path), f"the same tensor as {before}"))
+                if lies and not leaf.is_contiguous():
+                    found.append((self._by_name(path), f"with strides {leaf.stride()}"))
+        return _sorted(found)
+
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         """name of the input -> the tensor that the call gives for it.
 

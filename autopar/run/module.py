@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
 from autopar.run import comm, record, state
+from autopar.run.again import Again
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
@@ -193,22 +194,8 @@ class ParallelModule(StandIn):
         if self.debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
         form.calls += 1
-        differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), mesh, local=form.batch.local)
-        step = Step(
-            held=tree.held,
-            names=tree.names,
-            buffer=functools.partial(self._buffer, constants=form.constants),
-            computes=form.computes,
-            buckets=self._buckets,
-            of_a_pass=self._of_a_pass,
-            where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
-            leaves=tree.leaves,
-            passes=manifest.micro_batches,
-        )
-        rest = Backward(
-            form=form, tree=tree, step=step, trainable=[(name, p) for name, p in tree.params.items() if p.requires_grad],
-            inputs=differentiated, reached_in=form.begin(),
-        )  # fmt: skip
+        rest = self._begun(form, bound, [(name, p) for name, p in tree.params.items() if p.requires_grad])
+        step = rest.step
         differentiates = torch.is_grad_enabled() and bool(rest.leaves)
         for stage in form.stages.values():
             stage.train(self.training)
@@ -216,8 +203,9 @@ class ParallelModule(StandIn):
         made: Made = []
         run: OpenRun | None = None
         with self._random.of_a_call(draws=manifest.draws):
-            parts = form.micro_batches(differentiated.parts)
-            if form.open and differentiates:
+            again = Again(form, tree, bound, rest, begun=self._begun, training=self.training) if form.open and differentiates else None
+            parts = form.micro_batches(rest.inputs.parts)
+            if again is not None:
                 run = form.run_open(parts, step)
             else:
                 loss = form.run(parts, step, made)
@@ -232,11 +220,28 @@ class ParallelModule(StandIn):
             step.finish()
         if form.returned is None:
             return as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
-        if run is not None:
-            return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run))
+        if run is not None and again is not None:
+            return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run, again))
         loss = rest.of_loss(loss) if differentiates else loss.detach()
         returned = form.returned.put_together(loss, form.outputs.collected(made, loss))
         return returned if form.open or form.returned.has_loss or not torch.is_grad_enabled() else loss
+
+    def _begun(self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]]) -> Backward:
+        """The weights of a forward pass, and what is left of it for backward."""
+        tree, manifest = self._tree, form.manifest
+        step = Step(
+            held=tree.held,
+            names=tree.names,
+            buffer=functools.partial(self._buffer, constants=form.constants),
+            computes=form.computes,
+            buckets=self._buckets,
+            of_a_pass=self._of_a_pass,
+            where_used=GatheredWhereUsed(self._units, self._orders, form.computes),
+            leaves=tree.leaves,
+            passes=manifest.micro_batches,
+        )
+        differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), self.mesh, local=form.batch.local)
+        return Backward(form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin())
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""

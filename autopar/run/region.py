@@ -22,6 +22,7 @@ from autopar.errors import LaunchError
 from autopar.run import comm, ctc  # noqa: F401  (regions may hold the operator that it registers)
 from autopar.run.autocast import Autocast, under
 from autopar.run.checkpointed import without_checkpointing
+from autopar.run.closed import over_tensors
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 
@@ -155,16 +156,16 @@ class AsAutograd(nn.Module):
 
 
 class Hooked(nn.Module):
-    """What it is given, with a hook on its gradient."""
+    """What it is given, with a hook on its gradient. Behind it are given the tensors that the hook holds (`closed_tensors`)."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
         self.hook = _Hook(hook)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *closed: Tensor) -> Tensor:
         given = x.view_as(x)
         if given.requires_grad:
-            given.register_hook(self.hook)
+            given.register_hook(_Hook(over_tensors(self.hook.hook, [t.detach() for t in closed])) if closed else self.hook)
         return given
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +163,42 @@ def one_tensor_given_twice(compile: Compile) -> Results:
 
     given = [(x, x, x[:, 1]) for x, _ in batches()]
     return trained(compile(seeded(Auto), example_inputs=given[0]), inputs=given)
+
+
+@program(KIND, plans=MORE)
+def one_tensor_in_some_calls(compile: Compile) -> Results:
+    """The forward asks whether both inputs are one tensor, and whether the first is contiguous; some calls give it so, and others not."""
+
+    class Asks(Net):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            z = self.logits(a) if a.is_contiguous() else self.logits(a * 2.0)
+            return z.square().mean() if a is b else (z - self.logits(b)).square().mean()
+
+    given = [(x, x if k % 2 else batch(9)[0]) for k, (x, _) in enumerate(batches(4))]
+    given += [(a.t().contiguous().t(), b) for a, b in given[:2]]
+    return trained(compile(seeded(Asks), example_inputs=given[0]), inputs=given)
+
+
+@program(KIND, plans=MORE)
+def queue_that_the_loop_fills(compile: Compile) -> Results:
+    """The forward asks how much there is in a queue, and whether an event is set, of a thread beside the loop."""
+    waiting, late = queue.Queue[int](), threading.Event()
+
+    class Watching(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().forward(x, y) * (1.0 + waiting.qsize())
+            return loss * 2.0 if late.is_set() else loss
+
+    model, losses = compile(seeded(Watching), example_inputs=batch()), []
+    optimizer = sgd(model)
+    for k, given in enumerate(batches(4)):
+        waiting.put(k) if k == 1 else late.set() if k == 3 else None
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
 
 
 @program(KIND, plans=MORE)

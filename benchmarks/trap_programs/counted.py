@@ -324,3 +324,33 @@ def spectral_norms_of_convolutions(compile: Compile) -> Results:
             return F.binary_cross_entropy_with_logits(self.layers(x.view(-1, 1, 2, 4)).squeeze(1), (y > 1).to(x.dtype))
 
     return trained(compile(seeded(Critic), example_inputs=batch()))
+
+
+@program(KIND, plans=("dp2mb2",))
+def counts_down_and_in_fractions(compile: Compile) -> Results:
+    """Steps that are left, and a time that is no whole number; the loop sets them back midway, and stops where none are left."""
+
+    class Leaving(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.epoch = 4, 0.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.left -= 1
+            self.epoch += 0.1
+            return super().forward(x, y)
+
+    model = compile(seeded(Leaving), example_inputs=batch())
+    optimizer, losses, seen = sgd(model), [], []
+    for given in batches(8):
+        if model.left == 2 and len(seen) == 2:
+            model.left, model.epoch = 5, 1.0
+        if not model.left:
+            break
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seen.append([model.left, model.epoch])
+    return {"losses": losses, "seen": seen, "state": state(model)}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Results, batch, program, samples, seeded, sgd, state, train
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Results, batch, program, samples, seeded, sgd, state, train, trained
 
 KIND = "hooked"
 
@@ -316,3 +316,72 @@ def norm_of_what_comes_bounded_later(compile: Compile) -> Results:
     with torch.no_grad():
         model.head.weight.mul_(2000.0)
     return {"losses": losses + train(model, sgd(model, 1e-4), steps=3), "state": state(model)}
+
+
+@program(KIND, plans=("dp2mb2",))
+def hooks_over_weights_of_the_batch(compile: Compile) -> Results:
+    """Hooks that weigh gradients by numbers of the samples, by one of the whole batch, and by a weight of the model."""
+
+    class Weighing(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h, each, mean, weight = torch.tanh(self.first(x)), x.abs().mean(1, keepdim=True), x.square().mean(), self.head.weight
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad * each + 0.1 * grad * mean)
+                h.register_hook(lambda grad, w=weight: grad * w.norm())
+            return self.blocks(h)
+
+    return trained(compile(seeded(Weighing), example_inputs=batch()))
+
+
+@program(KIND)
+def hook_over_an_attribute_of_the_call(compile: Compile) -> Results:
+    """The hook reads what the forward leaves in an attribute in each call."""
+
+    class Leaving(Net):
+        scale = torch.ones(())
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            self.scale = x.square().mean()
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad * self.scale)
+            return self.blocks(h)
+
+    return trained(compile(seeded(Leaving), example_inputs=batch()))
+
+
+class Fixed(nn.Module):
+    """A deep equilibrium: a fixed point of a layer, whose gradient is a fixed point too, which a hook finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def step(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.3 * self.layer(z) + x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(30):
+                z = self.step(z, x)
+        z = self.step(z, x)
+        if not z.requires_grad:
+            return z
+        start = z.detach().requires_grad_()
+        again = self.step(start, x)
+
+        def adjoint(grad: Tensor) -> Tensor:
+            found = grad
+            for _ in range(30):
+                found = torch.autograd.grad(again, start, found, retain_graph=True)[0] + grad
+            return found
+
+        z.register_hook(adjoint)
+        return z
+
+
+@program(KIND, plans=("dp2mb2",))
+def fixed_point_in_a_part(compile: Compile) -> Results:
+    """A part with a hook that asks for gradients of what the part has computed."""
+    return trained(compile(seeded(WithPart, Fixed()), example_inputs=batch()))

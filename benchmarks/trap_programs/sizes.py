@@ -228,3 +228,71 @@ def last_of_the_marked_places(compile: Compile) -> Results:
         tokens[:, k] = tokens[:, 5] = 9
         rounds.append((tokens, torch.randint(CLASSES, (BATCH,), generator=generator)))
     return _results(compile, Marked, rounds[0], inputs=rounds)
+
+
+@program(KIND, plans=MORE)
+def written_at_chosen_places(compile: Compile) -> Results:
+    """Rows that a condition finds are set, others are changed in place, also through a view, and what is read of them before stays."""
+
+    class Writing(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.hidden(x)
+            before = h.sum(1)
+            h[torch.where(y == 0)] = 0.0
+            h[(y == 1).nonzero().squeeze(1)] *= 2.0
+            h[:, :4][torch.where(y == 2)[0]] += 0.5
+            return F.cross_entropy(self.head(h), y) + 0.1 * (before * h.sum(1)).mean()
+
+    return _results(compile, Writing)
+
+
+@program(KIND, plans=MORE)
+def experts_added_in_place(compile: Compile) -> Results:
+    """Each expert takes the samples that chose it, and adds what it makes of them to a sum in place; and the hardest of the others."""
+
+    class Mixed(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.hidden(x)
+            weights, chosen = self.head(h).softmax(-1).topk(2, -1)
+            out = torch.zeros_like(h)
+            for expert in range(CLASSES):
+                sample, place = torch.where(chosen == expert)
+                out.index_add_(0, sample, self.blocks[expert % 2](h[sample]) * weights[sample, place, None])
+            losses = F.cross_entropy(self.head(out + h), y, reduction="none")
+            return losses.mean() + losses[y != 0].topk(2).values.mean()
+
+    return _results(compile, Mixed)
+
+
+class Counting(nn.Linear):
+    """Sorts samples by the expert that they choose, and returns how many each has, as Python's numbers."""
+
+    def forward(self, h: Tensor) -> Any:
+        chosen = super().forward(h).argmax(-1)
+        return chosen.argsort(stable=True), torch.bincount(chosen, minlength=self.out_features).tolist()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Counting(HIDDEN, 3), nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        order, counts = self.router(h)
+        parts = [torch.tanh(expert(part)) for expert, part in zip(self.experts, h[order].split(counts), strict=True)]
+        return torch.zeros_like(h).index_add(0, order, torch.cat(parts))
+
+
+@program(KIND, plans=MORE)
+def experts_split_by_counts(compile: Compile) -> Results:
+    """A router gives the numbers of samples of each expert, by which the part around it splits; they are others in every batch."""
+
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = Experts()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.mixture(super().hidden(x))
+
+    return _results(compile, Mixed)

@@ -121,3 +121,65 @@ def loss_scaled_in_place(compile: Compile) -> Results:
             optimizer.zero_grad()
         losses.append(loss.item())
     return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def gradients_of_each_loss_compared(compile: Compile) -> Results:
+    """The graph of one call is retained: gradients of two losses are projected where they point apart; and a third loss is weighed by norms
+    of gradients of one layer, before its own backward."""
+    model = compile(seeded(TwoHeads), example_inputs=batch()[:1])
+    optimizer, losses = sgd(model), []
+    for x, y in batches(3):
+        one, two, three = _losses(model(x), y)
+        params = list(model.parameters())
+        given = [torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True) for loss in (one, two)]
+        a, b = (torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for g, p in zip(of, params, strict=True)]) for of in given)
+        apart = (a @ b).clamp(max=0) / (b @ b)
+        last = model.first.weight
+        norms = [torch.autograd.grad(loss, last, retain_graph=True)[0].norm() for loss in (one, three)]
+        optimizer.zero_grad()
+        (three * (norms[0] / norms[1]).detach()).backward()
+        for p, part in zip(params, (a - apart * b).split([p.numel() for p in params]), strict=True):
+            p.grad = part.view_as(p) if p.grad is None else p.grad + part.view_as(p)
+        optimizer.step()
+        losses += [one.item(), two.item(), three.item(), norms[0].item(), norms[1].item()]
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def gradients_of_one_loss_twice(compile: Compile) -> Results:
+    """With dropout: both times the same numbers are dropped. And gradients of an input, of each loss."""
+
+    class Dropping(TwoHeads):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(F.dropout(x, 0.5, self.training))
+
+    model, same, of_inputs = compile(seeded(Dropping), example_inputs=batch()[:1]), [], []
+    for x, y in batches(2):
+        torch.manual_seed(3)
+        loss = _losses(model(x), y)[0]
+        params = list(model.head.parameters())
+        one, two = torch.autograd.grad(loss, params, retain_graph=True), torch.autograd.grad(loss, params)
+        same += [torch.allclose(a, b, rtol=1e-12) for a, b in zip(one, two, strict=True)]
+        model.eval()
+        x = x.clone().requires_grad_()
+        heads = _losses(model(x), y)
+        of_inputs += [torch.autograd.grad(head, x, retain_graph=True)[0] for head in heads]
+        model.train()
+    return {"same": same, "of_inputs": of_inputs}
+
+
+@program(KIND)
+def gradients_twice_of_what_has_changed(compile: Compile) -> Results:
+    """Between both backward passes the optimizer steps: torch raises, and so does this."""
+    model = compile(seeded(TwoHeads), example_inputs=batch()[:1])
+    optimizer, (x, y) = sgd(model), batch()
+    one, two, _ = _losses(model(x), y)
+    one.backward(retain_graph=True)
+    optimizer.step()
+    raised = ""
+    try:
+        two.backward()
+    except RuntimeError as error:
+        raised = type(error).__name__
+    return {"raised": raised}

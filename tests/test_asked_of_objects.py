@@ -1,0 +1,86 @@
+"""What a forward may ask of its inputs beside their values, and what it reads of queues, events and numbers that others share."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import io
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.calls import copied
+from autopar.capture.guards import Guards
+
+pytestmark = pytest.mark.pure
+
+
+class Reads(nn.Module):
+    """Reads `held` in its forward."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * len(str(self.held))
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
+    "queue": (queue.Queue, lambda h: h.put(1.0), "from queue of 0 to queue of 1"),
+    "event": (threading.Event, lambda h: h.set(), "from event that is not set to event that is set"),
+    "stream": (io.StringIO, lambda h: h.write("a"), "from stream at 0 to stream at 1"),
+    "array": (lambda: array.array("d", [1.0]), lambda h: h.__setitem__(0, 2.0), "from array of 1 to another array of 1"),
+    "bytes": (lambda: bytearray(b"a"), lambda h: h.extend(b"b"), "from bytearray of 1 to bytearray of 2"),
+    "shared number": (lambda: ctypes.c_double(1.0), lambda h: setattr(h, "value", 2.0), "from shared 1.0 to shared 2.0"),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_objects_of_python_that_change_in_place_are_watched(kind: str) -> None:
+    make, change, says = HELD[kind]
+    guards = Guards.take(model := Reads(make()))
+    for _ in range(2):
+        assert guards.changed() is None
+    change(model.held)
+    assert says in str(guards.changed())
+
+
+class ComparesInputs(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, mode: str | None = None) -> Tensor:
+        return a.sum() if a is b else b.sum()
+
+
+class ComparesNothing(nn.Module):
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return a.sum() if b is None or type(b) is not Tensor else b.sum()
+
+
+class AsksHowItLies(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() if x.is_contiguous() else x.mean()
+
+
+def test_code_that_asks_about_inputs_is_known() -> None:
+    assert Guards.take(ComparesInputs()).asks == (True, False)
+    assert Guards.take(ComparesNothing()).asks == (False, False)
+    assert Guards.take(AsksHowItLies()).asks == (False, True)
+
+
+def test_copies_of_inputs_are_one_tensor_where_these_are_and_lie_as_they_do() -> None:
+    x, base = torch.randn(4, 6), torch.randn(8, 12)
+    views = (x.t(), base[::2, ::3], x.unfold(1, 3, 1), x[:1].expand(4, 6), x[:, 0])
+    (one, two, *found), named = copied(((x, x, *views), {"x": x}))
+    assert one is two is named["x"] and one is not x and one.equal(x)
+    assert [t.stride() for t in found[:2]] == [views[0].stride(), views[1].stride()]
+    assert all(a.equal(b) and a.data_ptr() != b.data_ptr() for a, b in zip(found, views, strict=True))
+    for t in found:
+        t.add_(1)  # no entry is at the place of another
+    leaf = torch.randn(2, requires_grad=True)
+    (first, second), _ = copied(((leaf, leaf), {}))
+    assert first is not second and first.is_leaf and first.requires_grad and second.requires_grad
