@@ -39,7 +39,8 @@ def _without_float_casts(program: Program) -> tuple[list[Op], dict[str, str]]:
     renamed: dict[str, str] = {}
     ops = []
     for op in program.ops:
-        op = map_refs(op, lambda n: Ref(renamed.get(n, n)))
+        if any(n in renamed for n in refs(op)):
+            op = map_refs(op, lambda n: Ref(renamed.get(n, n)))
         if op.target == "aten.to.dtype" and not op.kwargs and _is_float(program, op.name) and _is_float(program, refs(op)[0]):
             renamed[op.name] = refs(op)[0]
         else:
