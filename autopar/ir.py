@@ -30,7 +30,7 @@ import torch
 
 __all__ = [
     "Arg", "Block", "BlockCall", "Buffer", "I", "Input", "Kind", "L", "Layout", "Lowered", "Op", "P", "Param", "Program",
-    "R", "Ref", "S", "Span", "StageProgram", "Strategy", "TensorType", "call_text", "map_refs", "nameless", "refs",
+    "R", "Ref", "S", "Span", "StageProgram", "Strategy", "TensorType", "call_text", "map_refs", "nameless", "refs", "rename_refs",
 ]  # fmt: skip
 
 
@@ -384,6 +384,11 @@ def map_refs(op: Op, rename: Callable[[str], Arg], *, outputs: tuple[str | None,
     if own:
         object.__setattr__(made, "_nameless", op._nameless)
     return made
+
+
+def rename_refs(op: Op, names: Mapping[str, str]) -> Op:
+    """The operator that reads other values in the place of those that are named; the operator itself if it reads none of them."""
+    return op if names.keys().isdisjoint(op._refs) else map_refs(op, lambda name: Ref(names.get(name, name)))
 
 
 def nameless(op: Op) -> Op:

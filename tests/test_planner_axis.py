@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.capture import capture
 from autopar.catalog import needs_transition, strategies_of
@@ -237,6 +238,41 @@ def test_strategies_of_one_size_fit_another_only_where_it_divides() -> None:
     assignment = Assignment(axis="tp", n=4, ops=ops, leaves={x.value: I for x in of(8).leaves})
     known = Solved(of(8), assignment, UNSOLVED)
     assert [restricted(known, of(samples)) for samples in (8, 16, 6)] == [assignment, assignment, None]
+
+
+class Tokens(nn.Module):
+    """A layer over the tokens of all samples, as one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x.reshape(-1, 8))).reshape(x.shape).sum()
+
+
+@pytest.mark.parametrize("samples", [8, 16, 6, 2])
+def test_tokens_that_are_cut_in_each_sample_are_so_of_any_number_of_samples(samples: int) -> None:
+    """6 tokens of each of 8 samples in 2 parts: cut in 8 segments where they are one dim, in as many as there are samples elsewhere."""
+
+    def of(samples: int) -> Program:
+        return capture(Tokens(), {"x": torch.ones(samples, 6, 8)}).program
+
+    def cut(program: Program) -> Assignment:
+        lies: dict[str, Layout] = {program.inputs[0].value: S(1)}
+        ops: dict[str, Strategy] = {}
+        for op in program.ops:
+            stated = strategies_of(view_of(program, op, 2, frozenset({1, program.batch_size or 1})))
+            ops[op.name] = next(s for s in stated if s.splits_work and s.inputs[0] == lies[refs(op)[0]])
+            lies[op.name] = ops[op.name].outputs[0]
+        leaves = {x.value: lies.get(x.value, R) for x in program.leaves}
+        return Assignment(axis="tp", n=2, ops=ops, leaves=leaves)
+
+    known = cut(of(8))
+    assert S(0, 8) in {x for s in known.ops.values() for x in s.outputs}
+    assert restricted(Solved(of(8), known, UNSOLVED), of(samples)) == cut(of(samples))
+    other_width = capture(Tokens(), {"x": torch.ones(samples, 5, 8)}).program
+    assert restricted(Solved(of(8), known, UNSOLVED), other_width) is None, "5 tokens are not cut in two"
 
 
 def test_a_micro_batch_takes_the_assignment_of_a_whole_batch() -> None:

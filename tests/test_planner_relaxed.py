@@ -225,13 +225,14 @@ def test_one_stage_is_no_faster_than_what_it_keeps_allows(recompute: str | None)
 
 @pytest.mark.parametrize("program", ["wide", "pair", "masked", "deep"])
 def test_other_forms_of_an_axis_are_no_better_than_all_in_parts(program: str) -> None:
-    """Beside each choice's first form, each of its other forms, within half, a fifth and all of the memory that it takes."""
-    compared = above = 0
+    """Beside each choice's first form, each of its other forms, within all of the memory that it takes and less, down to where none of them
+    fits."""
+    compared = above = impossible = 0
     for choice, estimator in estimators(program):
         if not choice.mesh.has_forms:
             continue
         search, whole = search_of(program), estimator.upper_bytes(sum(p.rest_bytes + p.modes[0].kept_bytes for p in estimator.kept))
-        for limit in (round(share * whole) for share in (1.0, 0.5, 0.2)):
+        for limit in (round(share * whole) for share in (1.0, 0.5, 0.2, 0.05)):
             bound_s = estimator.least_of_forms_s(limit)
             for other in search.space.leaner(choice, estimator.prices):
                 rank = search.known.rank(other.mesh, other.micro_batches, search.batch_size, search.recipe, other.form)
@@ -240,5 +241,29 @@ def test_other_forms_of_an_axis_are_no_better_than_all_in_parts(program: str) ->
                     least_s = found.least_of_stages(found.room_bytes(limit)).seconds
                     assert bound_s <= least_s, (choice.words, other.form, limit / whole)
                     compared += 1
+                    impossible += math.isinf(bound_s)
             above += bound_s > estimator.least_s()
-    assert compared > 50, compared
+    assert compared > 50 and impossible > 10, (compared, impossible)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_forms_that_cannot_fit_are_looked_at_where_nothing_else_fits_alone(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so little memory less than the fastest plan takes that it fits with recompute, and with too little for that."""
+
+    def searched(memory_limit_bytes: int) -> Search:
+        given = dataclasses.replace(search_of("deep"), memory_limit_bytes=memory_limit_bytes, pins=Pins(tp=4))
+        return dataclasses.replace(given, store=None)
+
+    ample = next(searched(2**40).candidates())
+    whole = max(stage.memory.upper_bytes for stage in ample.stages)
+    search, looked_at = searched(int(whole) - (100_000 if fits else 500_000)), Counter[bool]()
+    rank = search.known.rank
+
+    def counted(*given: object) -> object:
+        looked_at[given[-1] != search.space.form] += 1
+        return rank(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search.known, "rank", counted)
+    monkeypatch.setattr(Estimator, "least_of_forms_s", lambda *_: math.inf)
+    assert (next(search.candidates(), None) is not None) == fits
+    assert looked_at[False] and bool(looked_at[True]) != fits, looked_at

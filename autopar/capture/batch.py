@@ -67,10 +67,7 @@ def batched_of(ops: Sequence[Op], types: Mapping[str, TensorType], inputs: Seque
         return same
     stated = _strategies(ops, types, next(n for n in range(2, size + 1) if size % n == 0))
     reach = {v: _reach(v, ops, stated) for v in same}
-    import networkx  # takes a quarter of a second, and is seldom needed
-
-    together: networkx.Graph[str] = networkx.Graph()
-    together.add_nodes_from(same)
+    together = {v: frozenset({v}) for v in same}  # of each, those that hold the same dim
     apart: set[tuple[str, str]] = set()  # the first is cut where the second is whole
     for op, strategies in zip(ops, stated, strict=True):
         operands = refs(op)
@@ -78,10 +75,10 @@ def batched_of(ops: Sequence[Op], types: Mapping[str, TensorType], inputs: Seque
         for (k, v, x), (j, w, y) in itertools.permutations(cut, 2):
             if k != j and v != w and any(s.inputs[k] == x for s in strategies):
                 if any(s.inputs[k] == x and s.inputs[j] == y for s in strategies):
-                    together.add_edge(v, w)
+                    together |= dict.fromkeys(group := together[v] | together[w], group)
                 else:
                     apart.add((v, w))
-    groups = [frozenset(g) for g in networkx.connected_components(together)]
+    groups = list(dict.fromkeys(together.values()))
     # a batch stays the first dim of nearly everything, a length or a width does not
     batch = max(groups, key=lambda g: (max(sum(S(0) in cuts for cuts in reach[v].values()) for v in g), -min(map(same.index, g))))
     other = [g for g in groups if g != batch and any((a, b) in apart for a in batch for b in g)]

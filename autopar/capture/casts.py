@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.infer import Meta
 from autopar.capture.trace import Trace, Traced
-from autopar.ir import Op, Ref, map_refs, refs
+from autopar.ir import Op, Ref, refs, rename_refs
 
 __all__ = ["CAST", "Casting", "cast_before_use"]
 
@@ -40,7 +40,7 @@ class Casting:
     def with_operands(self, traced: Traced, casts: Mapping[str, torch.dtype]) -> Op:
         """The operator with these operands cast, whose casts are added."""
         made = {name: self.cast(name, dtype, traced) for name, dtype in casts.items()}
-        return map_refs(traced.op, lambda name: Ref(made.get(name, name)))
+        return rename_refs(traced.op, made)
 
     def trace(self) -> Trace:
         return replace(self._trace, ops=tuple(self._ops), metas=self.metas, storages=self._storages)
@@ -65,7 +65,7 @@ def cast_before_use(trace: Trace, kept: Set[str]) -> Trace:
             lower[p.value] = now
     renamed = {op.name: value for value in lower for op in readers[value]}
     ops = tuple(
-        traced.with_op(map_refs(traced.op, lambda name: Ref(renamed.get(name, name))))
+        traced.with_op(rename_refs(traced.op, renamed))
         for traced in trace.ops
         if traced.op.name not in renamed
     )

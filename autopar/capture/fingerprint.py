@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.ir import Arg, Op, Program, Ref, TensorType, map_refs, refs
+from autopar.ir import Arg, Op, Program, Ref, TensorType, refs, rename_refs
 
 __all__ = ["program_hash"]
 
@@ -39,7 +39,7 @@ def _without_float_casts(program: Program) -> tuple[list[Op], dict[str, str]]:
     renamed: dict[str, str] = {}
     ops = []
     for op in program.ops:
-        op = map_refs(op, lambda n: Ref(renamed.get(n, n)))
+        op = rename_refs(op, renamed)
         if op.target == "aten.to.dtype" and not op.kwargs and _is_float(program, op.name) and _is_float(program, refs(op)[0]):
             renamed[op.name] = refs(op)[0]
         else:

@@ -157,6 +157,8 @@ class _Functionalizer:
     def _now(self, name: str) -> str:
         """The value that a traced value has now, made anew if its memory was written to since."""
         name = self._same(name)
+        if not self.version:  # nothing was written to
+            return self.current[name]
         base = self._base(name)
         if name != base and self.seen_version[name] != self.version.get(base, 0):
             view = self.views[name]

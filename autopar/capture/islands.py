@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -24,6 +23,9 @@ from autopar.capture.export import PREFIX
 from autopar.capture.island_writes import write_apart
 from autopar.capture.regions import Regions, is_static
 from autopar.capture.source import source_line
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["with_islands"]
 
@@ -59,6 +61,8 @@ def with_islands(model: nn.Module, exported: ExportedProgram, inputs: Inputs, re
 
 def _islands(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """The nodes of each island, in their order. Two whose values go from the one to the other and back are one."""
+    import networkx as nx  # takes as long as a tenth of torch, and is seldom needed
+
     places = {n: k for k, n in enumerate(nodes)}
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     flow.add_nodes_from(nodes)
@@ -83,6 +87,8 @@ def _islands(nodes: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _reached(flow: nx.DiGraph[fx.Node], start: Iterable[fx.Node]) -> set[fx.Node]:
+    import networkx as nx
+
     return set().union(*(nx.descendants(flow, n) for n in start))
 
 

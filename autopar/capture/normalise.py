@@ -11,7 +11,7 @@ from autopar.capture.functionalize import EFFECTS
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
-from autopar.ir import Arg, Op, Ref, map_refs, refs
+from autopar.ir import Arg, Op, Ref, refs, rename_refs
 from autopar.run.region import REGION
 
 __all__ = [
@@ -82,7 +82,7 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
     renamed: dict[str, str] = {}
     kept: list[Traced] = []
     for traced in trace.ops:
-        for op in _plain(map_refs(traced.op, lambda n: Ref(renamed.get(n, n))), trace.metas, trace.names):
+        for op in _plain(rename_refs(traced.op, renamed), trace.metas, trace.names):
             op, types = _typed(_explicit_squeeze(_explicit_dtype(op, trace.metas), metas), infer, metas)
             if _does_nothing(op, metas, types[0]):
                 (output,), operand = op.outputs, op.args[0]
@@ -238,7 +238,7 @@ def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str
             clone = dataclasses.replace(traced.op, target="aten.clone.default", args=(Ref(name),), kwargs=(), outputs=(copy,), multi=False)
             metas[copy] = dataclasses.replace(trace.metas[name], grad=False)
             ops.append(traced.with_op(clone))
-        return traced.with_op(map_refs(traced.op, lambda n: Ref(copies.get(n, n))))
+        return traced.with_op(rename_refs(traced.op, copies))
 
     for traced in trace.ops:
         changed_op = with_copies(traced)  # which adds the copies first

@@ -57,12 +57,14 @@ class Walk:
         self.seen: set[int] = {id(m) for _, m in self.modules}
         tensors = (t for _, m in self.modules for table in (m._parameters, m._buffers) for t in table.values())
         self.registered = {id(t) for t in tensors if t is not None}
+        self.opened: dict[int, object] = {}  # of those, by identity, the objects and containers whose contents were looked at
         self.classes: set[type] = set()
+        self.foreign: dict[type, bool] = {}  # of the types of modules: whether that is Python's or torch's
 
     def copy(self) -> Walk:
         """Another one that has got as far."""
         other = copy.copy(self)
-        for name in ("found", "arrays", "leaves", "versions", "held", "seen", "classes"):
+        for name in ("found", "arrays", "leaves", "versions", "held", "seen", "opened", "classes", "foreign"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
@@ -75,10 +77,10 @@ class Walk:
         return dict(attributes) if self.reads is None else self.reads.of(cls, attributes)
 
     def _module(self, prefix: str, module: nn.Module) -> None:
-        own = vars(module)
-        shown = self._of(type(module), own)
+        own, kind = vars(module), type(module)
+        shown, new = self._of(kind, own), kind not in self.foreign
         self.held.append(Held(prefix, own, shown))
-        foreign = is_foreign(type(module).__module__)
+        foreign = self.foreign[kind] = is_foreign(kind.__module__) if new else self.foreign[kind]
         kept = len(dict.get(own, "_non_persistent_buffers_set", ()))
         for table in REGISTRIES:
             found = dict(own[table])
@@ -104,17 +106,17 @@ class Walk:
                     empty.append(x)
         self.held.append(Held(prefix, tuple(empty), (), table=EMPTY))
         for name, value in shown.items():
-            if name in _APART:
+            if name in _APART or id(value) in self.opened:
                 continue
             if is_plain(value):
                 self.leaves[f"{prefix}{name}"] = value
                 continue
-            if isinstance(value, CODE) and hasattr(type(module), name):
+            if isinstance(value, CODE) and hasattr(kind, name):
                 self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
             elif foreign:
                 continue
             self.visit(f"{prefix}{name}", value, DEPTH)
-        for cls in type(module).__mro__:
+        for cls in kind.__mro__ if new else ():
             if cls not in self.classes and not is_foreign(cls.__module__):
                 self._class(cls)
 
@@ -160,6 +162,8 @@ class Walk:
 
     def visit(self, path: str, value: object, depth: int) -> None:
         """Adds the leaves of a value."""
+        if id(value) in self.opened:
+            return
         if is_plain(value):
             self.leaves[path] = value
         elif isinstance(value, LeftOut):
@@ -266,6 +270,7 @@ class Walk:
             self.leaves[path] = Opaque(value)
             return
         self.seen.add(id(value))
+        self.opened[id(value)] = value
         self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
         for name, item in items:
             self.visit(name, item, depth - 1)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,7 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         read, written = (0, 0) if cls == "view" else (read, written)
         kept = (0,) if target.startswith("autopar.L.") and differentiable else ()
         return Counts(op_class=cls, flops=0.0, backward_flops=0.0, bytes_read=read, bytes_written=written, saved_inputs=kept)
-    on_meta = target in SAME_ON_META
+    on_meta = is_same_on_meta(target, ins)
     with contextlib.nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True):
         device = "meta" if on_meta else "cpu"
         tensors = [torch.empty(t.shape, dtype=t.dtype, requires_grad=t.grad and not no_grad, device=device) for t in ins]
@@ -161,9 +161,10 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
             saved.append(t)
             return t
 
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        counter = None if cls == "attention" else FlopCounterMode(display=False)  # whose products are counted below, in less time
+        with counter or contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             results = run_op(op, env)
-        flops = float(counter.get_total_flops())
+        flops = float(counter.get_total_flops()) if counter else 0.0
         where_in: dict[int, int] = {}
         for k, t in enumerate(tensors):
             where_in.setdefault(_storage(t), k)
@@ -206,9 +207,17 @@ _PLAIN = (
     "ge.Tensor masked_fill.Scalar index_select.default cumsum.default softmax.int log_softmax.int roll.default triu.default "
     "tril.default maximum.default minimum.default dropout.default cross_entropy_loss.default index.Tensor gather.default pad.default "
     "contiguous.default conv2d.default group_norm.default max_pool2d.default reshape.default slice.Tensor transpose.int "
-    "permute.default unsqueeze.default squeeze.dim expand.default select.int"
+    "permute.default unsqueeze.default squeeze.dim expand.default select.int where.ScalarOther where.ScalarSelf new_zeros.default "
+    "new_ones.default slice_scatter.default select_scatter.default native_dropout.default"
 )
 SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
+
+
+def is_same_on_meta(target: str, ins: Sequence[TensorType]) -> bool:
+    """Whether neither the work of an operator nor what it keeps and allocates depends on the device, so that it may run on meta, which
+    takes a fraction of the time. Attention whose mask has a gradient is composed of others on the CPU too."""
+    return target in SAME_ON_META or (target in (_ATTENTION, _LOCAL_ATTENTION) and len(ins) > 3 and ins[3].grad)
+
 
 # Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
 _TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})

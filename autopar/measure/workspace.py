@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
 from autopar.ir import Arg, Op, Ref, TensorType, call_text, nameless
-from autopar.measure.count import FUSED_DROPOUT, SAME_ON_META, as_on_gpu
+from autopar.measure.count import FUSED_DROPOUT, as_on_gpu, is_same_on_meta
 from autopar.measure.tracker import MemoryTracker
 from autopar.run import local_ops
 from autopar.run.mesh import Axis
@@ -105,7 +105,7 @@ class _Ran:
 
 @contextlib.contextmanager
 def _ran(op: Op, ins: Sequence[TensorType], strides: Sequence[Strides]) -> Iterator[_Ran]:
-    on_meta = op.target in SAME_ON_META  # where the operator allocates the same on every device: see `count`
+    on_meta = is_same_on_meta(op.target, ins)
     with contextlib.nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True):
         device = "meta" if on_meta else "cpu"
         tensors = [

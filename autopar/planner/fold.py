@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from autopar.ir import Block, Layout, Op, Program, Ref, Span, Strategy, map_refs, refs
+from autopar.ir import Block, Layout, Op, Program, Span, Strategy, refs, rename_refs
 from autopar.planner.shard import Assignment
 
 __all__ = ["NotAlike", "fold", "instances", "unfold"]
@@ -62,7 +62,7 @@ def fold(program: Program) -> Program:
     for k, op in enumerate(program.ops):
         if k not in gone:
             position[k] = len(ops)
-            ops.append(map_refs(op, lambda value: Ref(rename.get(value, value))))
+            ops.append(rename_refs(op, rename))
     read = {r for op in ops for r in refs(op)}
     lost = {r for k in gone for r in refs(program.ops[k])} - read
     lost |= {o for k in gone for o in program.ops[k].outputs if o is not None}

@@ -269,9 +269,8 @@ class Search(Question):
         together_s = self.known.timed("stages", lambda: estimator.least_of_forms_s(self.memory_limit_bytes))
         for choice in forms:
             self.said.choices += 1
-            least_s = self._least.step_s(choice, self.batch_size)
-            if together_s < math.inf:  # else what they lack is found out form by form
-                least_s = max(least_s, together_s)
+            # of forms that cannot fit it is found out last, form by form, what they lack: if nothing else fits
+            least_s = max(self._least.step_s(choice, self.batch_size), together_s)
             heapq.heappush(queue, _Entry(least_s, choice.simplicity, next(self._numbers), choice))
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:

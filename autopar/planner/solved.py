@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from autopar.catalog import needs_transition, strategies_of
-from autopar.ir import Layout, Program, refs
+from autopar.ir import Layout, Program, S, Strategy, refs
 from autopar.planner.axis import can_change
 from autopar.planner.problems import axis_leaves
 from autopar.planner.shard import Assignment, view_of
@@ -27,8 +27,36 @@ class Solved:
 def restricted(known: Solved, body: Program) -> Assignment | None:
     """What was chosen for another program that has all of this one's operators, for these; None where a strategy is none of this program's
     own, so that it would not be sound here. A program of a micro-batch has leaves that the one of a whole batch makes: they lie as they are
-    made there, if they can, or are brought from where they lie to where they are read."""
-    chosen, n = known.assignment, known.assignment.n
+    made there, if they can, or are brought from where they lie to where they are read. A dim into which samples are merged is cut within
+    each of them, of which there are others here."""
+    found = _taken(known.assignment, known.program, body)
+    samples = known.program.batch_size, body.batch_size
+    if found is None and all(samples) and (other := _of_samples(known.assignment, *samples)) is not None:  # type: ignore[arg-type]
+        found = _taken(other, known.program, body)
+    return found
+
+
+def _of_samples(chosen: Assignment, had: int, has: int) -> Assignment | None:
+    """The assignment whose dims of so many segments for each sample are of as many samples as there are now; None if it has none."""
+    known: dict[Strategy, Strategy] = {}
+
+    def layout(x: Layout) -> Layout:
+        return S(x.dim, x.groups // had * has) if x.groups > 1 and x.groups % had == 0 else x
+
+    def strategy(s: Strategy) -> Strategy:
+        if s not in known:
+            known[s] = dataclasses.replace(s, inputs=tuple(map(layout, s.inputs)), outputs=tuple(map(layout, s.outputs)))
+        return known[s]
+
+    ops = {name: strategy(s) for name, s in chosen.ops.items()}
+    if had == has or all(a == b for a, b in known.items()):
+        return None
+    return dataclasses.replace(chosen, ops=ops, leaves={v: layout(x) for v, x in chosen.leaves.items()})
+
+
+def _taken(chosen: Assignment, whole: Program, body: Program) -> Assignment | None:
+    """An assignment of the whole for a program of some of its operators, as of `restricted`."""
+    n = chosen.n
     ops = {op.name: chosen.ops[op.name] for op in body.ops}
     for op in body.ops:
         s = ops[op.name]
@@ -39,7 +67,7 @@ def restricted(known: Solved, body: Program) -> Assignment | None:
     if names == set(chosen.leaves):
         return chosen
     made = {
-        o: x for op in known.program.ops
+        o: x for op in whole.ops
         for o, x in zip((o for o in op.outputs if o is not None), chosen.ops[op.name].outputs, strict=True)
     }  # fmt: skip
     may, leaves = axis_leaves(body, chosen.axis), dict[str, Layout]()

@@ -20,11 +20,11 @@ import numpy
 from numpy.typing import NDArray
 
 from autopar.errors import Infeasible
+from autopar.planner.dive import Relaxed, dive, parted
 
 __all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "solve"]
 
 RELAXED_STEPS = 4  # of the simplex method, for each row and column: the programs of one axis need a third of one
-WHOLE = 1e-6  # what is so near to a whole number is one, as it is for the solver
 NODES = 500  # of the search tree of one integer program; those of one axis need none or a few
 INFINITY = float("inf")
 
@@ -147,7 +147,8 @@ Answer = tuple[Literal["solved", "infeasible", "out of budget"], float, float, t
 class _Highs:
     """The program of an axis is so tight that without the demand for whole numbers it mostly has a whole solution: that is the answer,
     and its own bound, and takes a fifth of the time. Where few columns are not whole, those that are mostly need not change: what comes of
-    that, if it is within the gap of the same bound, is the answer. Else the demand is made of all of them."""
+    that, if it is within the gap of the same bound, is the answer. Else one column after the other is held at a whole number (`dive`). If
+    that finds nothing within the gap soon, the demand is made of all of them."""
 
     def __init__(self, highspy: Any, problem: Linear) -> None:
         self.highspy, self.problem = highspy, problem
@@ -174,24 +175,10 @@ class _Highs:
         return [kinds[whole] for whole in self.problem.whole]
 
     def solve(self, held: Mapping[int, float], gap: float, nodes: int) -> Answer:
-        highspy, columns = self.highspy, numpy.array(list(held), dtype=numpy.int32)
-        lower, upper = self.lower.copy(), self.upper.copy()
-        lower[columns] = upper[columns] = list(held.values())
-        if self.whole.any():
-            relaxed = self._without_whole(columns, lower, upper)
-            if relaxed is not None:
-                least, values = relaxed
-                settled = self.whole & (abs(values - values.round()) < WHOLE)
-                if settled.sum() == self.whole.sum():
-                    return "solved", least, least, tuple(values.tolist())
-                rounded = values.round()
-                rest = self._run(
-                    numpy.where(settled, rounded, lower), numpy.where(settled, rounded, upper), mip_rel_gap=gap / 10, mip_max_nodes=nodes
-                )  # fmt: skip
-                if rest.getModelStatus() == highspy.HighsModelStatus.kOptimal:
-                    objective = rest.getInfo().objective_function_value
-                    if objective - least <= gap * abs(objective):
-                        return "solved", objective, least, tuple(rest.getSolution().col_value)
+        highspy = self.highspy
+        lower, upper = self._bounds(held)
+        if self.whole.any() and (known := self._relaxed_first(held, lower, upper, gap, nodes)) is not None:
+            return "solved", known[0], known[1], tuple(known[2].tolist())
         solver = self._run(lower, upper, mip_rel_gap=gap, mip_max_nodes=nodes)
         status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
         if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no column is unbounded where it could pay
@@ -209,20 +196,51 @@ class _Highs:
             return "out of budget", INFINITY, bound, ()
         return "out of budget", info.objective_function_value, bound, tuple(solver.getSolution().col_value)
 
-    def _without_whole(
-        self, columns: NDArray[numpy.int32], lower: NDArray[numpy.float64], upper: NDArray[numpy.float64]
-    ) -> tuple[float, NDArray[numpy.float64]] | None:
-        """The objective and the solution without the demand for whole numbers, from the last basis on; None if there is none. columns:
-        those that are held."""
+    def _bounds(self, held: Mapping[int, float]) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        lower, upper, columns = self.lower.copy(), self.upper.copy(), list(held)
+        lower[columns] = upper[columns] = list(held.values())
+        return lower, upper
+
+    def _relaxed_first(
+        self, held: Mapping[int, float], lower: NDArray[numpy.float64], upper: NDArray[numpy.float64], gap: float, nodes: int
+    ) -> tuple[float, float, NDArray[numpy.float64]] | None:
+        """The objective, the bound and the columns of a solution within the gap that is near to one without the demand for whole numbers;
+        None if none was found."""
+        first = self._without_whole(held)
+        if first is None or first[0] == INFINITY:
+            return None
+        least, values = first
+        apart = parted(self.whole, values)
+        if not len(apart):
+            return least, least, values
+        settled, rounded = self.whole.copy(), values.round()
+        settled[apart] = False
+        rest = self._run(
+            numpy.where(settled, rounded, lower), numpy.where(settled, rounded, upper), mip_rel_gap=gap / 10, mip_max_nodes=nodes
+        )  # fmt: skip
+        if rest.getModelStatus() == self.highspy.HighsModelStatus.kOptimal:
+            objective = rest.getInfo().objective_function_value
+            if objective - least <= gap * abs(objective):
+                return objective, least, numpy.array(rest.getSolution().col_value)
+        if (self.upper[self.whole] > 1).any():
+            return None
+        costs = numpy.array(self.problem.costs, dtype=float)
+        return dive(lambda more: self._without_whole({**held, **more}), first, self.whole, costs, gap)
+
+    def _without_whole(self, held: Mapping[int, float]) -> Relaxed | None:
+        """The objective and the solution without the demand for whole numbers, from the last basis on; None if it took too many steps."""
+        columns, values = numpy.array(list(held), dtype=numpy.int32), numpy.array(list(held.values()), dtype=float)
         if self.relaxed is None:
             steps = RELAXED_STEPS * (self.lp.num_col_ + self.lp.num_row_)
             self.relaxed = _highs(self.highspy, self.lp, presolve="off", simplex_scale_strategy=0, simplex_iteration_limit=steps)
-        solver = self.relaxed
-        solver.changeColsBounds(len(columns), columns, lower[columns], upper[columns])
+        solver, known = self.relaxed, self.highspy.HighsModelStatus
+        solver.changeColsBounds(len(columns), columns, values, values)
         solver.run()
-        found = None
-        if solver.getModelStatus() == self.highspy.HighsModelStatus.kOptimal:
+        found: Relaxed | None = None
+        if solver.getModelStatus() == known.kOptimal:
             found = solver.getInfo().objective_function_value, numpy.array(solver.getSolution().col_value)
+        elif solver.getModelStatus() == known.kInfeasible:
+            found = INFINITY, numpy.array([])
         solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])
         return found
 
