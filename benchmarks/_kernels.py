@@ -6,7 +6,6 @@
     conv        b x c x s x f x k batch, channels that enter, side of the image, channels that leave, side of the kernel; stride 1; of a
                                   depthwise one f = c; of one over a sequence s is its length
     pools       b x c x s         windows of 3 (max) or 2, whose stride is 2; upsample: to twice the side
-    lstm        b x l x c         one layer, batch first
     others      rows x width      of a cross-entropy the width is that of the vocabulary, of an embedding a third number is; of what
                                   reads or writes some of the rows a third number says how many
 """
@@ -107,13 +106,6 @@ def _of_image(target: str, *after: Arg) -> Callable[..., Made]:
     return lambda dtype, batch, channels, side: (target, (X, *after), (_grad(dtype, batch, channels, side, side),))
 
 
-def _lstm(dtype: torch.dtype, batch: int, length: int, channels: int) -> Made:
-    state, weight, bias = _grad(dtype, 1, batch, channels), _grad(dtype, 4 * channels, channels), _grad(dtype, 4 * channels)
-    weights = tuple(Ref(f"x{k}") for k in range(3, 7))
-    args = (X, (Y, Z), weights, True, 1, 0.0, True, False, True)
-    return "aten.lstm.input", args, (_grad(dtype, batch, length, channels), state, state, weight, weight, bias, bias)
-
-
 def _rows(target: str, dtype: torch.dtype, rows: int, width: int, some: int) -> Made:
     """Some rows of a table, by their numbers."""
     args: tuple[Arg, ...] = (X, (Y,)) if target == "aten.index.Tensor" else (X, 0, Y)
@@ -211,7 +203,7 @@ OPERATORS: dict[str, Callable[..., Made]] = {
     "attention_masked": _attention_masked, "linear_biased": _biased, "depthwise": _depthwise, "conv1d": _conv1d,
     "conv_transpose": _conv_transpose, "max_pool": _of_image("aten.max_pool2d.default", (3, 3), (2, 2), (1, 1)),
     "avg_pool": _of_image("aten.avg_pool2d.default", (2, 2)), "upsample": _of_image("aten.upsample_nearest2d.vec", None, (2.0, 2.0)),
-    "pad": _of_image("aten.pad.default", (1, 1, 1, 1)), "pooled": _of_image("aten.adaptive_avg_pool2d.default", (1, 1)), "lstm": _lstm,
+    "pad": _of_image("aten.pad.default", (1, 1, 1, 1)), "pooled": _of_image("aten.adaptive_avg_pool2d.default", (1, 1)),
     "index_select": functools.partial(_rows, "aten.index_select.default"), "index": functools.partial(_rows, "aten.index.Tensor"),
     "gather": _gather, "scatter_add": _scatter_add, "index_add": _index_add, "masked_fill": _masked_fill, "where": _where, "cat": _cat,
     "half": _half, "scaled": _scaled, "roll": _of_one("aten.roll.default", (1,), (0,)), "cumsum": _of_one("aten.cumsum.default", 0),
@@ -223,7 +215,7 @@ OPERATORS: dict[str, Callable[..., Made]] = {
 }  # fmt: skip
 """Name -> (dtype, *sizes) -> what is called."""
 
-_MORE_RESULTS = {"lstm": 2, "topk": 1, "sort": 1}  # than one
+_MORE_RESULTS = {"topk": 1, "sort": 1}  # than one
 
 
 def kernels() -> Iterator[Kernel]:
@@ -260,6 +252,7 @@ def _others() -> Iterator[Kernel]:
         yield from (Kernel(op=op, sizes=sizes, dtype="bfloat16") for sizes in shapes)
     for sizes in ((4, 16, 1024, 64), (2, 32, 2048, 128)):
         yield Kernel(op="attention", sizes=sizes, dtype="float32")
+    yield Kernel(op="batch_norm", sizes=(64, 256, 56), dtype="float32")
     for op, found in _MORE.items():
         for dtype in ("bfloat16", "float32"):
             yield from (Kernel(op=op, sizes=sizes, dtype=dtype) for sizes in found)
@@ -292,8 +285,7 @@ _MORE = {
     "conv1d": ((16, 512, 3200, 512, 3), (16, 80, 3000, 384, 3)),
     "conv_transpose": ((16, 256, 32, 128), (16, 128, 64, 64)),
     "max_pool": _IMAGE, "avg_pool": _IMAGE, "upsample": _IMAGE[1:], "pad": _IMAGE[:2], "pooled": _IMAGE[1:],
-    "group_norm": ((8, 320, 64), (8, 640, 32)), "batch_norm": ((64, 256, 56),),
-    "lstm": ((64, 128, 512), (32, 256, 1024)),
+    "group_norm": ((8, 320, 64), (8, 640, 32)),
     "index_select": _TABLE, "index": _TABLE, "index_add": _TABLE, "gather": _TABLE[:1], "scatter_add": _TABLE[:1],
 }  # fmt: skip
 _STREAMED_TOO = (

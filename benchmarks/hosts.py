@@ -3,8 +3,8 @@
     python -m benchmarks hosts [--data FILE.csv] [--measure FILE.csv] [--json]
 
 Without a GPU: compares what was measured (benchmarks/data/hosts_h100.csv). --measure FILE: on a machine with a GPU, times its host first
-and writes it. Each operator is one of a chain of 40 on operands too small to keep the device busy; the seconds are those until all of them are
-issued, over 40, the median of several. Backward adds the gradients of the parameters up, since every link of the chain has the same.
+and writes it. Each operator is one of a chain of 40 on operands too small to keep the device busy; the seconds are those until all of them
+are issued, over 40, the median of several. Backward adds the gradients of the parameters up, since every link of the chain has the same.
 
 A launch is what a product takes in forward (`autopar.measure.launches`).
 """

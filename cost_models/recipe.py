@@ -41,6 +41,7 @@ class Recipe:
     on vector units use Winograd's algorithm where there is one, which wants memory for it (compute.WINOGRAD). stops_early: what runs
     again in backward stops where all is made that backward needs (torch.utils.checkpoint without reentry), else at its end.
 
+    images_as_timed: pools and depthwise convolutions of images whose channels lie apart take what those of torch 2.11 were timed to take.
     launches: how many times as long its host takes to launch an operator as a GPU's launch_s says, which is of plain modules.
 
     What a software's own work adds to a link's times, 0 for the link alone: between_nodes_s: to each collective between nodes;
@@ -73,6 +74,7 @@ class Recipe:
     channels_last: bool = False
     converts_pixels: bool = True
     winograd: bool = True
+    images_as_timed: bool = False
     stops_early: bool = False
     launches: float = 1.0
     between_nodes_s: float = 0.0
@@ -85,7 +87,7 @@ class Recipe:
         """What the times of a rank's operators and of the collectives between them depend on."""
         return (
             self.regathers, self.beside_products, self.fuses, self.channels_last, self.converts_pixels, self.winograd, self.attention_speed,
-            self.stops_early, self.launches, self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
+            self.images_as_timed, self.stops_early, self.launches, self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
         )  # fmt: skip
 
     @property
@@ -106,11 +108,11 @@ class Recipe:
             raise ValueError(f"a recipe of negative or empty sizes: {self}")
 
 
-LAUNCHES = 2.0
+LAUNCHES = 2.1
 """Of frameworks of modules with hooks, wrappers and casts of their own, over plain modules on the host of one H100: fitted to training runs
 on V100, A100 and H100, whose hosts are others."""
 
-AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False, launches=1.1)
+AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False, images_as_timed=True, launches=1.1)
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
 foreach optimizers. With cuDNN 9, which torch 2.11 has, convolutions with kernels of one pixel convert nothing on an H100
 (benchmarks/data/kernels_h100.csv); training runs of 2020 and 2021 take as long as if they did. The allocator's slack is that of an earlier

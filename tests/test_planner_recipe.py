@@ -335,7 +335,7 @@ def test_recipes_with_other_prices_share_no_ranks() -> None:
     first = searched(program, 1, micro_batches=1)
     found: dict[float, float] = {}
     for speed in (1.0, 1e-9):
-        recipe = Recipe(attention_speed=speed)
+        recipe = dataclasses.replace(AUTOPAR, attention_speed=speed)
         other = first.other(gpus=1, pins=first.pins, batch_size=None, recipe=recipe, memory_limit_bytes=2**40)
         found[speed] = next(iter(other.candidates())).compute_s
     assert found[1e-9] > found[1.0] == next(iter(first.candidates())).compute_s

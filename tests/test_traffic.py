@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 ROWS, WIDTH, WORDS = 8, 16, 100
 N = 2 * ROWS * WIDTH  # bytes of an activation in bfloat16
-ON_GPU, ON_HOST = (Pricer(load_cluster(name), {"tp": 1}, None, Recipe()) for name in ("dgx-a100", "cpu"))
+ON_GPU, ON_HOST = (Pricer(load_cluster(name), {"tp": 1}, None, Recipe(images_as_timed=True)) for name in ("dgx-a100", "cpu"))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> TensorType:
@@ -62,8 +62,8 @@ def moved(counts: Counts) -> tuple[float, float]:
         (counted("clone.default", (X,)), 2 * N, 0),
         (counted("sum.default", (X,), tensor(1)), N + 2, 0),
         # a gradient of rows that are added up; numbers of two bytes that meet a row are not read in whole vectors
-        (counted("add.Tensor", (X, ONE_ROW)), BROADCAST * (2 * N + 2 * WIDTH), N + 2 * WIDTH),
-        (counted("mul.Tensor", (X, ONE_ROW)), BROADCAST * (2 * N + 2 * WIDTH), 6 * N + 2 * (2 * WIDTH) + (BROADCAST - 1) * 2 * N),
+        (counted("add.Tensor", (X, ONE_ROW)), BROADCAST[0] * (2 * N + 2 * WIDTH), N + 2 * WIDTH),
+        (counted("mul.Tensor", (X, ONE_ROW)), BROADCAST[0] * (2 * N + 2 * WIDTH), BROADCAST[1] * (6 * N + 2 * (2 * WIDTH))),
         (counted("mul.Tensor", (WIDE, WIDE_ROW), WIDE), 4 * N + 4 * WIDTH, 12 * N + 2 * (4 * WIDTH)),
         (counted("to.dtype", (X,), tensor(dtype=torch.float32), torch.float32), WIDENED * 3 * N, 3 * N),
         (counted("to.dtype", (tensor(dtype=torch.float32),), X, torch.bfloat16), 3 * N, WIDENED * 3 * N),
@@ -76,7 +76,7 @@ def moved(counts: Counts) -> tuple[float, float]:
         (counted("group_norm.default", (IMAGE, TWO, TWO), IMAGE, groups=2), 20 * 64, 28 * 64),
         (counted("max_pool2d.default", (IMAGE,), tensor(2, 2, 2, 2), (2, 2)), 12.5 * 64, 40 * 64),
         (counted("upsample_nearest2d.vec", (IMAGE,), LARGE, None, (2.0, 2.0)), 8.7 * 256, 5.6 * 256),
-        (counted("conv2d.default", (IMAGE, EACH), IMAGE, None, (1, 1), (1, 1), (1, 1), 2), 1.8 * 9 * 64, 6.0 * 9 * 64),
+        (counted("conv2d.default", (IMAGE, EACH), IMAGE, None, (1, 1), (1, 1), (1, 1), 2), 2.6 * 9 * 64, 8.5 * 9 * 64),
         (counted("scaled_dot_product_attention.default", (HEADS, HEADS, HEADS), HEADS), 1.3 * 4 * 512, 5.5 * 4 * 512),
         (counted("scaled_dot_product_attention.default", (HALF, HALF, HALF), HALF), 2 * 1.3 * 4 * 256, 2 * 5.5 * 4 * 256),
         (counted("softmax.int", (X,), X, -1), 5.4 * N, 6 * N),
@@ -97,13 +97,24 @@ def test_nothing_is_moved_in_backward_where_nothing_is_trained() -> None:
 
 def test_kernels_for_channels_that_lie_apart_are_those_of_images_that_lie_so() -> None:
     """Where they lie together, others run, which stream what they read."""
-    together = Pricer(load_cluster("dgx-a100"), {"tp": 1}, None, Recipe(channels_last=True))
+    recipes = Recipe(images_as_timed=True, channels_last=True), Recipe()
+    together, older = (Pricer(load_cluster("dgx-a100"), {"tp": 1}, None, recipe) for recipe in recipes)
     pool = counted("max_pool2d.default", (IMAGE,), tensor(2, 2, 2, 2), (2, 2))
     depthwise = counted("conv2d.default", (IMAGE, EACH), IMAGE, None, (1, 1), (1, 1), (1, 1), 2)
     for counts, nbytes in ((pool, 128 + 32), (depthwise, 256 + 36)):
-        assert together.traffic(counts).forward == nbytes < ON_GPU.traffic(counts).forward
+        assert together.traffic(counts).forward == older.traffic(counts).forward == nbytes < ON_GPU.traffic(counts).forward
+    assert ON_GPU.class_of(depthwise) == "pointwise" and older.class_of(depthwise) == "other"
     norm = counted("group_norm.default", (IMAGE, TWO, TWO), IMAGE, groups=2)
     assert together.traffic(norm) == ON_GPU.traffic(norm)
+
+
+def test_part_of_a_kernel_made_of_several_streams() -> None:
+    by_row, masked = counted("mul.Tensor", (X, ONE_ROW)), counted("masked_fill.Scalar", (X, MASK), X, 0.0)
+    assert moved(by_row.lean()) == (2 * N + 2 * WIDTH, 6 * N + 2 * (2 * WIDTH))
+    assert moved(masked.lean()) == pytest.approx(tuple(x / 1.75 for x in moved(masked)))
+    assert by_row.lean().moves == by_row.moves._replace(slow=(1.0, 1.0)) if by_row.moves else False
+    streams = counted("gelu.default", (X,))
+    assert streams.lean() is streams
 
 
 def test_attention_takes_longer_with_a_mask_and_with_narrow_heads() -> None:

@@ -23,7 +23,7 @@ from cost_models.collectives import Kind, collective_time_s, summed_by_gathering
 from cost_models.compute import ATTENTION_BACKWARD, WINOGRAD, causal_share, kernel_time_s, on_matrix_units, op_time_s
 from cost_models.recipe import AUTOPAR, Recipe
 
-__all__ = ["BUCKET_BYTES", "GATHER", "OpCost", "OpCosts", "Pricer", "dtype_of"]
+__all__ = ["BUCKET_BYTES", "EXCHANGES", "GATHER", "OpCost", "OpCosts", "Pricer", "dtype_of"]
 
 BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size (torch DDP's bucket_cap_mb default, 25 MiB)
 
@@ -49,7 +49,7 @@ class _Exchanges(NamedTuple):
     dim: int | None = None
 
 
-_EXCHANGES = {
+EXCHANGES = {
     "autopar.L.sync_batch_norm": _Exchanges((4,), (2,), operand=0, dim=1),  # two moments at once, in float64; two sums at once
     "autopar.L.cross_entropy_sum_vocab": _Exchanges((1, 1, 1), (), operand=1),
     "autopar.L.quotient_of_sums": _Exchanges((4,), (), operand=0),  # of two numbers, in float64
@@ -176,8 +176,14 @@ class Pricer:
         return _as_product(c, sum(ins) + sum(outs))
 
     def _as_timed(self, c: Counts) -> bool:
-        """Whether an operator moves what was timed of a GPU: kernels for channels that lie together are others."""
-        return not self.cluster.gpu.host and not (c.channels_apart and self.recipe.channels_last)
+        """Whether an operator moves what was timed of a GPU: kernels for channels that lie together are others, and older ones were."""
+        if self.cluster.gpu.host:
+            return False
+        return not c.channels_apart or (self.recipe.images_as_timed and not self.recipe.channels_last)
+
+    def class_of(self, c: Counts) -> str:
+        """The class whose rate an operator runs at: what was timed of depthwise convolutions is the bytes that would stream as long."""
+        return "pointwise" if c.depthwise and self._as_timed(c) else c.op_class
 
     def work(self, c: Counts, dtype: str, *, parts: float = 1, traffic: Traffic | None = None) -> tuple[tuple[Kernel, ...], ...]:
         """The kernels of an operator in forward and, where anything runs there, in backward; arguments as counted_s's."""
@@ -188,13 +194,14 @@ class Pricer:
         as_given = self.recipe.channels_last or (c.of_one and not self.recipe.converts_pixels)
         if c.op_class == "conv" and not as_given and on_matrix_units("conv", dtype, self.cluster.gpu):
             converted = 2.0 * moved.forward  # each operand and the result is read and written once more
-        forward = _kernels(c.op_class, c.flops / parts, moved.forward, moved.written, converted)
+        op_class = self.class_of(c)
+        forward = _kernels(op_class, c.flops / parts, moved.forward, moved.written, converted)
         if not self.in_backward(c):
             return (forward,)
         if c.op_class == "attention" and not self.cluster.gpu.host:
             parts *= ATTENTION_BACKWARD
         beside = 2.0 * converted + 3.0 * c.added_bytes  # of two gradients one sum is made
-        return forward, _kernels(c.op_class, c.backward_flops / parts, moved.backward, moved.backward_written, beside)
+        return forward, _kernels(op_class, c.backward_flops / parts, moved.backward, moved.backward_written, beside)
 
     def in_backward(self, c: Counts) -> bool:
         """Whether anything runs in the backward pass of an operator that has one."""
@@ -246,9 +253,9 @@ class Pricer:
     def exchanges_s(self, target: str, ins: tuple[TensorType, ...], axis: object) -> tuple[float, float]:
         """Seconds of the collectives inside local code, in forward and in backward: of statistics by channel (batch norm), of
         numbers by row (a loss over a split vocabulary)."""
-        if target not in _EXCHANGES:
+        if target not in EXCHANGES:
             return 0.0, 0.0
-        of = _EXCHANGES[target]
+        of = EXCHANGES[target]
         numbers = ins[of.operand].numel if of.dim is None else ins[of.operand].shape[of.dim]
         forward, backward = (sum(self.collective_s("all_reduce", 4.0 * n * numbers, str(axis)) for n in each) for each in of[:2])
         return forward, backward
@@ -256,8 +263,8 @@ class Pricer:
     def sends(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[list[tuple[str, float]], ...]:
         """The collectives of one of autopar's own operators, in forward and in backward: their kinds, and seconds of each."""
         axis = str(op.kwarg("axis"))
-        if op.target in _EXCHANGES:
-            of = _EXCHANGES[op.target]
+        if op.target in EXCHANGES:
+            of = EXCHANGES[op.target]
             numbers = ins[of.operand].numel if of.dim is None else ins[of.operand].shape[of.dim]
             sizes = [[4.0 * n * numbers for n in values] for values in of[:2]]
             ranks = self.mesh.get(axis, 1)

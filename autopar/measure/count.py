@@ -61,7 +61,7 @@ class Counts:
     length over which half of the products were counted; 0 of any other. of_one: a convolution with kernels of one pixel. slower: how many
     times as long attention takes on a GPU for a mask of numbers or narrow heads. depthwise: a convolution with a kernel for each channel.
     channels_apart: what was timed of it was so of images whose channels lie apart. moves, traffic: what passes between a GPU and its memory
-    (None: as for products). added_bytes: of gradients that its backward adds to those of other operators."""
+    (None: as for products); lean_traffic: if it streamed. added_bytes: of gradients that its backward adds to those of other operators."""
 
     op_class: str
     flops: float
@@ -80,6 +80,13 @@ class Counts:
     added_bytes: int = 0
     moves: Moves | None = None
     traffic: Traffic | None = None
+    lean_traffic: Traffic | None = None
+
+    def lean(self) -> Counts:
+        """Of a kernel that does no less than this one, but streams: part of one that was made of several."""
+        if self.moves is None or self.moves.slow == (1.0, 1.0):
+            return self
+        return dataclasses.replace(self, moves=self.moves._replace(slow=(1.0, 1.0)), traffic=self.lean_traffic)
 
 
 def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
@@ -124,9 +131,11 @@ def _with_traffic(target: str, found: Counts, ins: tuple[TensorType, ...], outs:
         passes = moves(target, ins, outs, (found.saved_inputs, found.saved_outputs, found.saved_other_bytes))
     else:
         return found
-    traffic = passes.of([t.nbytes for t in ins], [t.nbytes for t in outs]) if passes else None
-    apart = found.depthwise or function_of(target) in OF_IMAGES
-    return dataclasses.replace(found, moves=passes, traffic=traffic, channels_apart=apart)
+    if passes is None:
+        return found
+    sizes = [t.nbytes for t in ins], [t.nbytes for t in outs]
+    apart, lean = found.depthwise or function_of(target) in OF_IMAGES, passes._replace(slow=(1.0, 1.0))
+    return dataclasses.replace(found, moves=passes, traffic=passes.of(*sizes), lean_traffic=lean.of(*sizes), channels_apart=apart)
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -21,7 +21,7 @@ import torch
 from autopar.ir import TensorType
 
 __all__ = [
-    "AS_TIMED", "BROADCAST", "MASKED", "OF_IMAGES", "PASSED_ON", "Moves", "Traffic", "function_of", "is_broadcast", "moves", "narrow",
+    "AS_TIMED", "MASKED", "OF_IMAGES", "PASSED_ON", "Moves", "Traffic", "function_of", "moves", "narrow",
     "of_depthwise",
 ]  # fmt: skip
 
@@ -47,7 +47,8 @@ class Traffic(NamedTuple):
 
 class Moves(NamedTuple):
     """How many times each operand is read in forward and in backward, and its gradient written; each result written in forward, and it or
-    its gradient read in backward. other: bytes that forward writes for backward which are neither."""
+    its gradient read in backward. other: bytes that forward writes for backward which are neither. slow: how many times as long a kernel of
+    its own takes, in forward and in backward, as one that streams so much."""
 
     read: tuple[float, ...]
     written: tuple[float, ...]
@@ -55,13 +56,14 @@ class Moves(NamedTuple):
     gradients_written: tuple[float, ...]
     results_read: tuple[float, ...]
     other: int
+    slow: tuple[float, float] = (1.0, 1.0)
 
     def of(self, ins: Sequence[float], outs: Sequence[float], parts: float = 1) -> Traffic:
         """Operands and results of so many bytes, on one of so many ranks that share the work."""
-        other = self.other / parts
+        other, (ahead, back) = self.other / parts, self.slow
         return Traffic(
-            _total(self.read, ins), _total(self.written, outs) + other,
-            _total(self.read_again, ins) + _total(self.results_read, outs) + other, _total(self.gradients_written, ins),
+            ahead * _total(self.read, ins), ahead * _total(self.written, outs) + other,
+            back * (_total(self.read_again, ins) + _total(self.results_read, outs)) + other, back * _total(self.gradients_written, ins),
         )  # fmt: skip
 
 
@@ -130,13 +132,14 @@ OF_IMAGES = frozenset({"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "upsam
 SLOWER = {"roll": (3.7, 3.7), "masked_fill": (1.75, 1.75), "where": (1.0, 2.2), "pow": (1.0, 2.3)}
 """Function -> how many times as long it takes as what streams as much, in forward and in backward."""
 
-BROADCAST = 1.9
-"""The same where numbers of two bytes meet an operand that is broadcast, which is not read in whole vectors."""
+BROADCAST = (1.9, 1.3)
+"""The same where numbers of two bytes meet an operand that is broadcast, which is not read in whole vectors; in backward of a product,
+whose larger factor's gradient is such a product, too."""
 
 DIVISOR = 6.0
 """Passes over a quotient that the gradient of its divisor takes beside those of a product's factor."""
 
-DEPTHWISE = (1.8, 6.0)
+DEPTHWISE = (2.6, 8.5)
 """Bytes in forward and in backward for each multiplication of a depthwise convolution whose channels lie apart."""
 
 ATTENTION = (1.3, 5.5)
@@ -260,32 +263,25 @@ def of_depthwise(window: int, ins: Sequence[TensorType], outs: Sequence[TensorTy
     )  # fmt: skip
 
 
-def is_broadcast(name: str, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> bool:
-    """Whether an operator that streams meets an operand of narrow numbers that is broadcast: its parts may not."""
-    whole = max(t.numel for t in outs)
-    return outs[0].dtype.itemsize < 4 and name not in _SPLIT and any(1 < t.numel < whole for t in ins)
-
-
 def _streamed(name: str, ins: Sequence[TensorType], outs: Sequence[TensorType], saved: Saved) -> Moves:
     whole = max(t.numel for t in outs)
     trained = [t.grad and any(o.grad for o in outs) for t in ins]
     passed = [name in PASSED_ON and (name in _SPLIT or t.numel == whole) for t in ins]
     made = [a and not b for a, b in zip(trained, passed, strict=True)]
     gradients = float(sum(made))
-    slow = 1.0
-    if is_broadcast(name, ins, outs):
-        slow, gradients = BROADCAST, gradients + (BROADCAST - 1) * 2 * (name in _FACTORS and made[0])
+    slow = SLOWER.get(name, (1.0, 1.0))
+    if outs[0].dtype.itemsize < 4 and name not in _SPLIT and any(1 < t.numel < whole for t in ins):
+        slow = (BROADCAST[0], BROADCAST[1] if name in _FACTORS and made[0] else 1.0)
     if name == "div" and len(ins) > 1 and made[1]:
         gradients += DIVISOR
     if name in _FACTORS:  # of a smaller factor the products for its gradient are written and read again
         gradients += sum(2.0 for t, own in zip(ins, made, strict=True) if own and t.numel < whole)
-    ahead, back = SLOWER.get(name, (1.0, 1.0))
-    ahead *= DROPOUT if name in ("dropout", "native_dropout") else slow
+    ahead, back = DROPOUT if name in ("dropout", "native_dropout") else 1.0, 1.0
     if name == "to":
         wider = outs[0].dtype.itemsize - ins[0].dtype.itemsize
         ahead, back = WIDENED if wider > 0 else 1.0, WIDENED if wider < 0 else 1.0
     return Moves(
-        read=(ahead,) * len(ins), written=(ahead,) * len(outs), read_again=tuple(back * (k in saved[0]) for k in range(len(ins))),
+        read=(ahead,) * len(ins), written=(ahead,) * len(outs), read_again=tuple(float(k in saved[0]) for k in range(len(ins))),
         gradients_written=tuple(back * own for own in made),
-        results_read=tuple(back * (gradients * o.grad + (k in saved[1])) for k, o in enumerate(outs)), other=saved[2],
+        results_read=tuple(back * gradients * o.grad + (k in saved[1]) for k, o in enumerate(outs)), other=saved[2], slow=slow,
     )  # fmt: skip

@@ -28,7 +28,6 @@ import numpy
 from autopar.ir import Op, Param, Program, TensorType, refs
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
-from autopar.measure.traffic import BROADCAST, function_of, is_broadcast
 from autopar.planner.choices import stands_for
 from autopar.planner.exchange import Exchange
 from autopar.planner.moments import derived_from_inputs
@@ -55,7 +54,7 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
     gpu = cluster.gpu
     operands, results = refs(op), [o for o in op.outputs if o is not None]
     ins, outs = tuple(program.types[r] for r in operands), tuple(program.types[o] for o in results)
-    counts = count(op, ins, outs, not gpu.host)
+    counts = count(op, ins, outs, not gpu.host).lean()  # its parts may run as those that stream
     if counts.op_class == "view":
         return OpLeast(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     pricer, dtype = Pricer(cluster, {}, None, recipe), dtype_of(outs, ins)
@@ -68,9 +67,7 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
     if counts.op_class not in _ARITHMETIC:  # its parts may be of another class that memory binds, or join another kernel
         best = max(gpu.fraction(c) for c in OP_CLASSES if c not in _ARITHMETIC)
         share = 0.0 if recipe.fuses else gpu.fraction(counts.op_class) / best
-        if outs and is_broadcast(function_of(op.target), ins, outs):
-            share /= BROADCAST
-    speed, cls = pricer.speed(counts, dtype), counts.op_class
+    speed, cls = pricer.speed(counts, dtype), pricer.class_of(counts)
     flops, backward = flops / speed, backward / speed
     trained = any(t.grad for t in outs) and not op.no_grad
     again = trained and pricer.in_backward(counts)

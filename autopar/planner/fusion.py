@@ -24,7 +24,7 @@ def fused(
 
     counts: of each operator by itself. root: value -> the value whose storage it shares. saved: roots that backward needs.
     """
-    found = list(counts)
+    found = [c.lean() for c in counts]
     joined = set()
     made = {o: k for k, op in enumerate(program.ops) for o in op.outputs if o is not None}
     readers: dict[str, set[int]] = {}

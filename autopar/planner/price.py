@@ -15,6 +15,7 @@ from typing import NamedTuple
 from autopar.axes import AXES, BATCH
 from autopar.ir import Op, Program, R, Span, refs
 from autopar.measure import OpCost, Pricer
+from autopar.measure.costs import EXCHANGES
 from autopar.planner.fan_out import added_bytes
 from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness
@@ -80,6 +81,19 @@ class Ledger:
                 known[first] = pricer.op(op, self.program, self.costs[first].counts, joined=first in self.joined)
             other.costs.append(known[first])
         other._hide(pricer)
+        return other
+
+    @functools.cached_property
+    def exchanging(self) -> tuple[int, ...]:
+        """Operators whose local code exchanges values over the data axis."""
+        return tuple(k for k, op in enumerate(self.program.ops) if op.target in EXCHANGES and op.kwarg("axis") == BATCH)
+
+    def exchanged(self, pricer: Pricer) -> Ledger:
+        """The same program where the data axis lies otherwise."""
+        other = copy.copy(self)
+        other.costs = list(self.costs)
+        for k in self.exchanging:
+            other.costs[k] = pricer.op(self.program.ops[k], self.program, self.costs[k].counts, joined=k in self.joined)
         return other
 
     def _hide(self, pricer: Pricer) -> None:

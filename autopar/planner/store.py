@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -64,6 +64,7 @@ class Store:
     _like: dict[tuple[int, bool, bool], Split] = field(default_factory=dict)  # the first split of those into micro-batches of one size
     _whole_moments: dict[Split, tuple[Assignment | None, Moments | str]] = field(default_factory=dict)  # of the program as it is
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
+    _at: dict[tuple[object, ...], Ledger] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
     _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int], Solved]] = field(default_factory=dict)  # by an axis and its form, by
     # the program's operators and the samples of its batch
@@ -177,7 +178,18 @@ class Store:
         if key not in self._rank:
             self._rank[key] = self._build(mesh, split, recipe, form)
         found = self._rank[key]
-        return found if isinstance(found, str) else dataclasses.replace(found, mesh=mesh, micro_batches=count)
+        if isinstance(found, str):
+            return found
+        return dataclasses.replace(found, mesh=mesh, micro_batches=count, ledger=self._exchanged(key, found, mesh, recipe))
+
+    def _exchanged(self, key: Hashable, found: Rank, mesh: Mesh, recipe: Recipe) -> Ledger:
+        """The rank's prices with those of what the loss brings together over the data axis of this mesh."""
+        at = mesh.over("batch"), self.pricer(mesh).per_node(BATCH)
+        if not found.ledger.exchanging or at == (found.mesh.over("batch"), self.pricer(found.mesh).per_node(BATCH)):
+            return found.ledger
+        if (key, at) not in self._at:
+            self._at[key, at] = found.ledger.exchanged(self.pricer(mesh, recipe))
+        return self._at[key, at]
 
     def _placed(self, mesh: Mesh) -> tuple[int, ...]:
         """How the axes whose collectives stand in a rank's program lie over nodes."""
