@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks import _gpu_models, kernels, one_gpu
+from benchmarks import _gpu_models, hosts, kernels, one_gpu
 from benchmarks._decoders import Decoder
 from benchmarks._kernels import OPERATORS, Kernel
 from benchmarks.one_gpu import Job, Predicted, Ran
@@ -140,3 +141,36 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.M
         assert main(["--measure", str(tmp_path / "out")]) == 3
         assert "there is no GPU on this machine" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------------------------- hosts
+@pytest.mark.pure
+def test_launches_are_priced_as_a_host_was_timed() -> None:
+    """Of the operators that are kept, the median is within a tenth, and none is further off than by a factor of two."""
+    found = hosts.read(hosts.DATA)
+    assert {t.op for t in found} == set(hosts.LINKS)
+    unit_s = next(t.seconds[0] for t in found if t.op == "linear")
+    ratios = [unit_s * a / s for t in found for a, s in zip(hosts.counted(t.op), t.seconds, strict=True)]
+    assert statistics.median(abs(x - 1) for x in ratios) < 0.1
+    assert min(ratios) > 0.5 and max(ratios) < 2.0
+
+
+@pytest.mark.pure
+def test_a_file_of_a_host_is_read_as_it_was_written(tmp_path: Path) -> None:
+    timed = [hosts.Timed(op=op, seconds=(2e-5, 6e-5), gpu="A", torch="2.13") for op in ("linear", "add")]
+    hosts.write(tmp_path / "h.csv", timed)
+    assert hosts.read(tmp_path / "h.csv") == timed
+    text = (tmp_path / "h.csv").read_text()
+    for bad in (text.replace("add", "ad"), text.replace("2.0000e-05", "-1"), text.replace("backward", "up")):
+        (tmp_path / "bad.csv").write_text(bad)
+        with pytest.raises(ValueError, match="no row of operators that a host issues"):
+            hosts.read(tmp_path / "bad.csv")
+    (tmp_path / "bad.csv").write_text("\n".join(text.splitlines()[:-1]))
+    with pytest.raises(ValueError, match="a pass is missing"):
+        hosts.read(tmp_path / "bad.csv")
+
+
+@pytest.mark.pure
+def test_every_link_of_a_chain_runs() -> None:
+    found = list(hosts.measured(torch.device("cpu")))
+    assert [t.op for t in found] == list(hosts.LINKS) and all(s > 0 for t in found for s in t.seconds)
