@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.ir import Program
 from autopar.measure import Pricer, launches
+from autopar.measure.traffic import BROADCAST
 from autopar.planner.price import Ledger
 from cost_models.cluster import load_cluster
 from cost_models.recipe import AUTOPAR
@@ -57,6 +58,24 @@ def moved(found: Ledger, name: str) -> tuple[int, int]:
     """(bytes read, bytes written) by the only operator of that aten name."""
     (k,) = [k for k, op in enumerate(found.program.ops) if op.target.split(".")[1] == name]
     return found.costs[k].counts.bytes_read, found.costs[k].counts.bytes_written
+
+
+def test_a_kernel_made_of_several_streams() -> None:
+    """By itself a product of narrow numbers with a row takes longer than its bytes say (`traffic.BROADCAST`)."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.row).sum()
+
+    made = capture(Scaled(), {"x": torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)}).program
+    apart, together = (next(c for c in ledger(made, fuses=fuses).costs if c.counts.moves) for fuses in (False, True))
+    assert apart.counts.traffic and together.counts.traffic
+    assert together.counts.traffic.read == (ROWS + 1) * WIDTH * 2
+    assert apart.counts.traffic.read == pytest.approx(BROADCAST[0] * together.counts.traffic.read)
 
 
 def test_what_passes_within_a_kernel_is_not_moved() -> None:

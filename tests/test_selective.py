@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from autopar.compiler import emit, plan_of
 from autopar.errors import PlanError
 from autopar.ir import Program, Span
 from autopar.measure import Pricer
+from autopar.measure.launches import AGAIN
 from autopar.planner import Plan, lower
-from autopar.planner.modes import again_s, spans_at_prices
+from autopar.planner.modes import again_s, run_again, spans_at_prices
 from autopar.planner.plan import BlockMode
 from autopar.planner.price import Ledger
 from autopar.run import WorkerPool
@@ -92,6 +94,21 @@ def pair() -> Iterator[WorkerPool]:
 
 
 # ------------------------------------------------------------------------------------------------------------- what is chosen
+@pytest.mark.pure
+def test_a_host_is_kept_by_what_runs_again() -> None:
+    """Where kernels are short: its launches, those of the checkpoint itself, and what is kept and given back for each operator."""
+    program = large()
+    cluster = load_cluster("dgx-a100")
+    slow = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, launch_s=1.0))
+    ledger = Ledger(program, Pricer(slow, {"pp": 1, "dp": 1, "tp": 1}, None, AUTOPAR))
+    live, block = ledger.liveness, program.blocks[0].spans[0]
+    runs, (once, each) = run_again(ledger, live, block), AGAIN
+    issued_s = sum(ledger.costs[k].host_s[0] for k in range(runs.start, runs.stop))
+    assert again_s(ledger, live, block) == pytest.approx(issued_s + AUTOPAR.launches * (once + each * len(runs)))
+    whole = Ledger(program, Pricer(slow, {"pp": 1, "dp": 1, "tp": 1}, None, dataclasses.replace(AUTOPAR, stops_early=False)))
+    assert again_s(whole, live, block) == pytest.approx(sum(whole.costs[k].host_s[0] for k in range(block.start, block.stop)))
+
+
 @pytest.mark.pure
 def test_what_is_dear_to_keep_and_cheap_to_make_runs_again() -> None:
     program, ledger = large(), priced(large())
