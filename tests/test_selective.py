@@ -22,13 +22,13 @@ from autopar.ir import Program, Span
 from autopar.measure import Pricer
 from autopar.measure.launches import AGAIN
 from autopar.planner import Plan, lower
-from autopar.planner.modes import again_s, run_again, spans_at_prices
+from autopar.planner.modes import again_s, issued_s, run_again, spans_at_prices
 from autopar.planner.plan import BlockMode
 from autopar.planner.price import Ledger
 from autopar.run import WorkerPool
 from autopar.verify import TOLERANCE, Reference, reference, verify_plan
 from cost_models.cluster import load_cluster
-from cost_models.recipe import AUTOPAR
+from cost_models.recipe import AUTOPAR, Recipe
 
 VOCABULARY, BATCH = 48, 8
 
@@ -96,17 +96,22 @@ def pair() -> Iterator[WorkerPool]:
 # ------------------------------------------------------------------------------------------------------------- what is chosen
 @pytest.mark.pure
 def test_a_host_is_kept_by_what_runs_again() -> None:
-    """Where kernels are short: its launches, those of the checkpoint itself, and what is kept and given back for each operator."""
+    """Where kernels are short, by the checkpoint itself and by what is kept and given back for each operator; where they are long, it is
+    ahead of them."""
     program = large()
     cluster = load_cluster("dgx-a100")
-    slow = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, launch_s=1.0))
-    ledger = Ledger(program, Pricer(slow, {"pp": 1, "dp": 1, "tp": 1}, None, AUTOPAR))
-    live, block = ledger.liveness, program.blocks[0].spans[0]
-    runs, (once, each) = run_again(ledger, live, block), AGAIN
-    issued_s = sum(ledger.costs[k].host_s[0] for k in range(runs.start, runs.stop))
-    assert again_s(ledger, live, block) == pytest.approx(issued_s + AUTOPAR.launches * (once + each * len(runs)))
-    whole = Ledger(program, Pricer(slow, {"pp": 1, "dp": 1, "tp": 1}, None, dataclasses.replace(AUTOPAR, stops_early=False)))
-    assert again_s(whole, live, block) == pytest.approx(sum(whole.costs[k].host_s[0] for k in range(block.start, block.stop)))
+
+    def issued(launch_s: float, *spans: Span, recipe: Recipe = AUTOPAR) -> float:
+        slow = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, launch_s=launch_s))
+        ledger = Ledger(program, Pricer(slow, {"pp": 1, "dp": 1, "tp": 1}, None, recipe))
+        return issued_s(ledger, ledger.liveness, block, spans)
+
+    block, (once, each) = program.blocks[0].spans[0], AGAIN
+    ledger = priced(program)
+    runs = run_again(ledger, ledger.liveness, block)
+    assert issued(1.0, block) == pytest.approx(AUTOPAR.launches * (once + each * len(runs)))
+    assert issued(1e-9, block) == issued(1.0) == issued(0.0, block) == 0.0
+    assert issued(1.0, block, recipe=dataclasses.replace(AUTOPAR, stops_early=False)) == 0.0
 
 
 @pytest.mark.pure
@@ -122,8 +127,8 @@ def test_what_is_dear_to_keep_and_cheap_to_make_runs_again() -> None:
         names = {program.ops[k].target for s in spans for k in range(s.start, s.stop)}
         again, less = sum(again_s(ledger, live, s) for s in spans), sum(live.kept(block, spans).values())
         said.append((sorted(names), again / forward_s, less / kept))
-    first, last = said[0], said[-1]
-    assert "aten.dropout.default" in first[0] and first[1] < 0.25 and first[2] < 0.6, said
+    first, last = next(x for x in said if "aten.dropout.default" in x[0]), said[-1]
+    assert first[1] < 0.25 and first[2] < 0.6, said
     assert {"aten.softmax.int", "aten.dropout.default", "aten.gelu.default"} <= set(last[0]) and last[1] < 0.7 and last[2] < 0.2, said
 
 

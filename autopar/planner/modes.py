@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autopar.ir import Span, refs
 from autopar.measure.launches import AGAIN
 from autopar.planner.liveness import Liveness
-from autopar.planner.price import Beside, Ledger
+from autopar.planner.price import Ledger
 
 __all__ = ["RECOMPUTES", "Mode", "Recompute", "again_s", "run_again", "spans_at_prices"]
 
@@ -68,9 +68,20 @@ def run_again(ledger: Ledger, liveness: Liveness, span: Span) -> Span:
 def again_s(ledger: Ledger, liveness: Liveness, span: Span) -> float:
     """Seconds of running a span again."""
     again = run_again(ledger, liveness, span)
-    once, each = AGAIN if ledger.stops_early and again else (0.0, 0.0)
-    beside = Beside(host_forward_s=ledger.launch_s * (once + each * len(again)))
-    return ledger.seconds(range(again.start, again.stop), beside)[0]
+    forward, _, _ = ledger.seconds(range(again.start, again.stop))
+    return forward
+
+
+def issued_s(ledger: Ledger, liveness: Liveness, block: Span, spans: Sequence[Span]) -> float:
+    """Seconds by which the host, kept by the checkpoints of spans of a block that run again, is later than without: it is ahead of the
+    device by what the device takes longer for the block's backward pass."""
+    if not ledger.stops_early or not spans or not ledger.launch_s:
+        return 0.0
+    once, each = AGAIN
+    costs = ledger.costs[block.start : block.stop]
+    ahead_s = sum(c.backward_s for c in costs) - sum(c.host_s[1] for c in costs)
+    kept_s = ledger.launch_s * sum(once + each * len(run_again(ledger, liveness, span)) for span in spans)
+    return max(0.0, kept_s - max(0.0, ahead_s))
 
 
 def spans_at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int = POINTS) -> list[tuple[Span, ...]]:

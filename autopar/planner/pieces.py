@@ -15,7 +15,7 @@ from autopar.ir import Program, Span
 from autopar.planner.activity import Activity
 from autopar.planner.arriving import Arriving
 from autopar.planner.liveness import Liveness, PieceBytes
-from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s, run_again
+from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s, issued_s, run_again
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
 from autopar.planner.stages import Cuts, Pieces, Segment, recomputable
@@ -58,6 +58,7 @@ class PieceMaker:
     parts: int = 1
     _spans: dict[tuple[str, int], list[tuple[Span, ...]]] = field(default_factory=dict)
     _again: dict[tuple[int, tuple[Span, ...]], float] = field(default_factory=dict)
+    _issued: dict[tuple[int, tuple[Span, ...]], float] = field(default_factory=dict)
     _bytes: dict[tuple[object, ...], PieceBytes] = field(default_factory=dict)
 
     @property
@@ -152,7 +153,7 @@ class PieceMaker:
         modes: list[Mode] = []
         for name, offsets in choices:
             spans = tuple(Span(span.start + s.start, span.start + s.stop) for s in offsets)
-            again_s = sum(self._again_s(segment, s) for s in spans)
+            again_s = sum(self._again_s(segment, s) for s in spans) + self._issued_s(segment, offsets, spans)
             if units is None:
                 kept = sum(n / self._parts_of(x) for x, n in self.liveness.kept(span, spans).items() if x not in before)
                 mode = Mode(name=name, again_s=again_s, kept_bytes=float(kept), spans=offsets)
@@ -182,6 +183,14 @@ class PieceMaker:
             again = again_s if self.parts == 1 else self._least_again_s
             self._again[key] = again(self.ledger, self.liveness, span)
         return self._again[key]
+
+    def _issued_s(self, segment: Segment, offsets: tuple[Span, ...], spans: tuple[Span, ...]) -> float:
+        if self.parts > 1:
+            return 0.0
+        key = (segment.block, offsets)
+        if key not in self._issued:
+            self._issued[key] = issued_s(self.ledger, self.liveness, segment.span, spans)
+        return self._issued[key]
 
     def _least_again_s(self, ledger: Ledger, liveness: Liveness, span: Span) -> float:
         """Of a span without what other forms of an axis need not do again: no collectives, and what runs whole in parts."""
