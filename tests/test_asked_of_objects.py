@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.capture.calls import copied
 from autopar.capture.guards import Guards
+from autopar.ir import refs
 
 pytestmark = pytest.mark.pure
 
@@ -84,3 +86,23 @@ def test_copies_of_inputs_are_one_tensor_where_these_are_and_lie_as_they_do() ->
     leaf = torch.randn(2, requires_grad=True)
     (first, second), _ = copied(((leaf, leaf), {}))
     assert first is not second and first.is_leaf and first.requires_grad and second.requires_grad
+
+
+class TwoWays(nn.Module):
+    """Reads two inputs in two ways, and does not ask whether they are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.words(ids), labels.clamp(0, 3))
+
+
+def test_inputs_that_are_one_tensor_in_the_example_alone_stay_two() -> None:
+    same = torch.zeros(4, dtype=torch.long)
+    program = capture(TwoWays(), (same, same)).program
+    assert len(program.inputs) == 2
+    (read,) = (op for op in program.ops if op.target == "aten.embedding.default")
+    (clamped,) = (op for op in program.ops if "clamp" in op.target)
+    assert refs(read)[1] == program.inputs[0].value and refs(clamped) == (program.inputs[1].value,)

@@ -180,9 +180,8 @@ def branch_on_values(m: Function, x: torch.Tensor) -> torch.Tensor:
 
 
 def shape_from_values(m: Function, x: torch.Tensor) -> torch.Tensor:
-    chosen = m.weight[x > 0]
-    chosen.mul_(2.0)
-    return chosen
+    few = int((x > 0).sum())
+    return x[:, :few].sum() * m.weight.sum()
 
 
 def changes_parameter(m: Function, x: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,20 @@ def copied(inputs: Inputs) -> Inputs:
     return made
 
 
+def apart(inputs: Inputs) -> Inputs:
+    """The inputs, of which none is the same tensor as one before it: in another call they may be two."""
+    seen: set[int] = set()
+
+    def one(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in seen:
+            seen.add(id(t))
+            return t
+        return _clone(t).requires_grad_(t.requires_grad)
+
+    made: Inputs = pytree.tree_map_only(torch.Tensor, one, inputs)
+    return made
+
+
 def _clone(t: torch.Tensor) -> torch.Tensor:
     """That lies in memory as the tensor does, unless entries of it are at one place."""
     made = t.detach().clone()

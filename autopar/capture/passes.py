@@ -19,7 +19,7 @@ from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
-from autopar.capture.calls import Inputs, copied
+from autopar.capture.calls import Inputs, apart, copied
 from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
@@ -140,13 +140,15 @@ def _captured(
             f"  what to do: call the model once on a batch before compiling it"
         )
     _check_leaves(type(model).__name__, example)
-    given = args, kwargs
-    inputs, infer = inputs_in(dtype, given), Inference()
+    infer = Inference()
     with held_back():
         before = State.take(model, loss)
         for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
             _check_dense(type(model).__name__, fqn, tensor)
         guards = Guards.take(model, loss, before)
+    asks_which_are_one, _ = guards.asks
+    given = (args, kwargs) if asks_which_are_one else apart((args, kwargs))
+    inputs = inputs_in(dtype, given)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         with held_back():
             start = State.take(model, loss, before)
