@@ -48,7 +48,10 @@ def loss_of(found: Sequence[Priced]) -> Callable[[Point], float]:
     def loss(point: Point) -> float:
         if "pointwise" in point:
             point = {**point, "reduction": point["pointwise"], "gather": point["pointwise"]}
-        points = [{**c, **point, **({"launch_s": c["launch_s"]} if p.run.compiled else {})} for p, c in zip(found, own, strict=True)]
+        points = []
+        for p, c in zip(found, own, strict=True):
+            launch_s = c["launch_s"] if p.run.compiled or "launch_s" not in point else p.run.recipe.launches * point["launch_s"]
+            points.append({**c, **point, "launch_s": launch_s})
         return statistics.fmean(min(CLIP, abs(math.log(s / m))) for s, m in zip(fitted.steps_s(points), measured, strict=True))
 
     return loss

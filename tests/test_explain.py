@@ -215,7 +215,7 @@ def test_a_size_that_does_not_divide_has_those_that_do() -> None:
 
 
 def test_what_a_difference_is_made_of_is_said_first() -> None:
-    a, b = deep(4, pins=Pins(dp=4)).plan, deep(4, pins=Pins(tp=4)).plan
+    a, b = deep(4, pins=Pins(dp=4)).plan, deep(4, pins=Pins(pp=4)).plan
     found = compare(a, b, ("a", "b"))
     kind = max(found.time, key=lambda term: (term.second - term.first) * (b.step_time_s - a.step_time_s)).kind
     assert f"of {kind}" in found.verdict.partition("mostly ")[2]

@@ -301,7 +301,7 @@ def test_the_prices_of_what_is_sent() -> None:
         built = priced(zero, "bf16", lower=True)
         assert cast.step_time_s < full.step_time_s
         times_s = [p.step_time_s - p.optimizer_s for p in (built, cast, full)]
-        assert times_s[0] < times_s[1] < times_s[2], "the same but for casts is sent as by a model that was built in bfloat16"
+        assert times_s[0] <= times_s[1] < times_s[2], "the same but for casts is sent as by a model that was built in bfloat16"
     states = kept.stages[0].memory.optimizer_states_bytes
     assert states == 2 * 4 * 4 * 2048**2 == 2 * own.stages[0].memory.optimizer_states_bytes
     assert kept.stages[0].memory.parameters_bytes >= (4 + 2) * 4 * 2048**2, "beside what rests there is the copy that is used"

@@ -54,22 +54,23 @@ def test_kinds_of_sources() -> None:
 # -------------------------------------------------------------------------------------------------------------- files
 def test_a_figure_may_state_its_own_spread(tmp_path: Path) -> None:
     text = cluster_toml(load_cluster("dgx-h100"))
-    line = next(line for line in text.splitlines() if line.startswith("launch_s"))
+    line = next(line for line in text.splitlines() if line.startswith("context_bytes"))
     (tmp_path / "own.toml").write_text(text.replace(line, line.removesuffix(" }") + ", spread = 0.015 }"), encoding="utf-8")
     gpu = load_cluster(tmp_path / "own.toml").gpu
-    assert gpu.spread("launch_s") == 0.015 and load_cluster("dgx-h100").gpu.spread("launch_s") == SPREADS["fitted"]
+    assert gpu.spread("context_bytes") == 0.015 and load_cluster("dgx-h100").gpu.spread("context_bytes") == SPREADS["assumed"]
+    assert gpu.spread("launch_s") == 0.25 > SPREADS["measured"], "hosts differ"
     assert gpu.spread("achievable_fraction.gather") == SPREADS["derived"]
     (tmp_path / "again.toml").write_text(cluster_toml(load_cluster(tmp_path / "own.toml")), encoding="utf-8")
     again = load_cluster(tmp_path / "again.toml").gpu
-    assert (again.spreads, dict(again.sources)) == ((("launch_s", 0.015),), dict(gpu.sources))
+    assert (again.spreads, dict(again.sources)) == ((("launch_s", 0.25), ("context_bytes", 0.015)), dict(gpu.sources))
 
 
 @pytest.mark.parametrize("spread", ["-0.1", "1.5", '"much"', "true"])
 def test_a_spread_that_is_none_is_refused(tmp_path: Path, spread: str) -> None:
     text = cluster_toml(load_cluster("dgx-h100"))
-    line = next(line for line in text.splitlines() if line.startswith("launch_s"))
+    line = next(line for line in text.splitlines() if line.startswith("context_bytes"))
     (tmp_path / "bad.toml").write_text(text.replace(line, f"{line.removesuffix(' }')}, spread = {spread} }}"), encoding="utf-8")
-    with pytest.raises(HardwareFileError, match="launch_s has a `spread`"):
+    with pytest.raises(HardwareFileError, match="context_bytes has a `spread`"):
         load_cluster(tmp_path / "bad.toml")
 
 
