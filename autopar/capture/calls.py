@@ -100,8 +100,8 @@ def _clone(t: torch.Tensor) -> torch.Tensor:
     """That lies in memory as the tensor does, unless entries of it are at one place."""
     made = t.detach().clone()
     steps = sorted((stride, n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1)
-    apart = all(step >= n * least for (least, n), (step, _) in zip(((1, 1), *steps), steps, strict=False))
-    if made.stride() == t.stride() or t.device.type == "meta" or not apart:
+    one_place_each = all(step >= n * least for (least, n), (step, _) in zip(((1, 1), *steps), steps, strict=False))
+    if made.stride() == t.stride() or t.device.type == "meta" or not one_place_each:
         return made
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(made)
 

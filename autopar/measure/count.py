@@ -84,9 +84,9 @@ class Counts:
 
     def lean(self) -> Counts:
         """Of a kernel that does no less than this one, but streams: part of one that was made of several."""
-        if self.moves is None or self.moves.slow == (1.0, 1.0):
+        if self.moves is None or self.moves == self.moves.lean():
             return self
-        return dataclasses.replace(self, moves=self.moves._replace(slow=(1.0, 1.0)), traffic=self.lean_traffic)
+        return dataclasses.replace(self, moves=self.moves.lean(), traffic=self.lean_traffic)
 
 
 def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
@@ -134,8 +134,9 @@ def _with_traffic(target: str, found: Counts, ins: tuple[TensorType, ...], outs:
     if passes is None:
         return found
     sizes = [t.nbytes for t in ins], [t.nbytes for t in outs]
-    apart, lean = found.depthwise or function_of(target) in OF_IMAGES, passes._replace(slow=(1.0, 1.0))
-    return dataclasses.replace(found, moves=passes, traffic=passes.of(*sizes), lean_traffic=lean.of(*sizes), channels_apart=apart)
+    apart = found.depthwise or function_of(target) in OF_IMAGES
+    lean_traffic = passes.lean().of(*sizes)
+    return dataclasses.replace(found, moves=passes, traffic=passes.of(*sizes), lean_traffic=lean_traffic, channels_apart=apart)
 
 
 @functools.lru_cache(maxsize=100_000)

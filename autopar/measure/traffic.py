@@ -58,6 +58,10 @@ class Moves(NamedTuple):
     other: int
     slow: tuple[float, float] = (1.0, 1.0)
 
+    def lean(self) -> Moves:
+        """Of a kernel that streams."""
+        return self._replace(slow=(1.0, 1.0))
+
     def of(self, ins: Sequence[float], outs: Sequence[float], parts: float = 1) -> Traffic:
         """Operands and results of so many bytes, on one of so many ranks that share the work."""
         other, (ahead, back) = self.other / parts, self.slow
