@@ -235,7 +235,7 @@ def _again(plan: Plan) -> int:
 
 
 def predicted(plan: Plan, job: Job) -> Predicted:
-    """Of the rank that is run; where it is one of several, without what is communicated."""
+    """Of the rank that is run; where it is one of several, without what is communicated, for which its host does not wait."""
     per_stage = job.gpus // plan.mesh["pp"]
     mine = [s for s, rank in enumerate(plan.rank_of) if rank == job.rank // per_stage]
     stages = [plan.stages[s] for s in mine]
@@ -243,7 +243,8 @@ def predicted(plan: Plan, job: Job) -> Predicted:
     least, most = (end - memory.framework_context_bytes for end in memory.interval_bytes)
     seconds, span = plan.step_time_s, plan.step_time_interval_s
     if job.gpus > 1:
-        seconds = sum(s.forward_s + s.backward_s - s.communication_s for s in stages) * plan.micro_batches + plan.optimizer_s
+        each_s = sum(max(s.forward_s + s.backward_s - s.communication_s, s.issued_s) for s in stages)
+        seconds = each_s * plan.micro_batches + plan.optimizer_s
         span = interval(seconds, plan.step_spread)
     return Predicted(seconds, memory.total_bytes - memory.framework_context_bytes, span, (least, most))
 

@@ -40,6 +40,7 @@ CATALOGUE = Path(__file__).parent
 KINDS = tuple(SPREADS)  # what a source string begins with
 
 OP_CLASSES = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other")
+VECTOR = "vector"  # beside the classes, where it is known: products of matrices on units that do not multiply matrices
 """Operator classes with an achievable fraction; 'view' costs nothing and needs none."""
 
 _DTYPES = {
@@ -78,8 +79,8 @@ class Gpu:
     """One accelerator as one process sees it (a GCD of an MI250X, a worker's core of a CPU).
 
     rates: peak FLOP/s by dtype, dense. fractions: what share of the binding peak (FLOP/s or bytes/s) an operator class
-    reaches when it is large. launch_s: what the host needs to launch one operator of a model that is trained in
-    eager mode (Python, autograd's bookkeeping, dispatch). context_bytes: device memory that the
+    reaches when it is large; VECTOR: products of matrices of that of the vector units. launch_s: what the host needs to launch
+    one operator of a model that is trained in eager mode (Python, autograd's bookkeeping, dispatch). context_bytes: device memory that the
     framework takes before the first tensor (context, library handles, code). host: a CPU, so that kernels run where they are issued.
     shared_by: how many processes take turns on it; rates and launch_s are those of one that has it for itself.
     """
@@ -113,6 +114,11 @@ class Gpu:
             if name == op_class:
                 return value
         raise ValueError(f"operator class {op_class!r} is not one of {', '.join(('view', *OP_CLASSES))}")
+
+    @property
+    def vector_fraction(self) -> float | None:
+        """The achievable share of the vector units' peak for a large product of matrices; None where only that of products is known."""
+        return dict(self.fractions).get(VECTOR)
 
     def source(self, key: str) -> str:
         """Where a value comes from, e.g. source('memory_bytes') or source('peak_flops_per_s.bfloat16')."""
@@ -290,7 +296,7 @@ def _gpu(table: _Table, name: str) -> Gpu:
         launch_s=table.number("launch_s"),
         context_bytes=int(table.number("context_bytes")),
         rates=tuple((dtype, rates.number(dtype, least=1)) for dtype in _RATES if dtype in rates.data),
-        fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in OP_CLASSES),
+        fractions=tuple((op, fractions.number(op, least=1e-3, most=1)) for op in (*OP_CLASSES, *({VECTOR} & fractions.data.keys()))),
         host=table.plain("host", bool, False, required=False),
         shared_by=table.number("shared_by", least=1) if "shared_by" in table.data else 1.0,
         sources=(("title", title), *table.sources, *rates.sources, *fractions.sources),

@@ -76,7 +76,10 @@ def demand(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu
     memory_s = bytes_moved / gpu.memory_bandwidth_bytes_per_s
     if op_class in ("matmul", "attention", "conv"):
         written_s = 0.0 if gpu.host or op_class == "attention" else written / gpu.memory_bandwidth_bytes_per_s
-        return Demand(flops / gpu.peak_flops_per_s(_rate(op_class, dtype, gpu)), op_class, written_s, memory_s, _MEMORY_CLASS)
+        compute_s = flops / gpu.peak_flops_per_s(_rate(op_class, dtype, gpu))
+        if op_class == "matmul" and gpu.vector_fraction is not None and not on_matrix_units(op_class, dtype, gpu):
+            return Demand(compute_s / gpu.vector_fraction, None, written_s, memory_s, _MEMORY_CLASS)
+        return Demand(compute_s, op_class, written_s, memory_s, _MEMORY_CLASS)
     wide = dtype_name(dtype) == "float64"
     return Demand(flops / gpu.peak_flops_per_s("float64" if wide else "float32"), None, 0.0, memory_s, op_class)
 

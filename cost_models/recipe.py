@@ -43,6 +43,8 @@ class Recipe:
 
     images_as_timed: pools and depthwise convolutions of images whose channels lie apart take what those of torch 2.11 were timed to take.
     launches: how many times as long its host takes to launch an operator as a GPU's launch_s says, which is of plain modules.
+    host_as_timed: changes of layout and parameters in parts keep the host as long as autopar's were timed to (measure.launches); else a
+    collective one launch, and parameters nothing.
 
     What a software's own work adds to a link's times, 0 for the link alone: between_nodes_s: to each collective between nodes;
     contended_step_s: to each step in a node of a collective
@@ -77,6 +79,7 @@ class Recipe:
     images_as_timed: bool = False
     stops_early: bool = False
     launches: float = 1.0
+    host_as_timed: bool = False
     between_nodes_s: float = 0.0
     contended_step_s: float = 0.0
     contended_hop_s: float = 0.0
@@ -87,7 +90,8 @@ class Recipe:
         """What the times of a rank's operators and of the collectives between them depend on."""
         return (
             self.regathers, self.beside_products, self.fuses, self.channels_last, self.converts_pixels, self.winograd, self.attention_speed,
-            self.images_as_timed, self.stops_early, self.launches, self.between_nodes_s, self.contended_step_s, self.contended_hop_s,
+            self.images_as_timed, self.stops_early, self.launches, self.host_as_timed, self.between_nodes_s, self.contended_step_s,
+            self.contended_hop_s,
         )  # fmt: skip
 
     @property
@@ -112,7 +116,7 @@ LAUNCHES = 2.1
 """Of frameworks of modules with hooks, wrappers and casts of their own, over plain modules on the host of one H100: fitted to training runs
 on V100, A100 and H100, whose hosts are others."""
 
-AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False, images_as_timed=True, launches=1.1)
+AUTOPAR = Recipe(stops_early=True, adds_gradients=True, converts_pixels=False, images_as_timed=True, launches=1.1, host_as_timed=True)
 """autopar's own runtime: gradients and states as the parameters, buckets of 25 MiB (torch DDP's default) reduced in backward, torch's
 foreach optimizers. With cuDNN 9, which torch 2.11 has, convolutions with kernels of one pixel convert nothing on an H100
 (benchmarks/data/kernels_h100.csv); training runs of 2020 and 2021 take as long as if they did. The allocator's slack is that of an earlier

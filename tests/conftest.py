@@ -11,8 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: several workers s
 os.environ["AUTOPAR_CACHE"] = "off"  # every test plans itself
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may load anything from a network
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("without a clock", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("without a clock")
 
 if TYPE_CHECKING:
     from autopar.run.launch import WorkerPool

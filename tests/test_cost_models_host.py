@@ -10,10 +10,11 @@ from typing import get_args
 import pytest
 import torch
 
+from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS, Transition
 from autopar.ir import Op, Ref, TensorType
 from autopar.measure import Pricer, count
 from autopar.measure.count import op_class
-from autopar.measure.launches import launches
+from autopar.measure.launches import CHANGED, GATHERED, launches
 from autopar.planner import Pins, make_plan
 from autopar.planner.exchange import Once
 from autopar.planner.price import Ledger
@@ -107,16 +108,26 @@ def test_a_slower_host_is_never_faster() -> None:
 @pytest.mark.parametrize("kind,passes", [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
 def test_steps_inside_stages_wait_where_a_pipeline_crosses_nodes(kind: str, passes: int) -> None:
     """Four ranks on two nodes: two steps of a ring stay in a node, one leaves it."""
-    of, software = cluster(1e-5), Recipe(contended_step_s=2e-4, contended_hop_s=7e-4)
+    of, software, change = cluster(1e-5), Recipe(contended_step_s=2e-4, contended_hop_s=7e-4), Transition(kind, kind)
     crossing = {"pp": 2, "dp": 1, "tp": 4}
     slowed = Pricer(of, crossing, None, software)
-    assert slowed.contended and slowed.host_s(kind, "tp") == pytest.approx(1e-5 + passes * (2 * 2e-4 + 7e-4))
-    assert Pricer(of, crossing).host_s(kind, "tp") == pytest.approx(AUTOPAR.launches * 1e-5), "it is the software's: ours has none"
+    assert slowed.contended and slowed.host_s(change, "tp") == pytest.approx((1e-5 + passes * (2 * 2e-4 + 7e-4), 0.0))
     for mesh in ({"pp": 1, "dp": 2, "tp": 4}, {"pp": 2, "dp": 1, "tp": 1}):  # no pipeline; a pipeline inside a node
         pricer = Pricer(of, mesh, None, software)
-        assert not pricer.contended and pricer.host_s(kind, "tp") == pytest.approx(1e-5 if mesh["tp"] > 1 else 0.0)
-    assert slowed.host_s(None, "tp") == slowed.host_s(kind, "dp") == 0.0
+        assert not pricer.contended and pricer.host_s(change, "tp") == pytest.approx((1e-5 if mesh["tp"] > 1 else 0.0, 0.0))
+    assert slowed.host_s(Transition("own"), "tp") == slowed.host_s(change, "dp") == (0.0, 0.0)
     assert slowed.collective_s(kind, 2**20, "tp") == Pricer(cluster(), crossing).collective_s(kind, 2**20, "tp")
+
+
+@pytest.mark.parametrize("change", [*TRANSITIONS.values(), ALL_TO_ALL, REGROUP], ids=lambda t: t.function)
+def test_every_change_of_layout_keeps_the_host_of_a_gpu_as_long_as_it_was_timed_to(change: Transition) -> None:
+    """With a pipeline between nodes too: nobody's work on the same links is autopar's."""
+    for mesh in ({"pp": 1, "dp": 2, "tp": 4}, {"pp": 2, "dp": 1, "tp": 4}):
+        assert Pricer(cluster(1e-5), mesh).host_s(change, "tp") == pytest.approx(
+            tuple(AUTOPAR.launches * 1e-5 * n for n in CHANGED[change.function])
+        )
+    assert min(CHANGED[change.function]) >= 1, "a function of autograd's, at the least"
+    assert all(n >= 2.5 for n, kind in zip(CHANGED[change.function], (change.forward, change.backward), strict=True) if kind)
 
 
 def test_what_a_software_adds_between_nodes() -> None:
@@ -214,6 +225,27 @@ def test_sharding_at_rest_on_a_shared_core_is_priced_with_what_it_takes() -> Non
         c = dataclasses.replace(known, intra=dataclasses.replace(known.intra, host_share=share))
         steps.append(make_plan(program, gpus=2, cluster=c, pins=pins).step_time_s)
     assert steps[0] < steps[1] < steps[2]
+
+
+def test_parameters_in_parts_keep_the_host_of_a_gpu() -> None:
+    """Each that rests in parts, as often as it is gathered; of whole ones, and under another software, nothing is counted."""
+    launch_s, program = 1e-3, program_of("stack")
+    of = dataclasses.replace(cluster(launch_s), gpus_per_node=8)
+    plans = {
+        (zero, n): make_plan(program, gpus=2, cluster=of, pins=Pins(pp=1, dp=2, tp=1, zero=zero, micro_batches=n, recompute="none"))
+        for zero in (0, 1, 3) for n in (1, 2)
+    }  # fmt: skip
+    for zero, gathered in ((1, "step"), (3, "use")):
+        for n in (1, 2):
+            whole, parts = plans[0, n].stages[0], plans[zero, n].stages[0]
+            times = (len(plans[zero, n].zero_dims) + 1) / (n if gathered == "step" else 1)  # one is read at both ends
+            assert times and parts.issued_s - whole.issued_s == pytest.approx(AUTOPAR.launches * launch_s * sum(GATHERED[gathered]) * times)
+            assert parts.forward_s + parts.backward_s >= parts.issued_s * (1 - 1e-9) > 0, "what the host governs takes as long"
+    other = make_plan(
+        program, gpus=2, cluster=of, pins=Pins(pp=1, dp=2, tp=1, zero=3, micro_batches=1, recompute="none"),
+        recipe=dataclasses.replace(AUTOPAR, host_as_timed=False),
+    )  # fmt: skip
+    assert other.stages[0].issued_s == pytest.approx(plans[0, 1].stages[0].issued_s)
 
 
 # ------------------------------------------------------------------------------------------------------- a host that computes

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.cluster import load_gpu
+from cost_models.compute import kernel_time_s
 from cost_models.step import exposed_gathers_s, exposed_reduction_s, launched_s, optimizer_time_s
 
 pytestmark = pytest.mark.pure
@@ -66,3 +67,20 @@ def test_optimizer_traffic() -> None:
     assert optimizer_time_s(trainable_params=10, gpu=gpu, tensors=6400) > 99 * gpu.launch_s
     with pytest.raises(ValueError, match="'lion' is not one of"):
         optimizer_time_s(trainable_params=n, gpu=gpu, optimizer="lion")
+
+
+def test_products_on_vector_units_reach_what_was_timed_of_them() -> None:
+    """In float32, and in bfloat16 on a V100, which has no units for it; tensor cores keep their own share, and so does all else."""
+    for name, on_vectors, on_matrices in (("h100-sxm", "float32", "bfloat16"), ("v100-32gb", "bfloat16", "float16")):
+        gpu, flops = load_gpu(name), 1e15
+        assert gpu.vector_fraction is not None
+        for dtype, share in ((on_vectors, gpu.vector_fraction), (on_matrices, gpu.fraction("matmul"))):
+            assert kernel_time_s("matmul", flops, 0.0, dtype, gpu) == pytest.approx(flops / gpu.peak_flops_per_s(dtype) / share)
+        for op_class in ("attention", "conv"):
+            rate = "tf32" if op_class == "conv" and gpu.has_rate("tf32") else "float32"
+            expected = flops / gpu.peak_flops_per_s(rate) / gpu.fraction(op_class)
+            assert kernel_time_s(op_class, flops, 0.0, "float32", gpu) == pytest.approx(expected)
+    unknown = load_gpu("mi300x")
+    assert unknown.vector_fraction is None
+    expected = 1e15 / unknown.peak_flops_per_s("float32") / unknown.fraction("matmul")
+    assert kernel_time_s("matmul", 1e15, 0.0, "float32", unknown) == pytest.approx(expected), "where it is not known"

@@ -418,7 +418,7 @@ def test_a_diff_says_what_changed_in_words() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- Ctrl-C
 def test_a_search_that_is_stopped_has_its_best_with_an_honest_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    captured, _ = captured_of("deep")
+    captured, _ = captured_of("pair")
     cluster = load_cluster("dgx-h100")
     whole = make_plan(captured.program, 8, cluster)
     stopped = make_plan(captured.program, 8, cluster, stop=lambda: True)

@@ -144,7 +144,7 @@ _junk = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.data())
 def test_damaged_plans_are_refused_or_run_as_they_say(data: st.DataObject) -> None:
     """Whatever a file says: PlanError, or a plan that lowers to a program. Never another error."""
@@ -169,7 +169,7 @@ def test_damaged_plans_are_refused_or_run_as_they_say(data: st.DataObject) -> No
     assert len(lowered.stages) == read.mesh["pp"] * read.virtual_stages
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_damaged_bytes_are_refused(data: st.DataObject) -> None:
     text = bytearray(_text(tp=2).encode())

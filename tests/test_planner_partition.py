@@ -122,7 +122,7 @@ def _problems(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(_problems())
 def test_the_optimum_is_that_of_trying_everything(given_: dict) -> None:
     pieces, stages, m, flights, limit, recompute = given_.values()
@@ -204,7 +204,7 @@ def test_the_account_of_a_stage_by_hand() -> None:
     assert account.bytes([(3,), (1,)]) == 2 * 10 + 50 + 6 + 4  # in backward of the last of three equal ones
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(_problems())
 def test_equal_pieces_are_counted_as_if_each_stood_alone(given_: dict) -> None:
     pieces, _, m, flights, *_ = given_.values()

@@ -140,7 +140,7 @@ def test_what_ends_a_step_by_hand() -> None:
 GIVEN = ("dgx-h100", "dgx-a100")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_what_is_brought_together_takes_no_less_than_its_parts(data: st.DataObject) -> None:
     """Whatever else a rank holds, and however its collectives fall into buckets."""

@@ -47,7 +47,7 @@ def configurations(draw, name):
 
 
 @pytest.mark.parametrize("name", STACKS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_written_is_read_back(name, data, tmp_path_factory):
     c = data.draw(configurations(name))

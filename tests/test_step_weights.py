@@ -51,12 +51,12 @@ class Log:
             for k, name in enumerate(self.NAMES)
         }  # fmt: skip
 
-    def bucket(self, names: str, *, late: bool = False) -> Any:
+    def bucket(self, names: str, *, late: bool = False, reduces: bool = True) -> Any:
         def reduce(grads: Mapping[str, Tensor]) -> Reduced:
             self.said.append(f"reduce {names}: {', '.join(sorted(grads))}")
             return Reduced(grads)
 
-        return SimpleNamespace(held=[self.held[n] for n in names], late=late, gathers=False, stages=(0,), reduce=reduce)
+        return SimpleNamespace(held=[self.held[n] for n in names], late=late, gathers=False, stages=(0,), reduces=reduces, reduce=reduce)
 
     def step(self, *buckets: Any, of_a_pass: tuple[Any, ...] = (), passes: int = 1) -> Step:
         used: Any = SimpleNamespace(close=dict)
@@ -165,3 +165,12 @@ def test_a_step_that_did_not_finish_keeps_its_leaves() -> None:
     assert other.read("a") is not kept
     kept.sum().backward()  # of a step that is gone: nobody is told
     assert not log.said
+
+
+def test_nobody_is_told_of_gradients_that_no_bucket_waits_for() -> None:
+    log = Log()
+    step = log.step(log.bucket("cba", reduces=False))
+    log.run(step)
+    assert not any(step.read(name)._post_accumulate_grad_hooks for name in "abc")
+    assert {n: g.tolist() for n, g in step.finish().items()} == {"a": [12.0] * 2, "b": [8.0] * 2, "c": [6.0] * 2}
+    assert log.said[-1] == "reduce cba: a, b, c"

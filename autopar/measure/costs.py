@@ -12,10 +12,10 @@ from typing import NamedTuple, cast
 import torch
 
 from autopar.axes import BATCH, LAYERS
-from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
+from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS, Transition
 from autopar.ir import Op, Program, TensorType, call_text, refs
 from autopar.measure.count import Counts, count, op_class
-from autopar.measure.launches import ADDED, launches
+from autopar.measure.launches import ADDED, CHANGED, launches
 from autopar.measure.live import Call, Live, call_of
 from autopar.measure.traffic import Traffic
 from cost_models.cluster import Cluster
@@ -146,14 +146,17 @@ class Pricer:
         """Whether neighbouring stages exchange values over the links between nodes."""
         return self.mesh.get(LAYERS, 1) > 1 and math.prod(self.mesh.values()) > self.cluster.gpus_per_node
 
-    def host_s(self, kind: str | None, axis: str) -> float:
-        """Seconds that the host needs for a collective of the tensor axis, which kernels that run meanwhile hide."""
-        ranks = self.mesh.get(axis, 1)
-        if kind is None or ranks == 1:
-            return 0.0
-        rules, nodes = self.recipe, math.ceil(ranks / self.per_node(axis))
+    def host_s(self, change: Transition, axis: str) -> tuple[float, float]:
+        """Seconds that the host needs for a change of layout over the tensor axis in forward and in backward, which kernels that run
+        meanwhile hide."""
+        ranks, rules, kinds = self.mesh.get(axis, 1), self.recipe, (change.forward, change.backward)
+        if ranks == 1:
+            return 0.0, 0.0
+        ahead, back = CHANGED[change.function] if rules.host_as_timed else (float(kind is not None) for kind in kinds)
+        nodes = math.ceil(ranks / self.per_node(axis))
         contended_s = (ranks - nodes) * rules.contended_step_s + (nodes - 1) * rules.contended_hop_s if self.contended else 0.0
-        return self.launch_s + self.shared * (2 if kind == "all_reduce" else 1) * contended_s
+        waits, waits_back = (self.shared * contended_s * {None: 0, "all_reduce": 2}.get(kind, 1) for kind in kinds)
+        return self.launch_s * ahead + waits, self.launch_s * back + waits_back
 
     def launches_s(self, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> tuple[float, float]:
         """Seconds that the host needs to launch an operator in forward and in backward."""
@@ -312,7 +315,8 @@ class Pricer:
         ahead, back = self._moved_bytes(op, have, made)
         forward = self.collective_s(t.forward, ahead, axis)
         backward = self.collective_s(t.backward, back, axis) if have.grad else 0.0
-        host = (self.host_s(t.forward, axis), self.host_s(t.backward, axis) if have.grad else 0.0)
+        ahead_s, back_s = self.host_s(t, axis)
+        host = (ahead_s, back_s if have.grad else 0.0)
         if self.recipe.regathers and op.target == GATHER and have.grad:
             backward, host = backward + forward, (host[0], host[1] + host[0])
         return OpCost(

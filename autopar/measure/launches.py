@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from autopar.ir import TensorType
 from autopar.measure.traffic import PASSED_ON, function_of
 
-__all__ = ["ADDED", "AGAIN", "CAST", "launches"]
+__all__ = ["ADDED", "AGAIN", "CAST", "CHANGED", "GATHERED", "launches"]
 
 FORWARD = {
     "view": 0.1, "matmul": 1.0, "attention": 1.2, "conv": 0.75, "other": 0.75, "reduction": 0.5, "gather": 0.5, "pointwise": 0.4,
@@ -33,6 +33,18 @@ CAST = (0.5, 0.6)
 AGAIN = (12.0, 1.1)
 """Beside the launches of a stretch of operators that runs again in backward by torch.utils.checkpoint: for the stretch, and for each of its
 operators. From the plans of one H100 that recompute and that its host governed (benchmarks/data/one_gpu.jsonl)."""
+
+CHANGED = {
+    "copy_to": (1.0, 3.0), "split": (1.5, 5.0), "narrow": (1.5, 3.0), "all_gather": (5.0, 6.0), "gather": (5.0, 2.0),
+    "all_reduce": (2.5, 1.0), "all_reduce_shared": (2.5, 3.0), "reduce_scatter": (5.5, 5.5), "all_to_all": (5.0, 5.5),
+    "regroup": (14.0, 15.0), "pad": (2.5, 2.0), "keep_one": (1.0, 1.0), "mask_one": (1.0, 1.5), "own": (1.0, 1.5),
+}  # fmt: skip
+"""autopar's change of layout -> launches in forward and in backward: timed beside a product on a CPU, in a process group of torch that
+moves nothing, less what that copies itself and with a launch for the collective."""
+
+GATHERED = {"never": (0.0, 0.0), "step": (2.0, 0.5), "use": (2.3, 2.7)}
+"""When it is gathered -> launches for each parameter that rests in parts, in forward and in backward of a step, or of a micro-batch. From
+ranks that one H100 ran alone (benchmarks/data/one_gpu.jsonl), and by how much less the runtime took on a CPU afterwards."""
 
 FUNCTIONS = {
     "layer_norm": (0.7, 1.0), "rms_norm": (0.65, 1.0), "batch_norm": (1.3, 1.3), "sync_batch_norm": (1.3, 1.3), "group_norm": (3.0, 2.0),

@@ -29,7 +29,7 @@ from autopar.measure.layer_timings import made as layer_made
 from autopar.measure.live import LEAST_CPU_SHARE, cores
 from autopar.measure.timings import DTYPES, Machine, Timed, machine, operator_times
 from autopar.run.launch import WorkerPool
-from cost_models.cluster import LINK_TABLES, Cluster, Gpu, Link
+from cost_models.cluster import LINK_TABLES, VECTOR, Cluster, Gpu, Link
 from cost_models.collectives import KINDS
 from cost_models.fit import LINK_CONSTANTS, CollectiveTime, fit_gpu, fit_link, link_loss, port_bytes, rescaled, slower_kinds
 from cost_models.write import cluster_toml
@@ -180,6 +180,9 @@ def _gpu(
         if rates:
             fastest = max(rates, key=rates.__getitem__)
             values[f"peak_flops_per_s.{dtype}"] = (rates[fastest], f"measured: best of the largest, {fastest}, {here}")
+            if dtype == "float32" and base.vector_fraction is not None:
+                share = statistics.mean(rates.values()) / rates[fastest]
+                values[f"achievable_fraction.{VECTOR}"] = (share, f"measured: the largest float32 products over their best, {here}")
     layers = any(t.kind == "layer" for t in operators)  # products as models have them: square ones are left out then
 
     def is_close(t: Timed) -> bool:

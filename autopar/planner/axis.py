@@ -254,9 +254,8 @@ def change_host(problem: AxisProblem, have: Layout, want: Layout, t: TensorType,
     """Seconds that the host needs for a change of layout, forward and backward."""
     if not problem.launched or not needs_transition(have, want, t):
         return 0.0
-    change = transition(have, want)
-    seconds = problem.pricer.host_s(change.forward, problem.axis)
-    return times * (seconds + (problem.pricer.host_s(change.backward, problem.axis) if t.grad else 0.0))
+    ahead_s, back_s = problem.pricer.host_s(transition(have, want), problem.axis)
+    return times * (ahead_s + (back_s if t.grad else 0.0))
 
 
 class _Change(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ import msgspec
 
 from autopar.ir import Span
 from autopar.planner.estimate import Estimator, Times
+from autopar.planner.modes import kept_s
 from autopar.planner.partition import Partition
 from autopar.planner.plan import MemoryPlan, StagePlan
 from autopar.planner.rank import Rank
@@ -69,6 +70,7 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
     spans = {s: (e.span(i, j), tuple(x for each in again[i:j] for x in each)) for s, (i, j) in enumerate(pairwise(bounds))}
     late = late_of(e, {s: e.read(span) for s, (span, _) in spans.items()})
     alike = {s: e.alike(i, j, part.modes[i:j]) for s, (i, j) in enumerate(pairwise(bounds))}
+    issued = _issued(e, part.modes)
     memory = [_memory(e, r, {s: spans[s] for s in e.flow.on_rank(r).stages}, late, alike) for r in range(e.flow.ranks)]
     stages = []
     for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -83,6 +85,7 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
                 forward_s=t.forwards_s[s],
                 backward_s=t.backwards_s[s],
                 communication_s=rank.ledger.seconds(range(span.start, span.stop))[2],
+                issued_s=sum(issued[k] for k in range(i, j)),
                 flops=sum(c.counts.flops + c.counts.backward_flops for c in rank.ledger.costs[span.start : span.stop]),
                 memory=memory[e.flow.rank_of[s]],
                 parameters=sum(e.params[v].numel for v in own),
@@ -94,6 +97,21 @@ def candidate_of(e: Estimator, part: Partition) -> Candidate:
         segments=e.segments, part=part, stages=tuple(stages), step_time_s=t.step_s, compute_s=t.compute_s,
         bubble_s=t.bubble_s, gradient_sync_s=t.sync_s, optimizer_s=t.optimizer_s,
     )  # fmt: skip
+
+
+def _issued(e: Estimator, modes: Sequence[int]) -> list[float]:
+    """Of each piece in its mode, the host's seconds of one micro-batch; blocks that are alike once."""
+    ledger, known, found = e.rank.ledger, dict[tuple[int, int], float](), []
+    for k, mode in enumerate(modes):
+        block = e.segments[k].block
+        alike = (block, mode) if block >= 0 else (~k, 0)
+        if alike not in known:
+            span, again = e.segments[k].span, e.again(k, mode)
+            beside_s = sum(e.beside(e.read(span))[2:]) + kept_s(ledger, ledger.liveness, again)
+            again_s = sum(c.host_s[0] for x in again for c in ledger.costs[x.start : x.stop])
+            known[alike] = ledger.issued_s(span) + beside_s + again_s
+        found.append(known[alike])
+    return found
 
 
 def late_of(e: Estimator, reads: Mapping[int, Iterable[str]]) -> frozenset[str]:

@@ -77,11 +77,15 @@ def issued_s(ledger: Ledger, liveness: Liveness, block: Span, spans: Sequence[Sp
     device by what the device takes longer for the block's backward pass."""
     if not ledger.stops_early or not spans or not ledger.launch_s:
         return 0.0
-    once, each = AGAIN
     costs = ledger.costs[block.start : block.stop]
     ahead_s = sum(c.backward_s for c in costs) - sum(c.host_s[1] for c in costs)
-    kept_s = ledger.launch_s * sum(once + each * len(run_again(ledger, liveness, span)) for span in spans)
-    return max(0.0, kept_s - max(0.0, ahead_s))
+    return max(0.0, kept_s(ledger, liveness, spans) - max(0.0, ahead_s))
+
+
+def kept_s(ledger: Ledger, liveness: Liveness, spans: Sequence[Span]) -> float:
+    """Seconds that the checkpoints of spans that run again keep a host with, beside the launches of their operators."""
+    once, each = AGAIN
+    return ledger.launch_s * sum(once + each * len(run_again(ledger, liveness, span)) for span in spans)
 
 
 def spans_at_prices(ledger: Ledger, liveness: Liveness, block: Span, points: int = POINTS) -> list[tuple[Span, ...]]:

@@ -187,8 +187,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pipeline stage. memory: of one of its ranks, with all the stages that the rank holds. first_op: where it begins. blocks:
     instances of repeated blocks in it, by module path; recomputed: those of them that are recomputed whole; selective: those of which a
-    part is. forward_s, backward_s: of one micro-batch. split_flops, flops: of one micro-batch on one rank; split: share of the model's
-    FLOPs that the tp axis divides."""
+    part is. forward_s, backward_s: of one micro-batch. issued_s: what a host takes to issue both to its device, which computes and
+    communicates meanwhile; 0 where the host is the device, and in plans of before. split_flops, flops: of one micro-batch on one rank;
+    split: share of the model's FLOPs that the tp axis divides."""
 
     first_op: str
     blocks: list[str]
@@ -197,6 +198,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     forward_s: Seconds
     backward_s: Seconds
     communication_s: Seconds
+    issued_s: Seconds = 0.0
     flops: Seconds
     memory: MemoryPlan
     parameters: Count

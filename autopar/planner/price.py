@@ -182,6 +182,10 @@ class Ledger:
             host_forward, host_backward = host_forward + c.host_s[0], host_backward + c.host_s[1]
         return max(forward, host_forward), max(backward, host_backward), communication
 
+    def issued_s(self, span: Span) -> float:
+        """Seconds that the host needs to issue both passes of a span of operators."""
+        return sum(sum(c.host_s) for c in self.costs[span.start : span.stop])
+
 
 def _roots(ops: tuple[Op, ...], costs: list[OpCost]) -> dict[str, str]:
     """value -> the value whose storage it shares."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from autopar.axes import BATCH
 from autopar.ir import Span, refs
 from autopar.measure import Pricer
-from autopar.measure.launches import ADDED, CAST
+from autopar.measure.launches import ADDED, CAST, GATHERED
 from autopar.planner.activity import Activity
 from autopar.planner.exchange import Exchange
 from autopar.planner.liveness import KnownPasses
@@ -183,7 +183,7 @@ class RankPieces:
     def beside(self, own: Collection[str]) -> Beside:
         """Of one micro-batch, what these parameters take beside the operators that read them: casts of what is gathered, and of gradients,
         which backward makes in the dtype of use; and adding gradients to those of earlier micro-batches (two are read, one is written),
-        in the mean of all micro-batches, or into buffers after each pass."""
+        in the mean of all micro-batches, or into buffers after each pass. Of the host also what gathering them keeps it with."""
         params = [self.params[v] for v in own]
         cast, trained = [p for p in params if p.is_cast], [p for p in params if p.trainable]
         gathered_s = self._casts_s(Counter(p for p in params if p.in_parts)) if self.rest.gathered == "use" else 0.0
@@ -192,11 +192,19 @@ class RankPieces:
             left = [(p, p.resting_numel if p.in_parts and self.rest.reduced == "pass" else p.numel) for p in trained]
             again = 1 - 1 / self.rank.micro_batches
             moved, added = moved + 3 * again * sum(self._gradient(p, numel) for p, numel in left), ADDED * again * len(left)
-        launch_s, (ahead, back) = self.pricer.launch_s, CAST
+        launch_s, (ahead, back), (before, behind) = self.pricer.launch_s, CAST, self._gathering(params)
         return Beside(
-            gathered_s, gathered_s + self._moved_s(moved) + self._moved_s(self.added_bytes(own)), launch_s * ahead * len(cast),
-            launch_s * (back * sum(p.trainable for p in cast) + added + len(self._added(own))),
+            gathered_s, gathered_s + self._moved_s(moved) + self._moved_s(self.added_bytes(own)), launch_s * (ahead * len(cast) + before),
+            launch_s * (back * sum(p.trainable for p in cast) + added + behind + len(self._added(own))),
         )  # fmt: skip
+
+    def _gathering(self, params: Sequence[ParamBytes]) -> tuple[float, float]:
+        """Launches of forward and backward of one micro-batch that those of the parameters which rest in parts keep the host with."""
+        if not self.recipe.host_as_timed:
+            return 0.0, 0.0
+        before, behind = GATHERED[self.rest.gathered]
+        number = sum(p.in_parts for p in params) / (1 if self.rest.gathered == "use" else self.rank.micro_batches)
+        return number * before, number * behind
 
     def added_bytes(self, own: Collection[str]) -> float:
         """Of gradients that are added into buffers after each backward pass."""

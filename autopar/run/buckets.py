@@ -43,13 +43,16 @@ Computes = Mapping[str, torch.dtype]  # parameters that are cast before they are
 
 @dataclass(kw_only=True, eq=False)
 class Held:
-    """One parameter on one rank. param: the user's parameter. zero: its dim that is cut into `shards` parts at rest, None if it rests
-    whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes over which the gradient of its use is
-    partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if it is on one of them. trains: whether
-    the present step computes its gradient. computes: the dtype in which it is used. reduce_dtype: in which its gradient is reduced."""
+    """One parameter on one rank. param: the user's parameter; shape, dtype: of what rests here of it. zero: its dim that is cut into
+    `shards` parts at rest, None if it rests whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes
+    over which the gradient of its use is partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if
+    it is on one of them. trains: whether the present step computes its gradient. computes: the dtype in which it is used. reduce_dtype: in
+    which its gradient is reduced."""
 
     spec: ParamSpec
     param: nn.Parameter
+    shape: torch.Size
+    dtype: torch.dtype
     zero: int | None
     shards: int
     rest: Rest
@@ -81,7 +84,7 @@ class Held:
 
     def no_gradient(self) -> Tensor:
         """Zeros, as the gradient is at the end of the step before it is reduced."""
-        shape = list(self.local.shape)
+        shape = list(self.shape)
         if self.zero is not None and not self.reduced_by_pass:
             shape[self.zero] *= self.shards
         return self.local.new_zeros(shape)
@@ -95,9 +98,12 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None, re
     """Note a parameter whose memory is this rank's part of it. reduce_dtype: the manifest's."""
     layouts = layouts_of(spec)
     rests = dtype_named(spec.dtype)
+    here = local(param)
     return Held(
         spec=spec,
         param=param,
+        shape=here.shape,
+        dtype=here.dtype,
         zero=spec.zero_dim if mesh.shard.size > 1 else None,
         shards=mesh.shard.size,
         rest=rest_of(spec.rest),
@@ -117,7 +123,8 @@ class Bucket:
     `gather` starts the all-gather of what rests and `Gathering.finish` gives what is used; `reduce` starts the reduction of gradients and
     `Reduction.finish` gives the gradients of what rests. often: what is gathered at each use, or reduced in each backward pass; what else
     its gradients need is done once a step, by ordinary buckets. gathers, scatters, summed_over: what it does. stages: those of this rank
-    that use its parameters.
+    that use its parameters. numels, numel: how many elements rest here of each, and of all. cut_in_rows: they are several, all cut along
+    their first dim.
     """
 
     def __init__(self, held: Sequence[Held], mesh: Mesh, *, often: bool = False) -> None:
@@ -133,6 +140,9 @@ class Bucket:
         self.summed_over = mesh.joint(remaining) if remaining and not often else None
         self.late = first.late and not often
         self.reduce_dtype = first.reduce_dtype
+        self.numels = [one.shape.numel() for one in held]
+        self.numel = sum(self.numels)
+        self.cut_in_rows = len(held) > 1 and all(one.zero == 0 for one in held)
 
     @property
     def reduces(self) -> bool:
@@ -152,11 +162,9 @@ class Gathering:
 
     def __init__(self, bucket: Bucket, computes: Computes) -> None:
         self.bucket, self._computes = bucket, computes
-        here = [held.local for held in bucket.held]
-        self._shapes = [x.shape for x in here]
-        parts = [x.reshape(-1) for x in here]
-        shard, numel = bucket.mesh.shard, sum(len(part) for part in parts)
-        dtypes = {computes.get(held.spec.name, part.dtype) for held, part in zip(bucket.held, parts, strict=True)}
+        parts = [held.local.reshape(-1) for held in bucket.held]
+        shard, numel = bucket.mesh.shard, bucket.numel
+        dtypes = {computes.get(held.spec.name, held.dtype) for held in bucket.held}
         self._out = parts[0].new_empty(shard.size * numel, dtype=dtypes.pop() if len(dtypes) == 1 else None)
         own = self._out.narrow(0, shard.rank * numel, numel)  # gathered in place
         torch.cat(parts, out=own)  # which casts
@@ -166,17 +174,18 @@ class Gathering:
         """name -> the parameter as it is used."""
         if self._work is not None:
             comm.finish(self._work, record.ALL_GATHER, "shard")
-        rows = self._out.view(self.bucket.mesh.shard.size, -1)
-        found: dict[str, Tensor] = {}
-        offset = 0
-        for held, shape in zip(self.bucket.held, self._shapes, strict=True):
-            assert held.zero is not None
-            size = shape.numel()
-            parts = rows[:, offset : offset + size].view(-1, *shape)
-            whole = joined(parts, held.zero).contiguous()
-            found[held.spec.name] = whole.to(self._computes.get(held.spec.name, whole.dtype))
-            offset += size
-        return found
+        bucket = self.bucket
+        n = bucket.mesh.shard.size
+        rows = self._out.view(n, -1)
+        if bucket.cut_in_rows:  # of which the parts of the ranks lie one behind the other
+            wholes = [rows.new_empty(n * held.shape[0], *held.shape[1:]) for held in bucket.held]
+            flat = [whole.view(n, -1) for whole in wholes]
+            torch.split_with_sizes_copy(rows, bucket.numels, dim=1, out=flat)  # one call of the host for all
+        else:
+            each = zip(bucket.held, rows.split(bucket.numels, dim=1), strict=True)
+            wholes = [joined(part.view(-1, *held.shape), held.zero or 0).contiguous() for held, part in each]
+        found = {held.spec.name: whole for held, whole in zip(bucket.held, wholes, strict=True)}
+        return {name: whole.to(self._computes.get(name, rows.dtype)) for name, whole in found.items()} if self._computes else found
 
 
 class Reduction:
@@ -233,9 +242,8 @@ class Reduction:
             return dict(self._complete)
         self.go_on()
         self._wait()
-        here = [held.local for held in self.held]
-        parts = self._flat.to(here[0].dtype).split([x.numel() for x in here])
-        return {held.spec.name: part.view(x.shape) for held, x, part in zip(self.held, here, parts, strict=True)}
+        parts = self._flat.to(self.held[0].dtype).split([held.shape.numel() for held in self.held])
+        return {held.spec.name: part.view(held.shape) for held, part in zip(self.held, parts, strict=True)}
 
 
 def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -280,10 +288,10 @@ def _filled(held: Iterable[Held], size_bytes: int) -> list[list[Held]]:
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
         gathered_as = one.computes if one.zero is not None else None
-        key = (one.local.dtype, one.zero is not None, one.rest, one.partial, one.late, one.stages, one.spec.trainable, gathered_as)
+        key = (one.dtype, one.zero is not None, one.rest, one.partial, one.late, one.stages, one.spec.trainable, gathered_as)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
-        if sum(h.local.numel() * h.local.element_size() * (h.shards if h.zero is not None else 1) for h in bucket) >= size_bytes:
+        if sum(h.shape.numel() * h.dtype.itemsize * (h.shards if h.zero is not None else 1) for h in bucket) >= size_bytes:
             done.append(open_.pop(key))
     return [*done, *open_.values()]
 
@@ -294,5 +302,5 @@ def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ..
     for one in held:
         if one.gathered_when_used:
             unit = one.spec.name if one.spec.unit is None else one.spec.unit
-            units.setdefault(unit, {}).setdefault((one.local.dtype, one.computes, one.partial), []).append(one)
+            units.setdefault(unit, {}).setdefault((one.dtype, one.computes, one.partial), []).append(one)
     return tuple(tuple(Bucket(of, mesh, often=True) for of in unit.values()) for unit in units.values())

@@ -75,6 +75,7 @@ class GatheredWhereUsed:
         self._order: list[int] = []
         self._present: dict[str, Tensor] = {}  # the unit in use
         self._ahead: tuple[int, list[Gathering]] | None = None
+        self._leaves: dict[str, Tensor] = {}  # what rests of those that were read, which counts what is written to the parameter
         self._gathered: dict[int, tuple[StorageWeakRef, str]] = {}
         self._arrived: tuple[int, dict[str, Tensor]] = (-1, {})  # a unit, and the gradients of it that are there
         self._reductions: list[Reduction] = []
@@ -83,6 +84,7 @@ class GatheredWhereUsed:
 
     def read(self, name: str, leaf: Tensor) -> Tensor:
         """The parameter as it is used; leaf: its part at rest, which says whether it has a gradient."""
+        self._leaves[name] = leaf
         full: Tensor = _Use.apply(leaf, name, self)
         storage = full.untyped_storage()
         self._gathered[storage._cdata] = (StorageWeakRef(storage), name)
@@ -102,6 +104,7 @@ class GatheredWhereUsed:
         self._finish_reduction()
         self._orders[self._grad] = self._order
         self._gathered.clear()
+        self._leaves.clear()
         return self._grads | self._whole
 
     # ------------------------------------------------------------------------------------------------------- parameters
@@ -141,28 +144,25 @@ class GatheredWhereUsed:
         if found is None or not self._as_made(tensor, found[1]):
             return tensor
         name = found[1]
-        return Dropped(name, self._version(name), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return Dropped(name, self._leaves[name]._version, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def _as_made(self, tensor: Tensor, name: str) -> bool:
         """Whether strides say all there is to say of this view of a parameter: not so where it reads the storage as another dtype
         (view_as_complex), or is to be conjugated or negated when it is read."""
-        used = self._computes.get(name, self._units.held[name].local.dtype)
+        used = self._computes.get(name, self._leaves[name].dtype)
         return tensor.dtype == used and not (tensor.is_conj() or tensor.is_neg())
 
     def _unpack(self, saved: Tensor | Dropped) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if self._version(saved.name) != saved.version:
+        if self._leaves[saved.name]._version != saved.version:
             raise RuntimeError(f"parameter {saved.name} was changed between the forward and the backward pass that uses it")
         return self._gather(saved.name).as_strided(saved.size, saved.stride, saved.offset)
-
-    def _version(self, name: str) -> int:
-        return self._units.held[name].local._version
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def _reduce(self, name: str, grad: Tensor) -> None:
         if name in self._computes:
-            grad = grad.to(self._units.held[name].local.dtype)
+            grad = grad.to(self._units.held[name].dtype)
         if not self._units.held[name].reduced_by_pass:
             self._whole[name] = self._whole[name] + grad if name in self._whole else grad
             return

@@ -194,7 +194,7 @@ class ParallelModule(StandIn):
         if self.debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
         form.calls += 1
-        rest = self._begun(form, bound, [(name, p) for name, p in tree.params.items() if p.requires_grad])
+        rest = self._begun(form, bound, tree.trainable())
         step = rest.step
         differentiates = torch.is_grad_enabled() and bool(rest.leaves)
         for stage in form.stages.values():

@@ -132,7 +132,7 @@ def is_part(x: object) -> bool:
 def local(x: Tensor) -> Tensor:
     """What of a tensor is on this rank: a plain tensor that shares its memory and has no gradient."""
     with _plain():
-        return x.detach()
+        return Tensor.detach(x)  # not that of a part, which asks who calls it
 
 
 def lies_of(x: AnyPart) -> Lies:

@@ -244,6 +244,11 @@ class Tree:
                 if name in self.held:
                     self.held[name].trains = trains
 
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that require a gradient now, by name."""
+        with torch._C.DisableTorchFunctionSubclass():  # which asks a part in the time of a small operator
+            return [(name, param) for name, param in self.params.items() if param.requires_grad]
+
     def _check_here(self) -> None:
         if self.gone:
             raise LaunchError(f"this parallel {self.model} gave its parameters back when {self.gone}")

@@ -111,7 +111,8 @@ class Step:
         self._trains = frozenset(name for name, one in held.items() if one.trains)  # others may train in later steps
         self._free = leaves
         arrived: Arrived = self._arrived
-        self._told = weakref.WeakMethod(arrived) if self._buckets or self._of_a_pass else None  # else nothing waits for a gradient
+        waits = any(bucket.reduces for bucket in (*self._buckets, *self._of_a_pass))
+        self._told = weakref.WeakMethod(arrived) if waits else None  # who is told that a gradient has come, if any waits for it
         self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
         self._lower: dict[str, Tensor] = {}
@@ -166,8 +167,9 @@ class Step:
         if dtype is None or held.gathered_when_used:
             return value
         self._lower[name] = value.to(dtype)
-        rests = held.local.dtype
-        return value if value.dtype == rests else value.new_empty((), dtype=rests).expand(value.shape)  # gathered: of no memory of its own
+        if held.zero is None or value.dtype == held.dtype:
+            return value
+        return value.new_empty((), dtype=held.dtype).expand(value.shape)  # gathered: of no memory of its own
 
     def _trains_now(self, name: str) -> bool:
         return self._grad and name in self._trains
@@ -266,7 +268,7 @@ class Step:
                 grad = self._late.get(name, None if leaf is None else leaf.grad)
                 whole = (held.no_gradient() if grad is None else grad.contiguous()).to(held.reduce_dtype)
                 comm.all_reduce_(whole, held.tied)
-                self._late[name] = whole.to(held.local.dtype)
+                self._late[name] = whole.to(held.dtype)
         self._start_reductions(whatever=True)
         found: dict[str, Tensor] = {}
         while self._reductions:  # what has travelled in another dtype than it rests in goes bucket by bucket
