@@ -45,7 +45,7 @@ class Log:
         self.leaves = Leaves()
         self.held: dict[str, Any] = {
             name: Whole(
-                spec=SimpleNamespace(name=name), stages=(0,), trains=True, gathered_when_used=False, tied=None,
+                spec=SimpleNamespace(name=name), stages=(0,), trains=True, gathered_when_used=False, tied=None, zero=None,
                 param=torch.full((2,), k + 2.0),
             )
             for k, name in enumerate(self.NAMES)
@@ -58,11 +58,11 @@ class Log:
 
         return SimpleNamespace(held=[self.held[n] for n in names], late=late, gathers=False, stages=(0,), reduces=reduces, reduce=reduce)
 
-    def step(self, *buckets: Any, of_a_pass: tuple[Any, ...] = (), passes: int = 1) -> Step:
+    def step(self, *buckets: Any, of_a_pass: tuple[Any, ...] = (), passes: int = 1, lower: str = "") -> Step:
         used: Any = SimpleNamespace(close=dict)
         return Step(
-            held=self.held, names={n: n for n in self.NAMES}, buffer=lambda _: torch.zeros(()), computes={}, buckets=buckets,
-            of_a_pass=of_a_pass, where_used=used, leaves=self.leaves, passes=passes,
+            held=self.held, names={n: n for n in self.NAMES}, buffer=lambda _: torch.zeros(()), buckets=buckets,
+            computes=dict.fromkeys(lower, torch.bfloat16), of_a_pass=of_a_pass, where_used=used, leaves=self.leaves, passes=passes,
         )  # fmt: skip
 
     def run(self, step: Step, used: str = "abc") -> None:
@@ -174,3 +174,41 @@ def test_nobody_is_told_of_gradients_that_no_bucket_waits_for() -> None:
     assert not any(step.read(name)._post_accumulate_grad_hooks for name in "abc")
     assert {n: g.tolist() for n, g in step.finish().items()} == {"a": [12.0] * 2, "b": [8.0] * 2, "c": [6.0] * 2}
     assert log.said[-1] == "reduce cba: a, b, c"
+
+
+def test_what_is_cast_is_cast_once_a_step_and_its_gradients_are_added_as_it_rests() -> None:
+    """256 + 1 is 256 in bfloat16. The next step differentiates by the same tensor, over its own values; in between it has no memory."""
+    log = Log()
+    kept = None
+    for factor in (1.0, 2.0):
+        step = log.step(log.bucket("cba"), passes=2, lower="a")
+        leaf = step.read("a")
+        assert leaf is step.read("a") and leaf.dtype == torch.bfloat16 and leaf.tolist() == [2.0 * factor] * 2
+        assert kept is None or leaf is kept
+        (step.read("a") * 256).float().sum().backward()
+        (step.read("a") * 1).float().sum().backward()
+        (grad,) = (g for n, g in step.finish().items() if n == "a")
+        assert grad.dtype == torch.float32 and grad.tolist() == [257.0] * 2
+        assert leaf.numel() == 0
+        kept = leaf
+        log.held["a"].param.mul_(2)
+
+
+def test_uses_in_one_pass_are_added_as_a_parameter_rests() -> None:
+    log = Log()
+    step = log.step(log.bucket("cba"), lower="a")
+    a = step.read("a")
+    ((a * 256).float() + (a * 1).float()).sum().backward()
+    assert step.finish()["a"].tolist() == [257.0] * 2
+
+
+def test_steps_at_once_have_memory_of_their_own() -> None:
+    log = Log()
+    first, second = (log.step(log.bucket("cba"), lower="abc") for _ in range(2))
+    tensors = [step.read("b") for step in (first, second)]
+    assert tensors[0] is not tensors[1]
+    log.run(first)
+    first.finish()
+    assert tensors[1].tolist() == [3.0, 3.0] and tensors[0].numel() == 0
+    log.run(second)
+    assert second.finish()["b"].tolist() == [8.0] * 2

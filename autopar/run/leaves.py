@@ -1,7 +1,7 @@
 """What a step differentiates by: tensors with a hook each, which says when their gradient has come.
 
-To make one takes a host as long as a small operator, for every parameter and step. So a step that is over leaves the views of parameters
-that rest whole to the next one; of two steps at once each has its own.
+To make one takes a host as long as a small operator, for every parameter and step. So a step that is over leaves its own to the next one;
+of two steps at once each has its own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,27 @@ Arrived = Callable[[str], None]
 
 class Leaf(NamedTuple):
     """told: in its one place who is told of the gradient; None of a leaf that tells nobody. A strong reference to a step would be a cycle
-    through the leaf, which only the collector could free."""
+    through the leaf, which only the collector could free. of_a_step: its memory is a step's, not the parameter's."""
 
     tensor: Tensor
     told: list[weakref.WeakMethod[Arrived] | None] | None
+    of_a_step: bool = False
+
+    def tells(self, arrived: weakref.WeakMethod[Arrived] | None) -> bool:
+        """Let it tell this one; False if it cannot."""
+        if self.told is not None and arrived is not None:
+            self.told[0] = arrived
+        return (self.told is None) == (arrived is None)
 
 
-def leaf_of(value: Tensor, name: str, arrived: weakref.WeakMethod[Arrived] | None) -> Leaf:
-    """The value, to be differentiated by. arrived: is called with the name when its gradient has come, if it is still there."""
+def leaf_of(value: Tensor, name: str, arrived: weakref.WeakMethod[Arrived] | None, dtype: torch.dtype | None = None) -> Leaf:
+    """The value, to be differentiated by. arrived: is called with the name when its gradient has come, if it is still there. dtype: of
+    this, and of the sum over the value's uses; by default its own."""
+    leaf = value.requires_grad_()
+    if dtype is not None and dtype != leaf.dtype:
+        leaf.grad_dtype = dtype
     if arrived is None:
-        return Leaf(value.requires_grad_(), None)
+        return Leaf(leaf, None)
     told: list[weakref.WeakMethod[Arrived] | None] = [arrived]
 
     def come(_: Tensor) -> None:
@@ -39,29 +50,38 @@ def leaf_of(value: Tensor, name: str, arrived: weakref.WeakMethod[Arrived] | Non
         if method is not None and (tell := method()) is not None:
             tell(name)
 
-    leaf = value.requires_grad_()
     leaf.register_post_accumulate_grad_hook(come)
     return Leaf(leaf, told)
 
 
 class Leaves:
-    """Of parameters that rest whole on this rank, those that no step has."""
+    """Those that no step has, by parameter. A step gives back what it takes when it is over."""
 
     def __init__(self) -> None:
         self._free: dict[str, Leaf] = {}
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def take(self, held: Held, arrived: weakref.WeakMethod[Arrived] | None) -> Leaf:
-        """One for a step, which gives it back when it is over."""
+        """A view of a parameter that rests as it is used: what is written to one counts as written to the other."""
         name, param = held.spec.name, held.param
-        free = self._free.pop(name, None)
+        free = self._one(name)
         if free is not None:
             with torch._C.DisableTorchFunctionSubclass():  # of a part, and of what the user may have given the parameter
                 same = free.tensor.dtype == param.dtype and free.tensor.is_set_to(param)
-            if same and (free.told is None) == (arrived is None):
-                if free.told is not None:
-                    free.told[0] = arrived
+            if same and free.tells(arrived):
                 return free
         return leaf_of(held.local, name, arrived)
+
+    def over(self, value: Tensor, name: str, arrived: weakref.WeakMethod[Arrived] | None, dtype: torch.dtype) -> Leaf:
+        """One over a step's own memory. dtype: as leaf_of's."""
+        free = self._one(name)
+        if free is not None and free.of_a_step:
+            leaf = free.tensor
+            same = (leaf.dtype, leaf.device, leaf.grad_dtype) == (value.dtype, value.device, dtype)
+            if same and type(value) is Tensor and free.tells(arrived):
+                leaf.data = value
+                return free
+        return leaf_of(value, name, arrived, dtype)._replace(of_a_step=True)
 
     def give_back(self, leaves: Mapping[str, Leaf]) -> None:
         for name, leaf in leaves.items():
@@ -69,7 +89,18 @@ class Leaves:
             if leaf.told is not None:
                 leaf.told[0] = None
             if type(leaf.tensor) is Tensor and not leaf.tensor.is_meta:
+                if leaf.of_a_step:
+                    leaf.tensor.data = self._without_memory(leaf.tensor)
                 self._free[name] = leaf
+
+    def _one(self, name: str) -> Leaf | None:
+        return self._free.pop(name, None)
+
+    def _without_memory(self, tensor: Tensor) -> Tensor:
+        key = tensor.dtype, tensor.device
+        if key not in self._nothing:
+            self._nothing[key] = tensor.detach().new_empty(0)
+        return self._nothing[key]
 
     def clear(self) -> None:
         self._free.clear()

@@ -17,16 +17,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.run import comm
 from autopar.run.buckets import Bucket, Computes, Gathering, Held, Reduction, add_parts
 from autopar.run.gathered import GatheredWhereUsed
-from autopar.run.leaves import Arrived, Leaf, Leaves, leaf_of
+from autopar.run.leaves import Arrived, Leaf, Leaves
 
 __all__ = ["Step", "Weights", "buffers_kept"]
 
@@ -41,20 +39,6 @@ def buffers_kept() -> Iterator[None]:
         yield
     finally:
         _buffers_kept.reset(token)
-
-
-class _Lower(torch.autograd.Function):
-    """A leaf -> its copy in a lower dtype, as a tensor of its own, whose gradient is cast back before it is added to others."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, lower: Tensor) -> Tensor:
-        ctx.dtype = leaf.dtype
-        return lower.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
 
 
 class Weights:
@@ -115,7 +99,6 @@ class Step:
         self._told = weakref.WeakMethod(arrived) if waits else None  # who is told that a gradient has come, if any waits for it
         self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
-        self._lower: dict[str, Tensor] = {}
         self._started = 0  # of the step's buckets
         self._await(self._of_a_pass)
         self._reductions: list[Reduction] = []
@@ -135,47 +118,38 @@ class Step:
             buffer = self._buffer(name)
             return buffer.clone() if _buffers_kept.get() else buffer
         leaf = self._leaf(canonical)
-        if self._held[canonical].gathered_when_used:
-            return self._where_used.read(canonical, leaf)
-        dtype = self._computes.get(canonical)
-        if dtype is None:
-            return leaf
-        lower = self._lower.get(canonical)
-        if lower is not None:
-            return _Lower.apply(leaf, lower)
-        first = leaf.to(dtype)  # which costs the host less than a function of our own
-        self._lower[canonical] = first.detach()
-        return first
+        return self._where_used.read(canonical, leaf) if self._held[canonical].gathered_when_used else leaf
 
     def _leaf(self, name: str) -> Tensor:
         if name in self._leaves:
             return self._leaves[name]
         gathering, held = self._gathering.get(name), self._held[name]
-        if gathering is None and self._trains_now(name):
+        if gathering is None and self._trains_now(name) and self._lower(name) is None:
             self._borrowed[name] = borrowed = self._free.take(held, self._told)
             self._leaves[name] = borrowed.tensor
             return borrowed.tensor
         found = gathering.finish() if gathering is not None else {name: held.local}
         for key, value in found.items():
             self._gathering.pop(key, None)
-            self._leaves[key] = self._prepared(key, self._as_at_rest(key, value))
+            self._leaves[key] = self._prepared(key, value)
         return self._leaves[name]
 
-    def _as_at_rest(self, name: str, value: Tensor) -> Tensor:
-        """What the gradient of a value accumulates for. Where that is used in a lower dtype, the value in it is kept."""
-        held, dtype = self._held[name], self._computes.get(name)
-        if dtype is None or held.gathered_when_used:
-            return value
-        self._lower[name] = value.to(dtype)
-        if held.zero is None or value.dtype == held.dtype:
-            return value
-        return value.new_empty((), dtype=held.dtype).expand(value.shape)  # gathered: of no memory of its own
+    def _lower(self, name: str) -> torch.dtype | None:
+        """The dtype to which a parameter is cast here before it is used."""
+        return None if self._held[name].gathered_when_used else self._computes.get(name)
 
     def _trains_now(self, name: str) -> bool:
         return self._grad and name in self._trains
 
     def _prepared(self, name: str, value: Tensor) -> Tensor:
-        return leaf_of(value, name, self._told).tensor if self._trains_now(name) else value
+        """What stages are given for a value: in the dtype in which it is used, with gradients in that in which the parameter rests."""
+        held, lower = self._held[name], self._lower(name)
+        rests = value.dtype if held.zero is None else held.dtype  # it may have been gathered in the lower one
+        used = value if lower is None else value.to(lower)
+        if not self._trains_now(name):
+            return used
+        self._borrowed[name] = borrowed = self._free.over(used, name, self._told, rests)
+        return borrowed.tensor
 
     def saving(self) -> AbstractContextManager[object]:
         """The context to run forward in."""
@@ -274,7 +248,6 @@ class Step:
         while self._reductions:  # what has travelled in another dtype than it rests in goes bucket by bucket
             found.update(self._reductions.pop(0).finish())
         self._leaves.clear()
-        self._lower.clear()
         self._free.give_back(self._borrowed)
         self._borrowed.clear()
         return found
