@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, only_added_to
 from autopar.capture.export import FAILURES, objective_of
@@ -57,13 +58,15 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
-    and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three."""
+    and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three.
+    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
     written: tuple[str, ...]
     counted: tuple[str, ...]
     left: Left
+    set_back: frozenset[str] = frozenset()
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -114,19 +117,24 @@ def differentiated(inputs: Inputs) -> list[torch.Tensor]:
 def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
-    frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
+    frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
     Python and numpy draw as they do for the program that is compared; else as the caller has set them. frozen: the frozen parameters to
-    which the program writes, by name. scales: by which the loss is multiplied for further gradients.
+    which the program writes, by name. scales: by which the loss is multiplied for further gradients. answers: what the trace was told of
+    the model's state: the second call is told the same.
 
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
     frozen = frozen or {}
     calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
+    first_values = _copies(_held(model, frozen, answers.names))
+    set_back = frozenset[str]()
     with _as_before(model, start, frozen.values()):
         for number in (0, 1):
+            if number and answers.changed_of(model):
+                set_back = _set_back(_held(model, frozen, answers.names), first_values)
             given = copied(inputs)
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
@@ -169,7 +177,7 @@ def call_twice(
     once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
-    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left)
+    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back)
 
 
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
@@ -197,6 +205,21 @@ def _writes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.detach().clone() for name, t in tensors.items()}
+
+
+def _held(model: nn.Module, frozen: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Those of these names that a call may change."""
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **frozen}
+    return {name: held[name] for name in names if name in held}
+
+
+def _set_back(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Give them these values; those that had others."""
+    changed = frozenset(name for name, t in held.items() if not torch.equal(t, values[name]))
+    with torch.no_grad():
+        for name in changed:
+            held[name].detach().copy_(values[name])
+    return changed
 
 
 def _computed(

@@ -19,6 +19,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from autopar.capture.answers import Answers, Tape
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
@@ -43,11 +44,12 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 @dataclass(frozen=True, slots=True)
 class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
-    structure, where that was asked for."""
+    structure, where that was asked for. answers: what it asked of the model's state."""
 
     state: State
     returns: str
     returned: Returned | None
+    answers: Answers
 
 
 class Step(nn.Module):
@@ -61,15 +63,16 @@ class Step(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
-        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None,
+        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True,
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
-        AtTheBorder. hidden: what is hidden of the model while it is exported."""
+        AtTheBorder. hidden: what is hidden of the model while it is exported. answers: what its state alone decides is told."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
-        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask)
+        tape = Tape(dict(model.named_parameters()) | dict(model.named_buffers()) if answers else {})
+        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -79,6 +82,7 @@ class Step(nn.Module):
         def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
+                tape.begin(model)
             try:
                 with hidden.watched(), self.border, as_called():
                     output = model(*args, **kwargs)
@@ -89,7 +93,7 @@ class Step(nn.Module):
                     returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     if outputs or not own:
                         returned, others = taken_apart(output, result, own_loss=own)
-                    ends.append(End(State.take(model, loss, start), returns, returned))
+                    ends.append(End(State.take(model, loss, start), returns, returned, tape.answers()))
                     assigned = registries.assigned()
                 follow(assigned)
             finally:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import capturing
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
@@ -71,7 +72,8 @@ class Captured:
     attributes in which each forward of the original leaves a tensor; the program does not. defaults: the parameters of the
     forward that the example call left to their defaults, with these: the program has them frozen too. returns: what the model's
     forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for. autocast: what
-    of torch.autocast was on around the call; the casts that it makes are in the program.
+    of torch.autocast was on around the call; the casts that it makes are in the program. answers: what the forward asked of the model's
+    own parameters and buffers, for which the program holds.
     """
 
     program: Program
@@ -83,6 +85,7 @@ class Captured:
     returns: str = ""
     returned: Returned | None = None
     autocast: tuple[Autocast, ...] = ()
+    answers: Answers = NONE
 
 
 def capture(
@@ -197,6 +200,7 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
+    guards.answered(found.answers)
     if around.asked:
         guards.ask_for(around.mode)
     if program.outputs:
@@ -208,7 +212,7 @@ def _captured(
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
     return Captured(
         program, dict(trace.tensors), model.training, guards, left, _defaults(model, args, kwargs), found.returns, returned,
-        around.autocast,
+        around.autocast, found.answers,
     )  # fmt: skip
 
 
@@ -258,7 +262,7 @@ def _with_stand_ins(
         raise NotRepeated("what is stood for shares memory with others")
     hidden = Hidden(unused if hides else ())
     with stand_ins.standing_in():
-        found = traced(model, loss, copied(inputs), start, outputs=outputs, hidden=hidden)
+        found = traced(model, loss, copied(inputs), start, outputs=outputs, hidden=hidden, answers=False)  # one call is told for all
     if hidden.seen:
         raise Seen
     if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:

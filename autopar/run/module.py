@@ -149,7 +149,7 @@ class ParallelModule(StandIn):
             self.training = manifest.training
         keep["_dtype"] = dtype
         own = functools.partial(another, self) if another is not None else None
-        keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own)
+        keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own, whole=tree.gathered)
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
