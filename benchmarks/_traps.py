@@ -4,6 +4,7 @@ from benchmarks._traps_kit import PROGRAMS
 from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import asked as _asked
 from benchmarks.trap_programs import batch_objects as _batch_objects
+from benchmarks.trap_programs import becomes as _becomes
 from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import chains as _chains
 from benchmarks.trap_programs import changes as _changes
@@ -43,6 +44,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _asked, _batch_objects, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _gradients, _habits, _holders
-del _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts, _random
-del _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied, _wrapped
+del _across, _asked, _batch_objects, _becomes, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _gradients, _habits
+del _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts
+del _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied, _wrapped

@@ -162,7 +162,7 @@ def _captured(
             trace = split_label_means(trace)
             trace, renamed = normalise(trace, infer)
             mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
-            trace = with_copies_returned(trace, infer)
+            trace, mutations = with_copies_returned(trace, mutations, infer)
             trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
             originals = {p.value: at_rest.get(id(trace.tensors[p.value]), trace.tensors[p.value]) for p in trace.params}
             trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))

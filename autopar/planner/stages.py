@@ -161,7 +161,6 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
         sends = cuts.crossing[stop] if stop in cuts.crossing and s < len(positions) else (program.loss,)
         indices = _needed(program, start, stop, derived, by_output, last=s == len(positions))
         ops = tuple(program.ops[k] for k in indices)
-        made = {o for op in ops for o in op.outputs}
         outputs = tuple(v for v in program.outputs if _owner(program, v, bounds) == s)
         stages.append(
             StageProgram(
@@ -170,10 +169,13 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
                 receives=receives,
                 sends=sends,
                 calls=_calls(program, indices, recompute),
-                mutations=tuple((b, v) for b, v in program.mutations if v in made and _owner(program, v, bounds) == s),
+                mutations=tuple((b, v) for b, v in program.mutations if s == (0 if v in derived else _owner(program, v, bounds))),
                 outputs=outputs,
             )
         )
+    for stage in stages:
+        made = {o for op in stage.ops for o in op.outputs}
+        assert all(v in made for _, v in stage.mutations), f"stage {stage.index} does not make what its buffers become"
     return Lowered(
         program=program.replace(inputs=tuple(x for x in program.inputs if x.path)),
         stages=tuple(stages),
