@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from autopar.capture.functionalize import EFFECTS
+from autopar.capture.effects import changed_in_place
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
@@ -271,7 +271,7 @@ def drops_randomness(before: Trace, after: Trace) -> bool:
 
 def has_effect(op: Op) -> bool:
     """Whether the operator updates buffers in place."""
-    return op.target in EFFECTS and bool(op.args[EFFECTS[op.target][0]]) and any(op.args[p] is not None for p in EFFECTS[op.target][1])
+    return bool(changed_in_place(op))
 
 
 def may_run_earlier(op: Op) -> bool:

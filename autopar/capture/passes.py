@@ -24,9 +24,10 @@ from autopar.capture.calls import Inputs, apart, copied
 from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
+from autopar.capture.effects import changed_in_place
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.fewer import captured_and_compared
-from autopar.capture.functionalize import EFFECTS, functionalize
+from autopar.capture.functionalize import functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.hooked import refuse_left
@@ -36,7 +37,6 @@ from autopar.capture.islands import with_islands
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
-    has_effect,
     may_run_earlier,
     normalise,
     remove_dead,
@@ -52,7 +52,7 @@ from autopar.capture.state import State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Input, Program, Ref, TensorType
+from autopar.ir import Input, Program, TensorType
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
@@ -276,7 +276,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
     used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
-    changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
+    changed |= {buffer for op in ops for buffer in changed_in_place(op)}
     if apart := next(((one, other) for one, other in trace.saved_apart if other in changed), None):
         second, first = (next(b.fqn for b in trace.buffers if b.value == value) for value in apart)
         raise CaptureError(

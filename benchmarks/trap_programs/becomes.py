@@ -118,3 +118,57 @@ def codes_that_begin_as_the_first_states(compile: Compile) -> Results:
     losses = train(model, steps=4)
     model.eval()
     return {"losses": losses, "evaluated": model(*batch(6)).item(), "state": state(model)}
+
+
+class _Noise(Net):
+    """Keeps what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(CLASSES))
+        self.register_buffer("mask", torch.zeros(BATCH, CLASSES))
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x) * self.mask + self.noise, y)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.noise.copy_(torch.randn(CLASSES))
+        self.mask = (torch.rand(BATCH, CLASSES) < 0.5).to(x.dtype)
+        return self.loss_of(x, y)
+
+
+@program("random")
+def buffers_become_what_is_drawn(compile: Compile) -> Results:
+    """The loss is the one that the buffers explain."""
+    model, plain = compile(seeded(_Noise), example_inputs=batch()), seeded(_Noise)
+    errors = []
+    for index in range(3):
+        loss = model(*batch(index))
+        plain.load_state_dict(state(model))
+        errors.append(round(abs(plain.loss_of(*batch(index)).item() - loss.item()), 9))
+    return {"errors": errors, "drawn": bool(plain.noise.std() > 0)}
+
+
+class _TwoViews(nn.Module):
+    """Norms in an encoder and a predictor that are called twice each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN, affine=False)
+        )
+        self.head = nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, HIDDEN))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.encoder(x), self.encoder(y)
+        return -F.cosine_similarity(self.head(a), b.detach()).mean() - F.cosine_similarity(self.head(b), a.detach()).mean()
+
+
+@program("state")
+def norms_of_two_views(compile: Compile) -> Results:
+    """Wherever the model is cut into stages."""
+
+    def views(index: int) -> tuple[Tensor, Tensor]:
+        return batch(index)[0], batch(index + 10)[0]
+
+    return trained(compile(seeded(_TwoViews), example_inputs=views(0)), inputs=[views(i) for i in range(3)])
