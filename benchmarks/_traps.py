@@ -12,6 +12,7 @@ from benchmarks.trap_programs import counted as _counted
 from benchmarks.trap_programs import edges as _edges
 from benchmarks.trap_programs import elsewhere as _elsewhere
 from benchmarks.trap_programs import evaluation as _evaluation
+from benchmarks.trap_programs import given as _given
 from benchmarks.trap_programs import gradients as _gradients
 from benchmarks.trap_programs import habits as _habits
 from benchmarks.trap_programs import holders as _holders
@@ -44,6 +45,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _asked, _batch_objects, _becomes, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _gradients, _habits
-del _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs, _parts
-del _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied, _wrapped
+del _across, _asked, _batch_objects, _becomes, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _given, _gradients
+del _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers, _outputs
+del _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied, _wrapped

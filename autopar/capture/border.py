@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +51,15 @@ class TracedCall:
 
 def traced(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None,
-    answers: bool = True,
+    answers: bool = True, leaves: Sequence[str] = (),
 ) -> TracedCall:  # fmt: skip
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
     that the model returns; None: if it returns no loss. hidden: what need not be seen of the model. answers: what its state alone decides
-    may be asked for."""
+    may be asked for. leaves: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
     state = torch.get_rng_state()
-    step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers)
+    step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers, leaves=leaves)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)
@@ -107,15 +107,15 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
-    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
+    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
-    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales: as
-    of `call_twice`."""
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves:
+    as of `call_twice`."""
     if trainable is not None:
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
-            answers=found.answers,
+            answers=found.answers, leaves=leaves,
         )  # fmt: skip
     if not found.changes:
         return None

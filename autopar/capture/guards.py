@@ -8,7 +8,7 @@ of which only the names are watched, and which of them hold nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from itertools import repeat
 from types import CellType
@@ -46,6 +46,7 @@ class Guards:
         self._ignored, self._settled = frozenset[str](), dict[str, Change]()
         self._mode: GradMode | None = None
         self._answers_of_state = NONE
+        self._given: Mapping[str, str] = {}
         self._left: Left | None = None
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
@@ -80,10 +81,14 @@ class Guards:
         """The model's code asks whether gradients are wanted, and was told so."""
         self._mode = mode
 
-    def leave(self) -> None:
-        """After a call: what the forward leaves in attributes and containers is there."""
+    def given(self, names: Mapping[str, str]) -> None:
+        """The places of tensors that the forward leaves, and the outputs of the program that they are."""
+        self._given = names
+
+    def leave(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """After a call: what the forward leaves in attributes and containers is there. outputs: of the program, by name."""
         if self._left is not None:
-            self._left.put()
+            self._left.put({path: outputs[name] for path, name in self._given.items() if name in outputs})
 
     def modes(self) -> tuple[bool, ...]:
         """The training flag of every module, now."""
