@@ -13,6 +13,7 @@ from autopar.capture import Captured, capture
 from autopar.capture.interpret import run_whole_program
 from autopar.errors import CaptureError
 from autopar.run.left_out import LeftOut
+from autopar.run.outputs import Inner
 
 pytestmark = pytest.mark.pure
 
@@ -35,7 +36,7 @@ class Model(nn.Module):
             self.cache = torch.arange(6.0)
         h = torch.tanh(self.first(x)) + self.cache
         self.size = h.square().mean()
-        self.table["state"], self.table["count"] = h.detach(), len(x)
+        self.table["state"] = h.detach()
         self.states = [h, 2 * h]
         self.number = h.mean().item()
         FOUND["state"] = h
@@ -62,13 +63,11 @@ def test_they_are_outputs_and_stand_where_the_original_leaves_them() -> None:
     for given in (x, other):
         captured.guards.leave(outputs_of(captured, given))
         ours = [model.size, model.table["state"], *model.states, FOUND["state"]]
-        count = model.table["count"]
         assert type(model.number) is LeftOut and captured.guards.changed() is None
         model(given)
         theirs = [model.size, model.table["state"], *model.states, FOUND["state"]]
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b)
-        assert count == 4
         model.cache = None  # as the program found it
 
 
@@ -99,3 +98,18 @@ def test_what_the_next_call_reads_is_no_output_but_state() -> None:
 
     with pytest.raises(CaptureError, match="state that is not in a buffer"):
         capture(Reads(), inputs(), outputs=None)
+
+
+def test_of_an_activation_that_others_are_computed_of_no_gradient_is_told() -> None:
+    """What comes by the others is not known there."""
+    model: Any = Model()
+    captured = capture(model, inputs(), outputs=None)
+    assert captured.returned is not None and captured.returned.inner == {"add"}
+    tensors = {name: torch.zeros(2, requires_grad=True) for name in captured.program.outputs}
+    given = captured.returned.marked(tensors)
+    assert [name for name, t in given.items() if type(t) is Inner] == ["add"]
+    (2 * given["add"]).sum().backward()
+    assert tensors["add"].grad is not None and type(2 * given["add"]) is Tensor
+    for ask in (lambda t: t.retain_grad(), lambda t: t.register_hook(print), lambda t: t.grad):
+        with pytest.raises(RuntimeError, match="Register a hook on the activation"):
+            ask(given["add"])

@@ -53,7 +53,7 @@ from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Input, Program, TensorType
+from autopar.ir import Input, Program, TensorType, refs
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
@@ -225,11 +225,25 @@ def _captured(
         if found.returned is not None and not found.returned.own_loss:
             program = program.replace(own_loss=False)
     names = trace.returned[: len(trace.returned) - len(places)]
-    returned = None if found.returned is None else dataclasses.replace(found.returned, names=names)
+    returned = None if found.returned is None else dataclasses.replace(found.returned, names=names, inner=_inner(program))
     return Captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast, found.answers, () if places else could,
     )  # fmt: skip
+
+
+def _inner(program: Program) -> frozenset[str]:
+    """The outputs of which others, or the loss of the model's own, are computed in a way that gradients go."""
+    ends = set(program.outputs)
+    of: dict[str, frozenset[str]] = {}  # value -> the outputs that it is computed of
+    inner = set[str]()
+    for op in program.ops:
+        found = frozenset().union(*(of.get(r, frozenset()) for r in refs(op))) if not op.no_grad else frozenset[str]()
+        for o in op.outputs:
+            if o is not None and program.types[o].grad:
+                of[o] = found | ({o} if o in ends else set())
+                inner |= found if o in ends or (program.own_loss and o == program.loss) else set()
+    return frozenset(inner)
 
 
 def _given(name: str, found: TracedCall, left: Collection[str]) -> tuple[str, ...]:

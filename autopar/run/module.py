@@ -220,11 +220,11 @@ class ParallelModule(StandIn):
         if form.returned is None:
             returned = as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
         elif run is not None and again is not None:
-            outputs = rest.of_outputs(form.outputs.collected(run.made, None), run, again)
+            outputs = form.returned.marked(rest.of_outputs(form.outputs.collected(run.made, None), run, again))
             returned = form.returned.put_together(None, outputs)
         else:
             loss = rest.of_loss(loss) if differentiates else loss.detach()
-            outputs = form.outputs.collected(made, loss)
+            outputs = form.returned.marked(form.outputs.collected(made, loss))
             is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
             returned = form.returned.put_together(loss, outputs) if is_whole else loss
         if form.guards is not None:

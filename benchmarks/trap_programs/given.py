@@ -120,3 +120,42 @@ def states_in_a_list_beside_a_cache(compile: Compile) -> Results:
     with torch.no_grad():
         model(batch(5)[0])
     return {"losses": losses, "states": list(model.states), "state": state(model)}
+
+
+class _WithStates(Logits):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        h = self.hidden(x)
+        return self.head(h), h
+
+
+@program("left")
+def states_returned_and_used(compile: Compile) -> Results:
+    """Beside what is computed of them."""
+    model = compile(seeded(_WithStates), example_inputs=(batch()[0],))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        logits, h = model(x)
+        return F.cross_entropy(logits, y) + 0.1 * F.normalize(h, dim=-1).sum(1).square().mean()
+
+    return {"losses": stepped(model, loss), "state": state(model)}
+
+
+@program("left")
+def gradient_of_states_kept(compile: Compile) -> Results:
+    """By retain_grad: what comes by the logits is part of it."""
+    model = compile(seeded(_WithStates), example_inputs=(batch()[0],))
+    x, y = batch(1)
+    logits, h = model(x)
+    h.retain_grad()
+    (F.cross_entropy(logits, y) + h.square().mean()).backward()
+    return {"gradient": h.grad}
+
+
+@program("left")
+def gradient_of_states_asked_for(compile: Compile) -> Results:
+    """By torch.autograd.grad."""
+    model = compile(seeded(_WithStates), example_inputs=(batch()[0],))
+    x, y = batch(1)
+    logits, h = model(x)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(logits, y) + h.square().mean(), h)
+    return {"gradient": gradient}
