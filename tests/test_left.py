@@ -77,7 +77,7 @@ def test_what_a_call_sets_is_there_after_it_and_tensors_are_left_out() -> None:
     assert not hasattr(model, "size") and model.sizes == [] and LAST["size"] == 0 and TASK == "none"
     try:
         for _ in range(2):  # also where the user has changed it
-            guards.leave()
+            guards.leave({})
             assert (model.size, model.pair, model.options.size, TASK) == (BATCH, ((BATCH, DIM), "a"), DIM, "mean")
             assert model.nothing is None and LAST["size"] == BATCH
             assert len(model.sizes) == 1 and model.sizes[0][0] == BATCH and left_out(model.sizes[0][1], "sizes[0][1]")
@@ -103,7 +103,7 @@ def test_a_list_that_the_loop_puts_there_is_filled() -> None:
     for _ in range(2):
         model.sizes = mine = []
         assert guards.changed() is None
-        guards.leave()
+        guards.leave({})
         assert model.sizes is mine and left_out(mine[0], "sizes[0]")
 
 
@@ -116,7 +116,7 @@ def cached(m: Any, x: Tensor) -> Tensor:
 
 def test_a_cache_and_its_flag_are_not_left() -> None:
     model, guards = build(cached)
-    guards.leave()
+    guards.leave({})
     assert (model.ready, model.made, model.size) == (False, None, BATCH)
 
 
@@ -153,13 +153,13 @@ def test_what_is_counted_and_not_read_is_added_to_by_each_call() -> None:
         model, guards = build(all_kinds)
         assert counts_of(model) == (0, 0, {}, 0, 0)
         for n in (1, 2):
-            guards.leave()
+            guards.leave({})
             assert guards.changed() is None
             assert counts_of(model) == (n, BATCH * n, {"train": n}, 2 * n, n)
         model.calls, model.options.size, COUNT = 10, 0, 5  # as the loop wishes
         model.tally.clear()
         assert guards.changed() is None
-        guards.leave()
+        guards.leave({})
         assert counts_of(model) == (11, BATCH, {"train": 1}, 6, 6)
     finally:
         Model.of_all = COUNT = 0
@@ -188,15 +188,15 @@ def test_what_the_loop_puts_in_the_place_of_an_object_is_counted_and_left_in() -
     for _ in range(2):
         model.options, model.table = SimpleNamespace(size=0), table()
         assert guards.changed() is None
-        guards.leave()
+        guards.leave({})
         assert model.options.size == BATCH and model.table == {"of": {"calls": 1, "last": BATCH, "sizes": {BATCH}}}
 
 
 def test_a_count_in_a_closure_is_added_to() -> None:
     counts = closing()
     _, guards = build(counts)
-    guards.leave()
-    guards.leave()
+    guards.leave({})
+    guards.leave({})
     assert counts.__closure__ is not None and counts.__closure__[0].cell_contents == 2
 
 
@@ -264,7 +264,7 @@ def test_counts_that_go_down_and_in_fractions_are_those_of_the_original() -> Non
     model, guards = build(forward, left=5, seconds=0.0, share=1.5)
     other = build(forward, left=5, seconds=0.0, share=1.5)[0]
     for n in range(1, 8):
-        guards.leave()
+        guards.leave({})
         other(torch.randn(BATCH, DIM))
         assert guards.changed() is None
         assert (model.left, model.seconds, model.share) == (other.left, other.seconds, other.share) and model.left == 5 - n
@@ -292,7 +292,7 @@ def test_what_a_call_adds_to_a_set_is_there_after_it() -> None:
         return m.linear(x)
 
     model, guards = build(forward)
-    guards.leave()
+    guards.leave({})
     assert model.shapes == {(BATCH, DIM)} and guards.changed() is None
 
 
@@ -302,7 +302,7 @@ def test_a_set_that_a_call_makes_is_there_after_it() -> None:
         return m.linear(x)
 
     model, guards = build(forward)
-    guards.leave()
+    guards.leave({})
     assert (model.shapes, model.made) == ({BATCH}, {BATCH, DIM}) and guards.changed() is None
 
 
@@ -313,11 +313,11 @@ def test_what_the_loop_does_with_what_is_left_does_not_last() -> None:
 
     model, guards = build(forward)
     for _ in range(3):
-        guards.leave()
+        guards.leave({})
         assert guards.changed() is None
         assert model.made == [BATCH, {"a"}] and model.table == {"names": OrderedDict(sizes=[DIM])}
         kept: Any = model.made
-        guards.leave()
+        guards.leave({})
         assert model.made is kept  # nothing is made where nothing has changed
         kept.append(1)
         kept[1].add("b")
@@ -332,7 +332,7 @@ def test_a_set_that_marks_what_a_cache_has_is_not_left() -> None:
         return m.linear(x * m.table[len(x)])
 
     model, guards = build(forward)
-    guards.leave()
+    guards.leave({})
     assert model.shapes == set() and model.table == {}
 
 

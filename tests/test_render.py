@@ -360,6 +360,13 @@ def test_long_statements_are_broken_without_a_change(count: int, targets: str) -
     assert "# (1, 2) int64" in "".join(lines)
 
 
+def test_an_argument_that_no_line_holds_is_followed_by_a_comma() -> None:
+    """The name of a parameter deep in a model, say, which cannot be broken."""
+    code = Code("call(", ("x", f"w[\"{'part.' * 30}weight\"]", "k=1"), ")")
+    lines = statement("y", code, "(1, 2) int64", depth=1)
+    assert ast.dump(ast.parse("if x:\n" + "\n".join(lines))) == ast.dump(ast.parse(f"if x:\n    y = {code}"))
+
+
 def test_debuggers_see_the_source() -> None:
     module = load(render(*toy(2)))
     assert "F.linear" in inspect.getsource(module.block_0)

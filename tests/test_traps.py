@@ -17,19 +17,24 @@ from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import PLANS, USUAL, Judge, Outcome, _described, _stopped, differences, run_program
 
 PROGRAMS_HERE = (
-    "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "another_mask_in_evaluation", "backup_of_rows",
-    "batch_in_a_named_tuple", "batch_norm", "batch_norm_under_two_names", "bound_that_lets_gradients_through", "branch_of_the_grad_mode",
-    "checkpoint_around_the_whole", "class_of_settings_by_name", "clipped_norm", "clipped_norm_by_the_module", "figures_of_states",
-    "flag_switches_a_branch", "frozen_codes_moved_by_the_batch", "frozen_midway", "frozen_network_as_a_loss", "generator_set_back",
-    "grad_scaler", "gradients_by_autograd_with_hooks", "heads_trained_in_turns", "hook_of_a_weight_without_a_gradient",
-    "hook_that_scales_after_compile", "hooked_steps", "hooks_in_a_loop_and_one_by_a_setting", "keywords_beside_any_number_of_tensors",
-    "label_smoothing_with_ignored_labels", "labels_of_another_dtype_later", "lamb", "lion", "loss_in_a_dict", "low_rank_adapters",
-    "mask_taken_away", "methods_of_the_root_overridden", "momentum_contrast", "noise_in_new_tensors_of_its_size",
+    "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "another_mask_in_evaluation", "attention_looked_at",
+    "backup_of_rows", "batch_in_a_dataclass", "batch_in_a_named_tuple", "batch_norm", "batch_norm_under_two_names",
+    "bound_that_lets_gradients_through", "branch_of_the_grad_mode", "buffer_becomes_the_last_batch", "buffers_become_one_another",
+    "buffers_become_what_is_drawn", "buffers_of_inputs_written_at_the_end", "centred_anew_midway", "checkpoint_around_the_whole",
+    "class_of_settings_by_name", "clipped_norm", "clipped_norm_by_the_module", "codes_that_begin_as_the_first_states",
+    "dataclasses_in_lists_of_a_dataclass", "figures_of_states", "flag_switches_a_branch", "frozen_codes_moved_by_the_batch",
+    "frozen_midway", "frozen_network_as_a_loss", "generator_set_back", "grad_scaler", "gradients_by_autograd_with_hooks",
+    "heads_trained_in_turns", "hook_of_a_weight_without_a_gradient", "hook_that_scales_after_compile", "hooked_steps",
+    "hooks_in_a_loop_and_one_by_a_setting", "keywords_beside_any_number_of_tensors", "label_smoothing_with_ignored_labels",
+    "labels_of_another_dtype_later", "lamb", "lion", "loss_in_a_dict", "low_rank_adapters", "mask_taken_away",
+    "methods_of_the_root_overridden", "momentum_contrast", "noise_in_new_tensors_of_its_size", "norms_of_two_views",
     "optimizer_before_compile", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes", "parts_of_a_sequence",
-    "rates_tried_and_put_back", "running_mean_under_two_names", "samples_repeated", "scale_annealed_from_one", "sizes_and_names_left",
-    "some_norms_frozen_midway", "states_of_a_number", "table_made_once", "target_moved_and_a_loss_outside", "target_moved_by_the_forward",
-    "targets_as_an_input", "two_models_in_turns", "two_views_and_a_loss_outside", "two_views_through_one_encoder",
-    "unused_layers_switched_on", "weights_drawn_anew", "whole_state_by_place", "written_by_save_pretrained",
+    "pointer_into_a_queue", "rates_tried_and_put_back", "running_mean_under_two_names", "samples_repeated", "scale_annealed_from_one",
+    "sizes_and_names_left", "sizes_of_blocks_in_a_loss_outside", "some_norms_frozen_midway", "started_anew_where_little_used",
+    "states_in_a_list_beside_a_cache", "states_of_a_number", "states_of_a_teacher_and_a_student", "states_returned_and_used",
+    "steps_set_back_and_loaded", "table_made_once", "target_moved_and_a_loss_outside", "target_moved_by_the_forward", "targets_as_an_input",
+    "two_models_in_turns", "two_views_and_a_loss_outside", "two_views_through_one_encoder", "unused_layers_switched_on",
+    "weights_drawn_anew", "whole_state_by_place", "written_by_save_pretrained",
 )  # fmt: skip
 
 

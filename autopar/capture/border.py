@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
+from autopar.capture.answers import NONE, Answers
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
 from autopar.capture.export import HOOK, End, Step, export, own_gradients
 from autopar.capture.held import ABSENT, Opaque, describe
@@ -33,7 +34,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
-    that ran. drawn: the generators other than torch's that it drew from."""
+    that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -41,6 +42,7 @@ class TracedCall:
     drawn: tuple[str, ...]
     returns: str = ""
     returned: Returned | None = None
+    answers: Answers = NONE
 
     @property
     def hooks(self) -> list[str]:
@@ -48,14 +50,16 @@ class TracedCall:
 
 
 def traced(
-    model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None
+    model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None,
+    answers: bool = True, leaves: Sequence[str] = (),
 ) -> TracedCall:  # fmt: skip
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
-    that the model returns; None: if it returns no loss. hidden: what need not be seen of the model."""
+    that the model returns; None: if it returns no loss. hidden: what need not be seen of the model. answers: what its state alone decides
+    may be asked for. leaves: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
     state = torch.get_rng_state()
-    step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden)
+    step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers, leaves=leaves)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)
@@ -71,7 +75,7 @@ def traced(
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
-        returned=ends[-1].returned,
+        returned=ends[-1].returned, answers=ends[-1].answers,
     )  # fmt: skip
 
 
@@ -103,19 +107,20 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
-    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
+    *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
-    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales: as
-    of `call_twice`."""
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves:
+    as of `call_twice`."""
     if trainable is not None:
         return call_twice(
-            model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales
-        )
+            model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
+            answers=found.answers, leaves=leaves,
+        )  # fmt: skip
     if not found.changes:
         return None
     try:
-        return call_twice(model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen)
+        return call_twice(model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers)
     except CaptureError as e:
         if e.__cause__ is None:
             raise

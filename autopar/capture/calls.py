@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, only_added_to
-from autopar.capture.export import FAILURES, objective_of
+from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
@@ -34,7 +35,7 @@ from autopar.run.outputs import taken_apart
 
 __all__ = [
     "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
-    "lowest_draws", "refuse_changing", "seeded",
+    "lowest_draws", "of_a_module", "refuse_changing", "seeded",
 ]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,13 +58,15 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
-    and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three."""
+    and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three.
+    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
     written: tuple[str, ...]
     counted: tuple[str, ...]
     left: Left
+    set_back: frozenset[str] = frozenset()
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -114,19 +117,25 @@ def differentiated(inputs: Inputs) -> list[torch.Tensor]:
 def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
-    frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (),
+    frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
+    leaves: Sequence[str] = (),
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
     Python and numpy draw as they do for the program that is compared; else as the caller has set them. frozen: the frozen parameters to
-    which the program writes, by name. scales: by which the loss is multiplied for further gradients.
+    which the program writes, by name. scales: by which the loss is multiplied for further gradients. answers: what the trace was told of
+    the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
 
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
     frozen = frozen or {}
     calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
+    first_values = _copies(_held(model, frozen, answers.names))
+    set_back = frozenset[str]()
     with _as_before(model, start, frozen.values()):
         for number in (0, 1):
+            if number and answers.changed_of(model):
+                set_back = _set_back(_held(model, frozen, answers.names), first_values)
             given = copied(inputs)
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
@@ -135,7 +144,8 @@ def call_twice(
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
                 with watch, moving, as_called():
                     output = model(*given[0], **given[1])
-                    result, own = objective_of(output, loss, outputs)
+                    left_there = left_at(leaves, model, loss, start)
+                    result, own = objective_of(output, loss, outputs, left_there)
                 wanted = (*parameters, *differentiated(given)) if compare else ()
                 scaled = {scale: gradients_of(result, wanted, scale) for scale in scales}
                 found = gradients_of(result, wanted)
@@ -143,7 +153,8 @@ def call_twice(
             _check_parameters(model, versions, frozen)
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
-            others = tuple(t.detach().clone() for t in taken_apart(output, result, own_loss=own)[1]) if outputs else ()
+            others = (*taken_apart(output, result, own_loss=own)[1], *left_there) if outputs else ()
+            others = tuple(t.detach().clone() for t in others)
             call = Call(
                 loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others
             )  # fmt: skip
@@ -162,14 +173,14 @@ def call_twice(
             counts = next((x for some in tried if (x := only_added_to(some, lambda: _called(model, loss, inputs)))), [])
         for count in counts:
             del moved[count.path]
-        written = refuse_changing(type(model).__name__, list(moved.values()), read)
+        written = refuse_changing(type(model).__name__, list(moved.values()), read, given=outputs)
         left = left_by(start, first, written, traced, counts)
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
     once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
-    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left)
+    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back)
 
 
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
@@ -199,6 +210,21 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.detach().clone() for name, t in tensors.items()}
 
 
+def _held(model: nn.Module, frozen: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Those of these names that a call may change."""
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **frozen}
+    return {name: held[name] for name in names if name in held}
+
+
+def _set_back(held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Give them these values; those that had others."""
+    changed = frozenset(name for name, t in held.items() if not torch.equal(t, values[name]))
+    with torch.no_grad():
+        for name in changed:
+            held[name].detach().copy_(values[name])
+    return changed
+
+
 def _computed(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, paths: list[str], call: Call,
     frozen: Mapping[str, torch.Tensor],
@@ -219,12 +245,12 @@ def _computed(
         return [path for path in paths if watch.has(made.get(path))]
 
 
-def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[str, ...]:
-    """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes."""
+def refuse_changing(name: str, changes: list[Change], read: set[str], *, given: bool = False) -> tuple[str, ...]:
+    """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes. given: the
+    parallel module can give what is put there."""
     written, wrong = [], []
     for change in changes:
-        of_a_module = " " not in change.path.partition("[")[0]  # what a closure or a global is given, something else reads there
-        if of_a_module and _is_output(change) and change.path not in read:
+        if (given or of_a_module(change.path)) and _is_output(change) and change.path not in read:
             written.append(change.path)
         else:
             wrong.append(change)
@@ -242,6 +268,11 @@ def refuse_changing(name: str, changes: list[Change], read: set[str]) -> tuple[s
             f"have\n  what to do: {remedy}"
         )
     return tuple(written)
+
+
+def of_a_module(path: str) -> bool:
+    """Whether a path is that of an attribute. What a closure or a global is given, something else reads there."""
+    return " " not in path.partition("[")[0]
 
 
 def _is_output(change: Change) -> bool:

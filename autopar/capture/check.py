@@ -47,6 +47,8 @@ def check_program(
     state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
     for number, call in enumerate(calls.calls):
         which = "" if number == 0 else f" at call {number + 1} in a row"
+        if number:
+            state |= {b.value: tensors[b.value].detach().clone() for b in program.buffers if b.fqn in calls.set_back}
         try:
             with torch.enable_grad(), seeded(number, inputs):
                 found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)

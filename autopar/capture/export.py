@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from autopar.capture.answers import Answers, Tape
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
@@ -29,8 +30,8 @@ from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
 __all__ = [
-    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "export", "loss_of", "objective_of", "own_gradients", "quiet",
-    "without_key_value_cache",
+    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "export", "left_at", "loss_of", "objective_of", "own_gradients",
+    "quiet", "without_key_value_cache",
 ]  # fmt: skip
 
 HOOK = "the hook "  # begins the name of one
@@ -43,11 +44,12 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 @dataclass(frozen=True, slots=True)
 class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
-    structure, where that was asked for."""
+    structure, where that was asked for. answers: what it asked of the model's state."""
 
     state: State
     returns: str
     returned: Returned | None
+    answers: Answers
 
 
 class Step(nn.Module):
@@ -61,15 +63,17 @@ class Step(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
-        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None,
+        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True, leaves: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
-        AtTheBorder. hidden: what is hidden of the model while it is exported."""
+        AtTheBorder. hidden: what is hidden of the model while it is exported. answers: what its state alone decides is told. leaves: the
+        places at which a call leaves a tensor that is one of its outputs too."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
-        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask)
+        tape = Tape(dict(model.named_parameters()) | dict(model.named_buffers()) if answers else {})
+        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -79,17 +83,19 @@ class Step(nn.Module):
         def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
+                tape.begin(model)
             try:
                 with hidden.watched(), self.border, as_called():
                     output = model(*args, **kwargs)
-                    result, own = objective_of(output, loss, outputs)
+                    left = left_at(leaves, model, loss, start)
+                    result, own = objective_of(output, loss, outputs, left)
                 others: tuple[torch.Tensor, ...] = ()
                 returned = None
                 with torch._C.DisableTorchFunction():
                     returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     if outputs or not own:
                         returned, others = taken_apart(output, result, own_loss=own)
-                    ends.append(End(State.take(model, loss, start), returns, returned))
+                    ends.append(End(State.take(model, loss, start), returns, returned, tape.answers()))
                     assigned = registries.assigned()
                 follow(assigned)
             finally:
@@ -101,18 +107,33 @@ class Step(nn.Module):
                 )
             for _, holds in self.border.asked:
                 result = result * holds
-            return (result, *others)
+            return (result, *others, *left)
 
         self.forward = forward
 
 
-def objective_of(output: Any, loss: Callable[[Any], torch.Tensor] | None, outputs: bool | None) -> tuple[torch.Tensor, bool]:
+def left_at(
+    paths: Sequence[str], model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that a call of the model has left at some places. CaptureError if there is none at one of them. start: before it."""
+    if not paths:
+        return ()
+    with torch._C.DisableTorchFunction():
+        found = State.take(model, loss, start).tensors
+    if missing := [path for path in paths if path not in found]:
+        raise CaptureError(f"{type(model).__name__} leaves a tensor in {missing[0]} in some calls, and not in others")
+    return tuple(found[path] for path in paths)
+
+
+def objective_of(
+    output: Any, loss: Callable[[Any], torch.Tensor] | None, outputs: bool | None, left: Sequence[torch.Tensor] = ()
+) -> tuple[torch.Tensor, bool]:
     """The scalar that a program ends in, and whether it is the loss. Without one, and if outputs is not False: the sum of all outputs,
-    whose gradients are those of any loss that is made of them, with other cotangents."""
+    whose gradients are those of any loss that is made of them, with other cotangents. left: further outputs."""
     try:
         return loss_of(output, loss), True
     except NoLoss:
-        tensors = (x for x in found_in(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
+        tensors = (x for x in (*found_in(output), *left) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
         sums = [x.sum() for x in tensors] if outputs is not False else []
         if not sums:
             if outputs is not False:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.answers import Tape
 from autopar.capture.conditions import chooses_a_kernel, must_be
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
@@ -158,10 +159,11 @@ class AtTheBorder(TorchFunctionMode):
     there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds.
     """
 
-    def __init__(self, names: Mapping[int, str], ask: Ask) -> None:
-        """names: of the model's parameters, by id. ask: has a program ask for a value in every step."""
+    def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
+        """names: of the model's parameters, by id. ask: has a program ask for a value in every step. tape: tells what the state alone
+        decides."""
         super().__init__()
-        self._names, self._ask = names, ask
+        self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
 
@@ -188,11 +190,15 @@ class AtTheBorder(TorchFunctionMode):
             if (expected := must_be(asking)) is not None:
                 self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
                 return expected
+        if (known := self._tape.answer(func, args)) is not None:
+            return known[0]
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
-            return args[0].detach()
+            return self._alias(args[0])
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):
             with torch.no_grad():
-                args[0].detach().copy_(args[1])
+                alias = self._alias(args[0])
+                call = self._tape.before(torch.Tensor.copy_, (alias, args[1]), {})
+                self._tape.after(call, alias.copy_(args[1]))
             return None
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             raise CaptureError(
@@ -207,7 +213,16 @@ class AtTheBorder(TorchFunctionMode):
         if func in WRITTEN_OUT:
             with self:  # what they ask is asked as the user's own code would
                 return WRITTEN_OUT[func](*args, **kwargs)
-        return func(*args, **kwargs)
+        call = self._tape.before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._tape.after(call, result)
+        return result
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        call = self._tape.before(torch.Tensor.detach, (tensor,), {})
+        alias = tensor.detach()
+        self._tape.after(call, alias)
+        return alias
 
     def _refuse(self, tensor: torch.Tensor) -> None:
         if torch._C._functorch.is_gradtrackingtensor(tensor):

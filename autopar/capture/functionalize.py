@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.effects import EFFECTS
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
@@ -24,11 +25,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Op, Param, Ref, map_refs, refs
 from autopar.run.region import REGION
 
-__all__ = ["EFFECTS", "functionalize"]
-
-# Operators that change the buffers at these positions in place although their schemas do not say so, if the flag is set:
-# target -> (position of the flag, positions of the buffers)
-EFFECTS = {"aten.batch_norm.default": (5, (3, 4)), "aten.instance_norm.default": (5, (3, 4))}
+__all__ = ["functionalize"]
 
 _SAME_DATA = {
     "aten.alias", "aten.contiguous", "aten.to", "aten.clone", "aten.lift_fresh", "aten.expand_as", "aten.expand", "aten.view_as",

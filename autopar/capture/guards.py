@@ -8,7 +8,7 @@ of which only the names are watched, and which of them hold nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from itertools import repeat
 from types import CellType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.answers import NONE, Answers, Whole
 from autopar.capture.by_value import by_value
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
@@ -44,6 +45,8 @@ class Guards:
         self._model, self._loss, self._state = model, loss, state
         self._ignored, self._settled = frozenset[str](), dict[str, Change]()
         self._mode: GradMode | None = None
+        self._answers_of_state = NONE
+        self._given: Mapping[str, str] = {}
         self._left: Left | None = None
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
@@ -70,21 +73,32 @@ class Guards:
         self._left = left
         self._index(self._state)
 
+    def answered(self, answers: Answers) -> None:
+        """What the forward asks of the model's own parameters and buffers, and was told."""
+        self._answers_of_state = answers
+
     def ask_for(self, mode: GradMode) -> None:
         """The model's code asks whether gradients are wanted, and was told so."""
         self._mode = mode
 
-    def leave(self) -> None:
-        """After a call: what the forward leaves in attributes and containers is there."""
+    def given(self, names: Mapping[str, str]) -> None:
+        """The places of tensors that the forward leaves, and the outputs of the program that they are."""
+        self._given = names
+
+    def leave(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """After a call: what the forward leaves in attributes and containers is there. outputs: of the program, by name."""
         if self._left is not None:
-            self._left.put()
+            self._left.put({path: outputs[name] for path, name in self._given.items() if name in outputs})
 
     def modes(self) -> tuple[bool, ...]:
         """The training flag of every module, now."""
         return tuple([m.training for m in self._modules])
 
-    def changed(self) -> str | None:
-        """None if everything is as it was; else what changed, from what to what."""
+    def changed(self, whole: Whole | None = None) -> str | None:
+        """None if everything is as it was; else what changed, from what to what. Collective, where the forward asks for values of its
+        state. whole: gives a parameter or buffer by its name; without it the model holds them whole."""
+        if (said := self._answers_changed(whole)) is not None:
+            return said
         if self._mode is not None and self._mode != (called := as_called()):
             return f"whether gradients are wanted, which its forward asks for: from {self._mode} to {called}"
         for ask, before in self._answers:
@@ -103,6 +117,10 @@ class Guards:
         return "; ".join(map(str, found[:_SAID])) + more
 
     # ---------------------------------------------------------------------------------------------------------- private
+    def _answers_changed(self, whole: Whole | None) -> str | None:
+        asked = self._answers_of_state
+        return asked.changed_of(self._model) if whole is None else asked.changed(whole)
+
     def _counts(self, change: Change) -> bool:
         if change.after is LEFT_OUT:
             return False

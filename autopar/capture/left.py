@@ -58,11 +58,12 @@ class Left:
         self._held = [(now(one), owner if owner is None or id(owner[0]) in there else None) for one, owner in self._held]
         self._counts = [count._replace(held=now(count.held)) for count in self._counts]
 
-    def put(self) -> None:
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: of this call, by their places."""
         for place, (held, owner) in enumerate(self._held):
             given = self._given.get(place)
-            if given is None or not _alike(given, held.items):  # the loop may have changed what it was given
-                given = self._given[place] = _anew(held.items)
+            if given is None or tensors or not _alike(given, held.items):  # the loop may have changed what it was given
+                given = self._given[place] = _anew(held.items, tensors)
             now = held.holder if owner is None else owner[0].get(owner[1])
             there = held.holder if type(now) is not type(held.holder) else now
             put_back(held._replace(holder=there, items=given))
@@ -70,13 +71,15 @@ class Left:
             count.add()
 
 
-def _anew(value: Any) -> Any:
-    """The same in new containers."""
+def _anew(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The same in new containers, with tensors in the place of what stands for them."""
+    if type(value) is LeftOut:
+        return tensors.get(vars(value)["_path"], value)
     if type(value) in (dict, OrderedDict):
-        return type(value)((k, _anew(x)) for k, x in value.items())
+        return type(value)((k, _anew(x, tensors)) for k, x in value.items())
     if type(value) is deque:
-        return deque(map(_anew, value), value.maxlen)
-    return type(value)(map(_anew, value)) if type(value) in (list, tuple, set) else value
+        return deque((_anew(x, tensors) for x in value), value.maxlen)
+    return type(value)(_anew(x, tensors) for x in value) if type(value) in (list, tuple, set) else value
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from autopar.capture.functionalize import EFFECTS
+from autopar.capture.effects import changed_in_place
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve
 from autopar.capture.trace import Names, Trace, Traced
@@ -206,19 +206,25 @@ def remove_dead(trace: Trace, keep: tuple[str, ...]) -> Trace:
     return dataclasses.replace(trace, ops=tuple(reversed(kept)))
 
 
-def with_copies_returned(trace: Trace, infer: Inference) -> Trace:
-    """What is returned as it was given, an input or a buffer, is copied by an operator: only those are made by a stage."""
+def with_copies_returned(
+    trace: Trace, mutations: tuple[tuple[str, str], ...], infer: Inference
+) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+    """What is returned or becomes the value of a buffer as it was given, an input or another buffer, is copied by an operator: only those
+    are made by a stage."""
     given = set(trace.given)
+    ends = (*trace.returned, *(value for _, value in mutations))
     copies: dict[str, Traced] = {}
     metas = dict(trace.metas)
-    for value in dict.fromkeys(v for v in trace.returned if v in given):
+    for value in dict.fromkeys(v for v in ends if v in given):
         op = Op(target="aten.clone.default", args=(Ref(value),), outputs=(trace.names.fresh(f"{value}_returned"),))
         metas.update((n, m) for n, m in zip(op.outputs, infer(op, metas), strict=True) if n is not None and m is not None)
         copies[value] = Traced(op=op)
     if not copies:
-        return trace
-    returned = tuple(copies[v].op.name if v in copies else v for v in trace.returned)
-    return dataclasses.replace(trace, ops=(*trace.ops, *copies.values()), returned=returned, metas=metas)
+        return trace, mutations
+    named = {value: copy.op.name for value, copy in copies.items()}
+    returned = tuple(named.get(v, v) for v in trace.returned)
+    mutations = tuple((buffer, named.get(v, v)) for buffer, v in mutations)
+    return dataclasses.replace(trace, ops=(*trace.ops, *copies.values()), returned=returned, metas=metas), mutations
 
 
 def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str, str]) -> Trace:
@@ -265,7 +271,7 @@ def drops_randomness(before: Trace, after: Trace) -> bool:
 
 def has_effect(op: Op) -> bool:
     """Whether the operator updates buffers in place."""
-    return op.target in EFFECTS and bool(op.args[EFFECTS[op.target][0]]) and any(op.args[p] is not None for p in EFFECTS[op.target][1])
+    return bool(changed_in_place(op))
 
 
 def may_run_earlier(op: Op) -> bool:

@@ -14,19 +14,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import capturing
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
-from autopar.capture.calls import Inputs, apart, copied
+from autopar.capture.calls import Inputs, apart, copied, of_a_module, refuse_changing
 from autopar.capture.casts import cast_before_use
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
+from autopar.capture.effects import changed_in_place
 from autopar.capture.export import without_key_value_cache
 from autopar.capture.fewer import captured_and_compared
-from autopar.capture.functionalize import EFFECTS, functionalize
+from autopar.capture.functionalize import functionalize
 from autopar.capture.guards import Guards
+from autopar.capture.held import ABSENT
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.hooked import refuse_left
 from autopar.capture.infer import Inference, Meta
@@ -35,7 +38,6 @@ from autopar.capture.islands import with_islands
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
-    has_effect,
     may_run_earlier,
     normalise,
     remove_dead,
@@ -47,11 +49,11 @@ from autopar.capture.own_gradients import OwnGradients, other_backward, own_grad
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
-from autopar.capture.state import State
+from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Input, Program, Ref, TensorType
+from autopar.ir import Input, Program, TensorType, refs
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
@@ -71,7 +73,8 @@ class Captured:
     attributes in which each forward of the original leaves a tensor; the program does not. defaults: the parameters of the
     forward that the example call left to their defaults, with these: the program has them frozen too. returns: what the model's
     forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for. autocast: what
-    of torch.autocast was on around the call; the casts that it makes are in the program.
+    of torch.autocast was on around the call; the casts that it makes are in the program. answers: what the forward asked of the model's
+    own parameters and buffers, for which the program holds. given: places at which the program could give the tensors that a call leaves.
     """
 
     program: Program
@@ -83,6 +86,8 @@ class Captured:
     returns: str = ""
     returned: Returned | None = None
     autocast: tuple[Autocast, ...] = ()
+    answers: Answers = NONE
+    given: tuple[str, ...] = ()
 
 
 def capture(
@@ -110,13 +115,19 @@ def capture(
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
-            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written)
+            return captured_with_what_is_left(example, check)
         except OtherGradients:
             with computing_in(dtype, model):
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
             return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, as_written=own)
+
+    def captured_with_what_is_left(example: Inputs, check: bool) -> Captured:
+        found = _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written)
+        if not found.given:
+            return found
+        return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, places=found.given)
 
     if not check:
         return captured(example, False)
@@ -130,9 +141,10 @@ def _alike(one: Captured, other: Captured) -> bool:
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, written: Collection[str], as_written: OwnGradients | None = None,
+    dtype: torch.dtype | None, written: Collection[str], as_written: OwnGradients | None = None, places: tuple[str, ...] = (),
 ) -> Captured:  # fmt: skip
-    """What `capture` gives. as_written: what runs as it is written."""
+    """What `capture` gives. as_written: what runs as it is written. places: those of which the program gives the tensors that a call
+    leaves there; without them, those that it could give are in `given`."""
     args, kwargs = example
     if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
         raise CaptureError(
@@ -152,14 +164,14 @@ def _captured(
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         with held_back():
             start = State.take(model, loss, before)
-            found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written)
+            found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
             _check_precision(model, at_rest, frozen)
             trace = split_label_means(trace)
             trace, renamed = normalise(trace, infer)
             mutations = tuple((buffer, renamed.get(value, value)) for buffer, value in mutations)
-            trace = with_copies_returned(trace, infer)
+            trace, mutations = with_copies_returned(trace, mutations, infer)
             trace = with_old_values(trace, {buffer for buffer, _ in mutations}, renamed)
             originals = {p.value: at_rest.get(id(trace.tensors[p.value]), trace.tensors[p.value]) for p in trace.params}
             trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
@@ -177,7 +189,9 @@ def _captured(
             if function := other_backward(model, loss, copied(inputs), as_regions):
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
-        calls = observed(model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales)
+        calls = observed(
+            model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales, leaves=places
+        )  # fmt: skip
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
         if trainable is not None and calls is not None:
@@ -192,11 +206,16 @@ def _captured(
                 f"graph of operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are "
                 f"compared"
             )
-    if left:
-        listed = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+    could = _given(program.name, found, left)
+    left_out = tuple(path for path in left if path not in places)
+    if left_out:
+        listed = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
+    guards.answered(found.answers)
+    ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
+    guards.given(dict(zip(places, ours, strict=True)))
     if around.asked:
         guards.ask_for(around.mode)
     if program.outputs:
@@ -205,16 +224,42 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"{said}, which neither the time nor the memory of the plan counts"))
         if found.returned is not None and not found.returned.own_loss:
             program = program.replace(own_loss=False)
-    returned = None if found.returned is None else dataclasses.replace(found.returned, names=trace.returned)
+    names = trace.returned[: len(trace.returned) - len(places)]
+    returned = None if found.returned is None else dataclasses.replace(found.returned, names=names, inner=_inner(program))
     return Captured(
-        program, dict(trace.tensors), model.training, guards, left, _defaults(model, args, kwargs), found.returns, returned,
-        around.autocast,
+        program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
+        around.autocast, found.answers, () if places else could,
     )  # fmt: skip
+
+
+def _inner(program: Program) -> frozenset[str]:
+    """The outputs of which others, or the loss of the model's own, are computed in a way that gradients go."""
+    ends = set(program.outputs)
+    of: dict[str, frozenset[str]] = {}  # value -> the outputs that it is computed of
+    inner = set[str]()
+    for op in program.ops:
+        found = frozenset().union(*(of.get(r, frozenset()) for r in refs(op))) if not op.no_grad else frozenset[str]()
+        for o in op.outputs:
+            if o is not None and program.types[o].grad:
+                of[o] = found | ({o} if o in ends else set())
+                inner |= found if o in ends or (program.own_loss and o == program.loss) else set()
+    return frozenset(inner)
+
+
+def _given(name: str, found: TracedCall, left: Collection[str]) -> tuple[str, ...]:
+    """Of the places at which a call leaves a tensor, those of which the program can give it. CaptureError if one that is no attribute is
+    not among them: something else reads there. name: of the model."""
+    made = [c for c in found.changes if c.path in left and isinstance(c.after, torch.Tensor)] if found.returned is not None else []
+    given = tuple(c.path for c in made)
+    if lost := [path for path in left if not (path in given or of_a_module(path))]:
+        changes = [c for c in found.changes if c.path in lost]
+        refuse_changing(name, changes or [Change(lost[0], ABSENT, "what it computes")], set())
+    return given
 
 
 def _traced(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
-    as_written: OwnGradients | None,
+    as_written: OwnGradients | None, leaves: tuple[str, ...] = (),
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
     there is none, the operators whose sizes depend on values."""
@@ -226,14 +271,14 @@ def _traced(
         regions.include_all(as_written)
     else:
         again = repeated(model, loss, inputs, start, outputs=outputs)
-        for hides in (True, False) if again.same else ():
+        for hides in (True, False) if again.same and not leaves else ():
             with contextlib.suppress(CaptureError, NotRepeated, Seen):  # which the trace of every call explains
                 return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs, hides=hides)
     first: CaptureError | None = None
     while True:
         try:
             with regions.standing_in() as applied:
-                found = traced(model, loss, copied(inputs), start, outputs=outputs)
+                found = traced(model, loss, copied(inputs), start, outputs=outputs, leaves=leaves)
             return found, flatten(model, found.exported, start, regions)
         except (NoLoss, OtherGradients):
             raise
@@ -258,7 +303,7 @@ def _with_stand_ins(
         raise NotRepeated("what is stood for shares memory with others")
     hidden = Hidden(unused if hides else ())
     with stand_ins.standing_in():
-        found = traced(model, loss, copied(inputs), start, outputs=outputs, hidden=hidden)
+        found = traced(model, loss, copied(inputs), start, outputs=outputs, hidden=hidden, answers=False)  # one call is told for all
     if hidden.seen:
         raise Seen
     if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
@@ -272,7 +317,7 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
     ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
     used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
     changed = {buffer for buffer, _ in mutations}
-    changed |= {a.name for op in ops if has_effect(op) for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref)}
+    changed |= {buffer for op in ops for buffer in changed_in_place(op)}
     if apart := next(((one, other) for one, other in trace.saved_apart if other in changed), None):
         second, first = (next(b.fqn for b in trace.buffers if b.value == value) for value in apart)
         raise CaptureError(

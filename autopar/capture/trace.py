@@ -26,6 +26,7 @@ from autopar.capture.state import State
 from autopar.errors import CaptureError, DependsOnValues
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
+from autopar.run.objects import key_name
 from autopar.run.region import REGION, within
 
 __all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
@@ -489,8 +490,7 @@ def _leaf_paths(exported: ExportedProgram) -> list[tuple[str | int, ...]]:
 
 def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
     """The path of a leaf of (args, kwargs): positional leaves start with their position, keyword ones with their name."""
-    keys: list[Any] = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path]
-    return tuple(keys[1:])
+    return tuple(map(key_name, path[1:]))
 
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:

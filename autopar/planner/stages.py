@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.capture.effects import changed_in_place
 from autopar.errors import Infeasible
 from autopar.ir import BlockCall, Lowered, Op, Program, Span, StageProgram, refs
 from autopar.planner.fold import NotAlike
@@ -38,7 +39,8 @@ class Cuts:
 
 
 def legal_cuts(program: Program) -> Cuts:
-    """Every position at which the program can be cut, with the values to send there."""
+    """Every position at which the program can be cut, with the values to send there. None stands between two operators that use a buffer
+    which one of them changes in place: each stage has a copy of its own."""
     derived, differentiated = derived_from_inputs(program), _differentiated(program)
     leaves = {x.value for x in program.leaves}
     last: dict[str, int] = {}
@@ -51,8 +53,9 @@ def legal_cuts(program: Program) -> Cuts:
     ends: dict[int, list[str]] = {}
     alive: dict[str, None] = {}
     crossing: dict[int, tuple[str, ...]] = {}
+    together = _uses_of_what_changes(program)
     for index, op in enumerate(program.ops):
-        if index:
+        if index and not any(first < index <= last_use for first, last_use in together):
             values = tuple(alive)
             if values and all(v in differentiated for v in values):
                 crossing[index] = values
@@ -63,6 +66,17 @@ def legal_cuts(program: Program) -> Cuts:
         for v in ends.pop(index, ()):
             alive.pop(v, None)
     return Cuts(crossing=crossing)
+
+
+def _uses_of_what_changes(program: Program) -> list[tuple[int, int]]:
+    """Of each buffer that operators change in place, the first and the last that use it, if they are two."""
+    changed = {buffer for op in program.ops for buffer in changed_in_place(op)}
+    uses: dict[str, tuple[int, int]] = {}
+    for index, op in enumerate(program.ops) if changed else ():
+        for r in refs(op):
+            if r in changed:
+                uses[r] = uses.get(r, (index, index))[0], index
+    return [(first, last) for first, last in dict.fromkeys(uses.values()) if first < last]
 
 
 def _differentiated(program: Program) -> set[str]:
@@ -161,7 +175,6 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
         sends = cuts.crossing[stop] if stop in cuts.crossing and s < len(positions) else (program.loss,)
         indices = _needed(program, start, stop, derived, by_output, last=s == len(positions))
         ops = tuple(program.ops[k] for k in indices)
-        made = {o for op in ops for o in op.outputs}
         outputs = tuple(v for v in program.outputs if _owner(program, v, bounds) == s)
         stages.append(
             StageProgram(
@@ -170,10 +183,14 @@ def cut_stages(moments: Moments, program: Program, positions: tuple[int, ...], r
                 receives=receives,
                 sends=sends,
                 calls=_calls(program, indices, recompute),
-                mutations=tuple((b, v) for b, v in program.mutations if v in made and _owner(program, v, bounds) == s),
+                mutations=tuple((b, v) for b, v in program.mutations if s == (0 if v in derived else _owner(program, v, bounds))),
                 outputs=outputs,
             )
         )
+    given = {x.value for x in program.inputs}  # by the call, or by the prologue
+    for stage in stages:
+        made = {o for op in stage.ops for o in op.outputs} | given
+        assert all(v in made for _, v in stage.mutations), f"stage {stage.index} does not make what its buffers become"
     return Lowered(
         program=program.replace(inputs=tuple(x for x in program.inputs if x.path)),
         stages=tuple(stages),

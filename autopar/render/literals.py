@@ -75,9 +75,9 @@ def filled(items: Sequence[str], depth: int) -> list[str]:
         elif len(INDENT) * depth + len(item) + 1 <= WIDTH:
             lines.append(f"{INDENT * depth}{item},")
         else:
-            first, *rest = _broken(item)
+            first, *rest = _broken(f"{item},")
             lines.append(INDENT * depth + first)
-            for part in (*rest[:-1], f"{rest[-1]}," if rest else ""):
+            for part in rest:
                 if len(lines[-1]) + len(part) + 1 <= WIDTH:
                     lines[-1] += f" {part}"
                 else:

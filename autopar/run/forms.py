@@ -52,12 +52,14 @@ class Call:
 class Forms:
     """The forms of a module. first: as it was compiled, in these modes and under this autocast. original: the user's model, if there is
     one. another: makes the form for other inputs or other modes, from the inputs and from what has changed, in words; None: there is no
-    other than the first."""
+    other than the first. whole: collective, a parameter or buffer by its name."""
 
     def __init__(
-        self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None
-    ) -> None:
+        self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None,
+        whole: Callable[[str], Tensor],
+    ) -> None:  # fmt: skip
         self.first = first
+        self._whole = whole
         self.another = another
         self.autocast = autocast
         self._original = original
@@ -92,7 +94,7 @@ class Forms:
             )
         changed = None
         for form in self._made.get(key, []):
-            changed = form.guards.changed() if form.guards is not None else None
+            changed = form.guards.changed(self._whole) if form.guards is not None else None
             if changed is None:
                 self._decides(key, again=False)
                 self._runs(form)

@@ -20,6 +20,7 @@ from autopar.run import comm, record
 from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
+from autopar.run.objects import key_name, make_known, parts_of
 from autopar.run.slices import joined, local_slice
 
 __all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch", "not_dense"]
@@ -147,7 +148,7 @@ class Batch:
         layouts = {self._by_name(spec.path): Layout.parse(spec.layouts.get(BATCH, "I")) for spec in self._manifest.inputs}
 
         def joined_at(path: Sequence[Any], leaf: Any) -> Any:
-            keys: tuple[Any, ...] = tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path)
+            keys: tuple[Any, ...] = tuple(map(key_name, path))
             layout = layouts.get(self._by_name(keys[1:]))
             if not self.local or not isinstance(leaf, Tensor) or layout is None or not layout.is_shard:
                 return leaf
@@ -220,6 +221,7 @@ class Arguments:
 
 def as_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | dict[str, Any] | Arguments:
     """The arguments of a call as example inputs; detached where gradients are off."""
+    make_known((args, kwargs))
     if not torch.is_grad_enabled():
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     return Arguments(args, kwargs) if args and kwargs else kwargs or args
@@ -227,6 +229,7 @@ def as_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs as a call is given them: by position and by name."""
+    make_known((inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else inputs)
     if isinstance(inputs, Arguments):
         return inputs.args, dict(inputs.kwargs)
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -261,7 +264,12 @@ def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
         for name, child in zip(names, value, strict=True):
             yield from _walk((*path, name), child)
     else:
-        yield path, value
+        make_known(value)
+        parts = list(parts_of(value))
+        for name, child in parts:
+            yield from _walk((*path, name), child)
+        if not parts:
+            yield path, value
 
 
 def _text(path: Path) -> str:

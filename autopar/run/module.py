@@ -149,7 +149,7 @@ class ParallelModule(StandIn):
             self.training = manifest.training
         keep["_dtype"] = dtype
         own = functools.partial(another, self) if another is not None else None
-        keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own)
+        keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own, whole=tree.gathered)
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
@@ -212,19 +212,24 @@ class ParallelModule(StandIn):
         for stage in form.stages.values():
             del stage.weights  # so that gathered copies live no longer than the step
         form.spread(tree.buffer)
-        if form.guards is not None:
-            form.guards.leave()
         if run is None:
             comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)
         if not differentiates:
             step.finish()
+        outputs: Mapping[str, Tensor] = {}
         if form.returned is None:
-            return as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
-        if run is not None and again is not None:
-            return form.returned.put_together(None, rest.of_outputs(form.outputs.collected(run.made, None), run, again))
-        loss = rest.of_loss(loss) if differentiates else loss.detach()
-        returned = form.returned.put_together(loss, form.outputs.collected(made, loss))
-        return returned if form.open or form.returned.has_loss or not torch.is_grad_enabled() else loss
+            returned = as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
+        elif run is not None and again is not None:
+            outputs = form.returned.marked(rest.of_outputs(form.outputs.collected(run.made, None), run, again))
+            returned = form.returned.put_together(None, outputs)
+        else:
+            loss = rest.of_loss(loss) if differentiates else loss.detach()
+            outputs = form.returned.marked(form.outputs.collected(made, loss))
+            is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
+            returned = form.returned.put_together(loss, outputs) if is_whole else loss
+        if form.guards is not None:
+            form.guards.leave(outputs)
+        return returned
 
     def _begun(self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]]) -> Backward:
         """The weights of a forward pass, and what is left of it for backward."""

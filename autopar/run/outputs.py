@@ -22,7 +22,7 @@ from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Loss", "Outputs", "Returned", "as_returned", "check_seen", "found_in", "taken_apart"]
+__all__ = ["Inner", "Loss", "Outputs", "Returned", "as_returned", "check_seen", "found_in", "taken_apart"]
 
 
 # ------------------------------------------------------------------------------------------------------ the loss alone
@@ -68,6 +68,33 @@ def as_returned(loss: Tensor, returns: str) -> Tensor:
     found = loss.as_subclass(Loss)
     found._returns = returns
     return found
+
+
+class Inner(Tensor):
+    """A tensor that a call gives, of which the original computes others that it gives. Gradients go through it, but it is not told of those
+    that come by the others: what would ask for its own raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of a plain tensor; torch.autograd.grad is asked for the gradient of none of these."""
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
+                if isinstance(x, cls):
+                    x._refuse()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "the gradient of an activation is asked for, of which the model computes other tensors that it returns or leaves: the parallel "
+            "module does not know what comes by these. Register a hook on the activation inside of the model's forward "
+            "(Tensor.register_hook)"
+        )
+
+    grad = property(_refuse, _refuse)
+    retain_grad = register_hook = _refuse
 
 
 # ------------------------------------------------------------------------------------------------------- all that it returns
@@ -117,12 +144,18 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
     """What the original returns, without its tensors. names: the program's output that each of these is. own_loss: False if it
-    computes no loss, nor a function that was given: the user makes one of what it returns."""
+    computes no loss, nor a function that was given: the user makes one of what it returns. inner: outputs of which others, or the loss, are
+    computed."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...] = ()
     own_loss: bool = True
+    inner: frozenset[str] = frozenset()
+
+    def marked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs, of which those inside refuse to tell their gradients."""
+        return {name: t.as_subclass(Inner) if name in self.inner and t.requires_grad else t for name, t in tensors.items()}
 
     @property
     def has_loss(self) -> bool:

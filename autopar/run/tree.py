@@ -204,6 +204,16 @@ class Tree:
             return here
         return found
 
+    def gathered(self, name: str) -> Tensor:
+        """Collective: a parameter or buffer of the model, whole, on every rank."""
+        name = self.names.get(name) or self.aliases.get(name, name)
+        if name not in self.lies:  # the plan does without it
+            path, _, last = name.rpartition(".")
+            return getattr(self._module(path), last)
+        lies = self.lies[name]
+        here = self.at_rest(name)
+        return lies.gather(here) if lies.split else here
+
     def stands(self, name: str) -> bool:
         """Whether there is something of that name: a buffer that the user has set to None, or deleted, is not there."""
         place = self.buffers.get(name)

@@ -1,0 +1,258 @@
+"""What a forward asks of its own state in Python: `if self.step > 100`, `int(self.pointer)`, `if not self.initialized`.
+
+The answer follows from buffers and parameters as they are when a call begins, and from nothing else. So the trace is given it, the program
+holds for that answer, and before every call it is asked again: where it is another, the model is captured again. Not so where the value
+depends on inputs, on random numbers, or on what operators have written of these: it is refused as before.
+
+    Tape      while a model is traced: what is computed of its state alone, in order
+    Answers   what was asked, and what it takes to ask again
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.capture.source import running_line
+
+__all__ = ["NONE", "Answers", "Tape", "Whole"]
+
+Whole = Callable[[str], Tensor]  # a parameter or buffer by its name, as it is now: whole, on any device
+
+LARGEST = 1 << 16  # elements of what is computed to ask for a value
+_ASKS = frozenset(
+    {"__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item", "tolist"}
+)  # the names of functions that give a value to Python
+_MAKES = frozenset({"as_tensor", "full", "ones", "scalar_tensor", "tensor", "zeros"})  # of numbers alone
+_UNNOTED = ("norm", "fused", "fake_quant")  # in names of functions that may write without saying so
+_MODULES = os.path.dirname(nn.modules.__file__) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Stands for the tensor that a step of a tape makes, or for one of the state."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One function that was called of the state alone. reads, writes: the memory of what it is given, and of what it makes or writes to."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: Sequence[int | None]
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A function that is being called. ours: what it is given that has memory of the state, by that, and how often it was written to.
+    noted: it is given nothing else that a trace makes."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Mapping[str, Any]
+    ours: Mapping[int, tuple[Tensor, int]]
+    noted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Asked after so many steps of the tape. line: of the user's source."""
+
+    after: int
+    func: Callable[..., Any]
+    args: Any
+    answer: object
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What was asked of a model's state. names: of the parameters and buffers that decide it, with the dtypes in which it was asked."""
+
+    names: Mapping[str, torch.dtype] = field(default_factory=dict)
+    leaves: Mapping[int, str] = field(default_factory=dict)
+    steps: tuple[_Step, ...] = ()
+    questions: tuple[_Question, ...] = ()
+
+    def changed(self, whole: Whole) -> str | None:
+        """The first answer that is another now, in words; None if all are as they were."""
+        if not self.questions:
+            return None
+        with torch.no_grad():
+            values: dict[int, Any] = {k: whole(name).detach().clone().to(self.names[name]) for k, name in self.leaves.items()}
+            for found, question in zip(_asked(self.steps, self.questions, values), self.questions, strict=True):
+                if found != question.answer and not (found != found and question.answer != question.answer):
+                    listed = ", ".join(self.names)
+                    return f"what the forward asks of {listed} ({question.line}): from {question.answer!r} to {found!r}"
+        return None
+
+    def changed_of(self, model: nn.Module) -> str | None:
+        """The same of a model that holds its parameters and buffers whole."""
+        held = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
+        return self.changed(held.__getitem__)
+
+
+NONE = Answers()
+
+
+def _asked(steps: Iterable[_Step], questions: Sequence[_Question], values: dict[int, Any]) -> Iterator[object]:
+    """The answers, one after the other. values: of the state, which is written to."""
+    pending, done = list(steps), 0
+    for question in questions:
+        while done < question.after:
+            _run(pending[done], values)
+            done += 1
+        args = pytree.tree_map_only(_Made, lambda made: values[made.index], question.args)
+        yield question.func(*args)
+
+
+def _run(step: _Step, values: dict[int, Any]) -> None:
+    args, kwargs = pytree.tree_map_only(_Made, lambda made: values[made.index], (step.args, step.kwargs))
+    results = pytree.tree_leaves(step.func(*args, **kwargs))
+    values.update((index, x) for index, x in zip(step.results, results, strict=True) if index is not None)
+
+
+class Tape:
+    """What the code inside of a trace computes of a model's parameters and buffers alone. real: these, with their values, by name."""
+
+    def __init__(self, real: Mapping[str, Tensor]) -> None:
+        self._real = {name: t for name, t in real.items() if t.layout == torch.strided and not t.is_meta and t.numel() <= LARGEST}
+        self._known: dict[int, tuple[Tensor, int]] = {}  # by the id of a traced tensor: it, which is kept alive, and its number
+        self._memory: set[int] = set()  # of these
+        self._lost: set[int] = set()  # memory that something else has been written to
+        self._leaves: dict[int, tuple[str, torch.dtype, int]] = {}
+        self._steps: list[_Step] = []
+        self._questions: list[_Question] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """The model as it is traced, before its forward."""
+        held = (*model.named_buffers(), *model.named_parameters())
+        for name, t in held:
+            if name in self._real and isinstance(t, FakeTensor):
+                number = self._add(t)
+                self._leaves[number] = name, t.dtype, _memory(t)
+
+    def before(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> _Called | None:
+        """A function is about to be called; None if the state has nothing to do with it."""
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name = getattr(func, "__name__", "")
+        if not given and name not in _MAKES:
+            return None
+        fake = [x for x in given if isinstance(x, FakeTensor)]
+        ours = {m: x for x in fake if (m := _memory(x)) in self._memory}
+        if given and not ours:
+            return None
+        noted = all(self._number(x) is not None for x in fake)
+        noted = noted and (len(fake) == len(given) or not _may_write(name, kwargs))  # a constant would be written to
+        return _Called(func, args, kwargs, {m: (x, x._version) for m, x in ours.items()}, noted)
+
+    def after(self, call: _Called | None, result: Any) -> None:
+        """It was called, which is noted if it is of the state alone."""
+        if call is None:
+            return
+        written = {m for m, (x, version) in call.ours.items() if x._version != version}
+        if call.noted:
+            self._note(call, result, written)
+        else:
+            unnoted = any(x in getattr(call.func, "__name__", "") for x in _UNNOTED)
+            self._lost |= set(call.ours) if unnoted else written
+
+    def answer(self, func: Callable[..., Any], args: Any) -> tuple[object] | None:
+        """What a function that asks for a value gives, if the state alone decides it."""
+        given = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        fake = [x for x in given if isinstance(x, FakeTensor)]
+        if getattr(func, "__name__", "") not in _ASKS or not fake or any(self._number(x) is None for x in fake):
+            return None
+        if sys._getframe(2).f_code.co_filename.startswith(_MODULES):  # of torch, which ask for what changes in every call
+            return None
+        question = _Question(len(self._steps), func, self._of_tape(args), None, running_line())
+        found = self._found(self._with_steps([question]))
+        if found is None:
+            return None
+        self._questions.append(_Question(question.after, func, question.args, found, question.line))
+        return (found,)
+
+    def answers(self) -> Answers:
+        """All that was asked."""
+        return self._with_steps(self._questions) if self._questions else NONE
+
+    # ---------------------------------------------------------------------------------------------------------- private
+    def _with_steps(self, asked: Sequence[_Question]) -> Answers:
+        """Questions, with no more steps than it takes."""
+        made = {m.index for q in asked for m in pytree.tree_leaves(q.args) if isinstance(m, _Made)}
+        memory = {_memory(t) for t, number in self._known.values() if number in made}
+        kept: list[int] = []
+        for place in range(max(q.after for q in asked) - 1, -1, -1):
+            if self._steps[place].writes & memory:
+                kept.append(place)
+                memory |= self._steps[place].reads
+        kept.reverse()
+        questions = tuple(_Question(sum(p < q.after for p in kept), q.func, q.args, q.answer, q.line) for q in asked)
+        leaves = {number: (name, dtype) for number, (name, dtype, at) in self._leaves.items() if at in memory}
+        return Answers(
+            names=dict(leaves.values()), leaves={number: name for number, (name, _) in leaves.items()},
+            steps=tuple(self._steps[place] for place in kept), questions=questions,
+        )  # fmt: skip
+
+    def _add(self, t: Tensor) -> int:
+        number = self._known[id(t)][1] if id(t) in self._known else len(self._known)
+        self._known[id(t)] = t, number
+        self._memory.add(_memory(t))
+        return number
+
+    def _number(self, x: Tensor) -> int | None:
+        """Of a traced tensor that the state alone decides."""
+        found = self._known.get(id(x))
+        return None if found is None or _memory(x) in self._lost else found[1]
+
+    def _of_tape(self, tree: Any) -> Any:
+        return pytree.tree_map_only(FakeTensor, lambda x: _Made(self._known[id(x)][1]), tree)
+
+    def _note(self, call: _Called, result: Any, written: set[int]) -> None:
+        args, kwargs = self._of_tape((call.args, dict(call.kwargs)))
+        made = [x if isinstance(x, FakeTensor) else None for x in pytree.tree_leaves(result)]
+        if all(x is None for x in made) and not written:
+            return
+        if any(x is not None and x.numel() > LARGEST for x in made):
+            self._lost |= written
+            return
+        results = [None if x is None else self._add(x) for x in made]
+        writes = frozenset(written | {_memory(x) for x in made if x is not None})
+        self._steps.append(_Step(call.func, args, kwargs, results, frozenset(call.ours), writes))
+
+    def _found(self, asked: Answers) -> object:
+        """The answer to a question; None where it cannot be told, or draws random numbers."""
+        state = torch.get_rng_state()
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            values: dict[int, Any] = {k: self._real[n].detach().clone().to(asked.names[n]) for k, n in asked.leaves.items()}
+            try:
+                (found,) = _asked(asked.steps, asked.questions, values)
+            except (RuntimeError, ValueError, TypeError, LookupError):  # the trace raises what the code would
+                return None
+            finally:
+                drawn = not torch.equal(state, torch.get_rng_state())
+                torch.set_rng_state(state)
+        return None if drawn else found
+
+
+def _may_write(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of this name may write to what it is given."""
+    return "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+
+
+def _memory(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
