@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from autopar.errors import Infeasible
 from autopar.planner.dive import Relaxed, dive, parted
 
-__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "solve"]
+__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "Starts", "solve"]
 
 RELAXED_STEPS = 4  # of the simplex method, for each row and column: the programs of one axis need a third of one
 NODES = 500  # of the search tree of one integer program; those of one axis need none or a few
@@ -107,12 +107,33 @@ def solve(problem: Linear, *, gap: float = 1e-3, nodes: int = NODES) -> Solution
     return Repeated(problem).solve(gap=gap, nodes=nodes)
 
 
+class Starts:
+    """Where HiGHS has ended without the demand for whole numbers, by the number of columns and rows: another program of as many, mostly the
+    same one at other prices or of other sizes, begins there and takes a few steps. Wherever it begins, it ends at the least objective."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], Any] = {}
+
+    def begin(self, solver: Any, problem: Linear) -> None:
+        """Put a solver that has run nothing yet where the last program of this size has ended."""
+        if (known := self._ends.get(self._size(problem))) is not None:
+            solver.setBasis(known)
+
+    def end(self, solver: Any, problem: Linear) -> None:
+        """Take where a solver has ended."""
+        self._ends[self._size(problem)] = solver.getBasis()
+
+    @staticmethod
+    def _size(problem: Linear) -> tuple[int, int]:
+        return len(problem.names), len(problem.rows)
+
+
 class Repeated:
     """A program that is solved several times, with columns held at other values each time. HiGHS begins where it has ended before, so that
-    what is like the last question takes a few steps."""
+    what is like the last question takes a few steps. starts: of others like it."""
 
-    def __init__(self, problem: Linear) -> None:
-        self.problem = problem
+    def __init__(self, problem: Linear, starts: Starts | None = None) -> None:
+        self.problem, self.starts = problem, starts or Starts()
         self._highs: _Highs | None = None
 
     def solve(self, held: Mapping[int, float] | None = None, *, gap: float = 1e-3, nodes: int = NODES) -> Solution:
@@ -124,7 +145,7 @@ class Repeated:
             status, objective, bound, values = _with_cbc(problem, held, gap, nodes)
             solver = "CBC"
         else:
-            self._highs = self._highs or _Highs(highspy, problem)
+            self._highs = self._highs or _Highs(highspy, problem, self.starts)
             status, objective, bound, values = self._highs.solve(held, gap, nodes)
             solver = "HiGHS"
         size = f"{len(problem.names)} variables, {len(problem.rows)} constraints"
@@ -150,8 +171,8 @@ class _Highs:
     that, if it is within the gap of the same bound, is the answer. Else one column after the other is held at a whole number (`dive`). If
     that finds nothing within the gap soon, the demand is made of all of them."""
 
-    def __init__(self, highspy: Any, problem: Linear) -> None:
-        self.highspy, self.problem = highspy, problem
+    def __init__(self, highspy: Any, problem: Linear, starts: Starts) -> None:
+        self.highspy, self.problem, self.starts = highspy, problem, starts
         self.whole = numpy.array(problem.whole, dtype=bool)
         self.lower, self.upper = numpy.zeros(len(problem.names)), numpy.array(problem.uppers, dtype=float)
         lp = self.lp = highspy.HighsLp()
@@ -233,12 +254,15 @@ class _Highs:
         if self.relaxed is None:
             steps = RELAXED_STEPS * (self.lp.num_col_ + self.lp.num_row_)
             self.relaxed = _highs(self.highspy, self.lp, presolve="off", simplex_scale_strategy=0, simplex_iteration_limit=steps)
+            self.starts.begin(self.relaxed, self.problem)
         solver, known = self.relaxed, self.highspy.HighsModelStatus
         solver.changeColsBounds(len(columns), columns, values, values)
         solver.run()
         found: Relaxed | None = None
         if solver.getModelStatus() == known.kOptimal:
             found = solver.getInfo().objective_function_value, numpy.array(solver.getSolution().col_value)
+            if not held:
+                self.starts.end(solver, self.problem)
         elif solver.getModelStatus() == known.kInfeasible:
             found = INFINITY, numpy.array([])
         solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])

@@ -26,7 +26,7 @@ from autopar.planner.problems import axis_choices, axis_leaves, axis_problem
 from autopar.planner.rank import Rank
 from autopar.planner.shard import Assignment, shard
 from autopar.planner.solved import Solved, restricted
-from autopar.planner.solver import Outcome
+from autopar.planner.solver import Outcome, Starts
 from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import legal_cuts
 from cost_models.cluster import Cluster
@@ -69,6 +69,7 @@ class Store:
     _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int], Solved]] = field(default_factory=dict)  # by an axis and its form, by
     # the program's operators and the samples of its batch
     _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
+    _starts: Starts = field(default_factory=Starts)
     _models: dict[int, AxisModel] = field(default_factory=dict)  # by the identity of the choices: the first
     _inner_choices: dict[tuple[int, str, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the program's identity
 
@@ -133,7 +134,7 @@ class Store:
 
     def _solved(self, name: str, problem: AxisProblem, gap: float) -> AxisSolution:
         key = id(problem.choices)  # which the model keeps, so that no others have their identity
-        solver = self.timed(name, lambda: AxisSolver(problem, self._models.get(key)))
+        solver = self.timed(name, lambda: AxisSolver(problem, self._models.get(key), self._starts))
         if not problem.work_first and problem.sequence_parallel is None:  # others are asked for at one price alone
             self._models.setdefault(key, solver.model)
         solution = self.timed(name, lambda: solve_axis(problem, gap=gap, solver=solver))
