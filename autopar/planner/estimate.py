@@ -35,6 +35,7 @@ __all__ = ["Estimator", "Times"]
 
 MANY = 3  # pieces for each stage
 FINER = 0.05  # by how much another form may be faster than the fastest one with all in parts; of 848 forms of models 0.032 was the most
+FEW = 50  # nodes of the search for modes where its bound alone is asked for, which a search that comes to no end does not raise
 MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
@@ -134,7 +135,7 @@ class Estimator(RankPieces):
         try:
             part = partition(
                 self.lean, stages=1, micro_batches=flow.micro_batches, in_flight=flow.in_flight, limit_bytes=limit_bytes,
-                recompute=self.recompute,
+                recompute=self.recompute, nodes=FEW,
             )  # fmt: skip
         except OutOfBudget:
             return Relaxed(0.0, True)
