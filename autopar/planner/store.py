@@ -66,8 +66,8 @@ class Store:
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _at: dict[tuple[object, ...], Ledger] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
-    _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int], Solved]] = field(default_factory=dict)  # by an axis and its form, by
-    # the program's operators and the samples of its batch
+    _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int, tuple[str, ...]], Solved]] = field(default_factory=dict)
+    # by an axis and its form; by the program's operators, the samples of its batch and the axes that it is laid over already
     _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
     _starts: Starts = field(default_factory=Starts)
     _models: dict[int, AxisModel] = field(default_factory=dict)  # by the identity of the choices: the first
@@ -330,11 +330,11 @@ class Store:
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         names = frozenset(op.name for op in body.ops)
         asked = (axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form)
-        solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0)
+        solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0, tuple(body.layouts))
         if key in solved:
             return solved[key].assignment, solved[key].outcome
         if not exactly:
-            for (more, _), known in solved.items():
+            for (more, *_), known in solved.items():
                 if names <= more and (here := restricted(known, body)) is not None:
                     return here, known.outcome
         problem = self.problem(axis, mesh, body, form)
