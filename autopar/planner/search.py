@@ -63,7 +63,7 @@ BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 
 WORTH = 1.004  # whatever is slower than the fastest draft by more waits behind it: that may come out so much slower as it will run
 NEAR = 1e-4  # of a step: a draft that promises no more than that beside a plan is not priced as it will run
 BESIDE = 0.03  # by how much a form may be faster than both the fastest and that at a price of memory; of 169 of models 0.009 was the most
-HOST_SHARE = 0.5  # of the device's time, below which this is said
+HOST_SHARE = 1.0  # of the device's time, below which this is said
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 
 @dataclass(order=True, slots=True)
@@ -296,7 +296,7 @@ class Search(Question):
 
     def _beside_s(self, choice: Choice) -> float:
         """Of a form that is not priced yet: to take longer and keep less is worth it at a price of memory or at none, which are known.
-        0 where one of them is not or does not fit, or where the host, whose launches they count otherwise, is nearly as slow."""
+        0 where one of them is not or does not fit, or where the host, whose launches they count otherwise, is slower than the device."""
         alike = self._without_form(choice)
         known = self._forms.get(alike, []) if alike in self._at_price else []
         said = [e.least_s for e in known if e.estimator is not None and e.estimator.rank.ledger.host_share < HOST_SHARE]
