@@ -12,7 +12,7 @@ import pytest
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
 from autopar.planner.partition import partition
-from autopar.planner.solver import INFINITY, Linear, OutOfBudget, solve
+from autopar.planner.solver import INFINITY, Linear, OutOfBudget, Repeated, Starts, solve
 from autopar.planner.stage_account import Piece
 from cost_models.pipeline import in_flight
 
@@ -76,7 +76,7 @@ def test_out_of_budget_without_a_solution_is_not_infeasible_either() -> None:
     rng = random.Random(4)
     problem = Linear(name="exactly")
     weights = [[float(rng.randint(50, 200)) for _ in range(40)] for _ in range(4)]
-    columns = [problem.column(f"x_{k}", float(rng.randint(1, 9)), whole=True) for k in range(40)]
+    columns = [problem.column(f"x_{k}", float(rng.randint(1, 7)), whole=True) for k in range(40)]
     picked = [rng.random() < 0.5 for _ in columns]
     for r, row in enumerate(weights):
         total = sum(w for w, taken in zip(row, picked, strict=True) if taken)
@@ -119,3 +119,34 @@ def test_columns_that_are_whole_without_demand_may_stay_if_the_gap_allows(seed: 
         values = [round(v) for v in found.values]
         assert found.outcome.objective == pytest.approx(problem.constant + sum(c * v for c, v in zip(problem.costs, values, strict=True)))
         assert best - 1e-6 <= found.outcome.objective <= best + gap * abs(found.outcome.objective - problem.constant) + 1e-6
+
+
+def assignment(size: int, seed: int) -> Linear:
+    """As many jobs as workers, one each: a program whose solution is whole without that demand."""
+    rng = random.Random(seed)
+    problem = Linear(name="assignment")
+    columns = [[problem.column(f"x_{i}_{j}", rng.uniform(1.0, 9.0), whole=True) for j in range(size)] for i in range(size)]
+    for kind, lines in (("row", columns), ("column", list(zip(*columns, strict=True)))):
+        for k, line in enumerate(lines):
+            problem.row(f"{kind}_{k}", [(x, 1.0) for x in line], 1.0, 1.0)
+    return problem
+
+
+def test_a_program_begins_where_one_of_its_size_has_ended() -> None:
+    def steps(repeated: Repeated) -> int:
+        assert repeated._highs is not None
+        return int(repeated._highs.relaxed.getInfo().simplex_iteration_count)
+
+    starts = Starts()
+    first, dearer = assignment(12, 0), assignment(12, 0)
+    dearer.costs = [1.5 * c if k % 11 == 0 else c for k, c in enumerate(dearer.costs)]
+    Repeated(first, starts).solve(gap=0.0)
+    later, alone = Repeated(dearer, starts), Repeated(dearer)
+    assert later.solve(gap=0.0).outcome.objective == pytest.approx(alone.solve(gap=0.0).outcome.objective)
+    assert 2 * steps(later) < steps(alone)
+    other = Repeated(assignment(7, 1), starts)  # of another size: as if nothing had been solved
+    assert other.solve(gap=0.0).outcome.objective == pytest.approx(brute_assignment(assignment(7, 1), 7))
+
+
+def brute_assignment(problem: Linear, size: int) -> float:
+    return min(sum(problem.costs[i * size + j] for i, j in enumerate(order)) for order in itertools.permutations(range(size)))

@@ -30,7 +30,7 @@ from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
 from autopar.planner.choices import Choices, Edge, Group, Source
 from autopar.planner.shard import Assignment
-from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, Repeated
+from autopar.planner.solver import INFINITY, Linear, Outcome, OutOfBudget, Repeated, Starts
 
 __all__ = [
     "AxisModel", "AxisProblem", "AxisSolution", "AxisSolver", "can_change", "changes_of", "exchange_s", "local_bytes", "objective_of",
@@ -105,13 +105,13 @@ def solve_axis(problem: AxisProblem, *, gap: float = 1e-3, solver: AxisSolver | 
 
 class AxisSolver:
     """The program of an axis, which is built once and solved as often as is asked, each time with other strategies given. like: of another
-    problem, whose columns and rows are taken if the two differ in prices of bytes alone."""
+    problem, whose columns and rows are taken if the two differ in prices of bytes alone. starts: of other programs."""
 
-    def __init__(self, problem: AxisProblem, like: AxisModel | None = None) -> None:
+    def __init__(self, problem: AxisProblem, like: AxisModel | None = None, starts: Starts | None = None) -> None:
         self.problem = problem
         same = like is not None and without_prices(like.given) == without_prices(problem)
         self.model = AxisModel(problem, like if same else None)
-        self._repeated = Repeated(self.linear)
+        self._repeated = Repeated(self.linear, starts)
 
     @property
     def linear(self) -> Linear:

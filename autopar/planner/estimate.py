@@ -25,16 +25,17 @@ from autopar.planner.prologue import prologue_s
 from autopar.planner.rank_pieces import RankPieces
 from autopar.planner.relaxed import Ends, Relaxed, least_of_stages
 from autopar.planner.solver import OutOfBudget
-from autopar.planner.stage_account import stage_bytes
+from autopar.planner.stage_account import NODES, stage_bytes
 from cost_models.cluster import Gpu
 from cost_models.memory import OPTIMIZERS
 from cost_models.pipeline import SCHEDULES
 from cost_models.step import optimizer_time_s
 
-__all__ = ["Estimator", "Times"]
+__all__ = ["FEW", "Estimator", "Times"]
 
 MANY = 3  # pieces for each stage
 FINER = 0.05  # by how much another form may be faster than the fastest one with all in parts; of 848 forms of models 0.032 was the most
+FEW = 50  # nodes of the search for modes, where their bound alone is asked for or whether there are some: it mostly comes to no end
 MUCH = 16.0  # times the price of a byte, at which an assignment is worth its while only where nothing else fits
 
 
@@ -84,9 +85,9 @@ class Estimator(RankPieces):
 
     def partition(
         self, *, limit_bytes: float, cuts: tuple[int, ...] | None = None, worth_s: float = math.inf, over: Over | None = None,
-        refused: Refused | None = None,
+        refused: Refused | None = None, nodes: int = NODES,
     ) -> Partition | None:  # fmt: skip
-        """Stages and modes, as of `partition`. worth_s: of a step."""
+        """Stages and modes, as of `partition`. worth_s: of a step. nodes: where each rank holds one stage."""
         objective_s = worth_s - self.least_ends_s
         if self.flow.chunks > 1:
             return partition_of_ranks(
@@ -96,7 +97,7 @@ class Estimator(RankPieces):
         return partition(
             self.pieces, stages=self.flow.stages, micro_batches=self.rank.micro_batches, in_flight=self.flow.in_flight,
             limit_bytes=limit_bytes, recompute=self.recompute, cuts=cuts, worth_s=objective_s, over=over, refused=refused,
-            step_s=self.step_s, least_ends_s=self.least_ends_s,
+            step_s=self.step_s, least_ends_s=self.least_ends_s, nodes=nodes,
         )  # fmt: skip
 
     @functools.cached_property
@@ -134,7 +135,7 @@ class Estimator(RankPieces):
         try:
             part = partition(
                 self.lean, stages=1, micro_batches=flow.micro_batches, in_flight=flow.in_flight, limit_bytes=limit_bytes,
-                recompute=self.recompute,
+                recompute=self.recompute, nodes=FEW,
             )  # fmt: skip
         except OutOfBudget:
             return Relaxed(0.0, True)

@@ -359,7 +359,7 @@ class Passes:
         return self._liveness.held(self._activity)
 
     def _of(self, which: tuple[Hashable, ...], units: Units, moments: Callable[[], Iterator[Moment]]) -> Pass:
-        key = self._activity.alike, *which, units.alike if self._activity.where_used else None
+        key = self._activity.alike, *which, units.alike(self._activity.span) if self._activity.where_used else None
         if key not in self._known.passes:
             self._known.passes[key] = Pass.of(moments(), accumulates=self._activity.accumulates)
         return self._known.passes[key]

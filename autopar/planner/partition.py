@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome, OutOfBudget
+from autopar.planner.stage_account import NODES as NODES_OF_MODES
 from autopar.planner.stage_account import Account, Counts, EveryStage, Piece, Run, allowed, stage_modes
 
 __all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
@@ -79,16 +80,18 @@ def partition(
     refused: Refused | None = None,
     step_s: StepTime | None = None,
     least_ends_s: float = 0.0,
+    nodes: int = NODES_OF_MODES,
 ) -> Partition | None:
     """The best stages and modes. recompute: 'none', 'selective', 'full' (each where a piece has such a mode) or 'auto'. worth_s: an
     objective that is not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the
     limit on the slowest stage may be lowered; beyond it the answer is out of budget, with its bound. over: what certain stages need
     beyond what their pieces say; refused: modes of certain stages that are known not to fit. step_s: of cuts and modes, with the terms
     that the objective leaves out, which come to least_ends_s at least: of cuts that could be as good as the best ones those with the
-    fastest step are taken (`_Stages.nearby`). Raises Infeasible when nothing fits into limit_bytes, OutOfBudget when nothing was found
+    fastest step are taken (`_Stages.nearby`). nodes: of the search for the modes of each stage (`stage_modes`): the bound is one whatever
+    they are. Raises Infeasible when nothing fits into limit_bytes, OutOfBudget when nothing was found
     that does."""
     start = time.perf_counter()
-    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {}, refused or {})
+    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {}, refused or {}, nodes)
     total_s = spans.busy[-1]
     rest = micro_batches - 1
     evenly_s = max(total_s / stages, max(b - a for a, b in zip(spans.busy, spans.busy[1:], strict=False)))
@@ -184,6 +187,7 @@ class _Stages:
     pinned: Sequence[int] | None
     over: Over
     refused: Refused
+    nodes: int = NODES_OF_MODES
     slack_s: float = 0.0
     unproven: bool = False
     busy: list[float] = field(default_factory=lambda: [0.0])
@@ -260,7 +264,7 @@ class _Stages:
         key = (self.in_flight[s], over, counted, which)
         if key not in self._known:
             try:
-                found = stage_modes(account, self.limit_bytes - over, refused=counted)
+                found = stage_modes(account, self.limit_bytes - over, self.nodes, counted)
             except OutOfBudget:
                 found, self.unproven = None, True
             self._known[key] = None if found is None else (found.again_s, found.counts)

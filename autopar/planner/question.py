@@ -26,6 +26,7 @@ from autopar.planner.price import Ledger, param_bytes, zero_dims
 from autopar.planner.rank import Rank
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.space import Choice, Mesh, Space
+from autopar.planner.stage_account import NODES
 from autopar.planner.stages import segments_of
 from autopar.planner.store import Store
 from autopar.planner.words import axis_words
@@ -86,7 +87,8 @@ class Question:
     """recipe: of the training software; reduce_dtype: in which it brings gradients together (a name as of precision), None for that in
     which parameters rest. batch_size: the global batch, by default that of the program; with another one candidates can be priced, but no
     plan made. stated: what of the pins is the user's, None: all. spaces: what is searched under the user's pins, None: the pins themselves.
-    elsewhere: other training softwares, which a refusal may name. stop: whether the user has enough. known: what was found out about ranks;
+    elsewhere: other training softwares, which a refusal may name. stop: whether the user has enough. nodes: of the search for the modes of
+    each stage. known: what was found out about ranks;
     said: about choices; unsure: choices that were tried without proof that nothing fits."""
 
     program: Program
@@ -104,6 +106,7 @@ class Question:
     spaces: Spaces | None = None
     elsewhere: Sequence[Elsewhere] = ()
     stop: Callable[[], bool] = lambda: False
+    nodes: int = NODES
 
     def __post_init__(self) -> None:
         if self.gpus > MOST_GPUS:
@@ -185,7 +188,7 @@ class Question:
         cuts = self.pinned_cuts(estimator)
         assert not isinstance(cuts, str)
         try:
-            part = estimator.partition(limit_bytes=room, cuts=cuts, worth_s=worth_s, over=over, refused=refused)
+            part = estimator.partition(limit_bytes=room, cuts=cuts, worth_s=worth_s, over=over, refused=refused, nodes=self.nodes)
         except (Infeasible, OutOfBudget) as why:
             if isinstance(why, OutOfBudget):
                 self.unsure.add(choice)

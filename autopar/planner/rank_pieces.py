@@ -314,8 +314,8 @@ class RankPieces:
 
     def alike(self, i: int, j: int, modes: tuple[int, ...]) -> Hashable:
         """Of a stage of the pieces [i, j) in these modes: stages that have the same, and not None, are of blocks that one instance stands
-        for (fold.py). With parameters that are gathered where they are used a pass also needs what comes before and behind it."""
-        if self.folded is None or self._units:
+        for (fold.py). With parameters that are gathered where they are used a pass also depends on their units (Units.alike)."""
+        if self.folded is None:
             return None
         return self.folded.segments.order[i:j], modes
 

@@ -22,7 +22,7 @@ import msgspec
 from autopar.axes import AXES
 from autopar.errors import Infeasible, PlanError
 from autopar.planner.candidate import GIB, Candidate, candidate_of
-from autopar.planner.estimate import Estimator
+from autopar.planner.estimate import FEW, Estimator
 from autopar.planner.fold import NotAlike
 from autopar.planner.modes import RECOMPUTES
 from autopar.planner.plan import MemoryPlan, Pins
@@ -49,6 +49,8 @@ OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pin
 DOUBLINGS = 5  # of the GPUs
 SIZES = 4  # of a mesh axis that are tried in place of one that makes no mesh
 CLUSTERS = 3  # of the catalogue that are tried in place of one with too few GPUs
+LEANEST = 4  # choices that are tried for one change, of those that could fit by their pieces
+NEAREST = 1  # of these that is tried with other than their leanest cuts, where none fits with them
 NEAR = 4  # numbers of GPUs below those that were asked for that are tried
 BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
 SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
@@ -163,7 +165,8 @@ def _leanest_candidate(question: Question, choice: Choice) -> Candidate | None:
     cuts = question.pinned_cuts(estimator)
     for spare in SPARE if cuts is None else SPARE[-1:]:
         try:
-            part = estimator.partition(limit_bytes=estimator.least_bytes * spare + 1.0, cuts=cuts if not isinstance(cuts, str) else None)
+            limit = estimator.least_bytes * spare + 1.0
+            part = estimator.partition(limit_bytes=limit, cuts=cuts if not isinstance(cuts, str) else None, nodes=question.nodes)
         except (Infeasible, OutOfBudget):
             continue
         return candidate_of(estimator, part) if part is not None else None
@@ -325,12 +328,27 @@ def _fits(
             memory_limit_bytes=limit_bytes or question.memory_limit_bytes,
         )  # fmt: skip
         with contextlib.suppress(NotAlike):
-            if first is not None and under == question.pins and other.exact(first) is not None:
+            firsts = [first] if first is not None and under == question.pins else []
+            needs = [(_by_pieces(estimator), choice) for choice, estimator in _lean_choices(other)]
+            lean = sorted([pair for pair in needs if pair[0] <= other.memory_limit_bytes], key=lambda pair: pair[0])[:LEANEST]
+            if _one_fits(other, [*firsts, *(choice for _, choice in lean)]):
                 return True
-            for choice, estimator in _lean_choices(other):
-                if _by_pieces(estimator) <= other.memory_limit_bytes and other.exact(choice) is not None:
-                    return True
     return False
+
+
+def _one_fits(question: Question, choices: Iterable[Choice]) -> bool:
+    """Whether one of these choices fits: with its leanest cuts, or else, of those that lack least, as it would be planned, which takes
+    longer to find out."""
+    question.nodes, limit = FEW, question.memory_limit_bytes
+    lacking: list[tuple[float, Choice]] = []
+    for choice in choices:
+        found = _leanest_candidate(question, choice)
+        most = math.inf if found is None else max(stage.memory.upper_bytes for stage in found.stages)
+        if most <= limit:
+            return True
+        lacking.append((most, choice))
+    nearest = sorted(lacking, key=lambda pair: pair[0])[:NEAREST]
+    return any(question.exact(choice) is not None for _, choice in nearest)
 
 
 def _fewest_gpus(question: Question) -> int | None:

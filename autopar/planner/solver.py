@@ -8,7 +8,6 @@ machine.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import warnings
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from autopar.errors import Infeasible
 from autopar.planner.dive import Relaxed, dive, parted
 
-__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "solve"]
+__all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "Starts", "solve"]
 
 RELAXED_STEPS = 4  # of the simplex method, for each row and column: the programs of one axis need a third of one
 NODES = 500  # of the search tree of one integer program; those of one axis need none or a few
@@ -107,12 +106,33 @@ def solve(problem: Linear, *, gap: float = 1e-3, nodes: int = NODES) -> Solution
     return Repeated(problem).solve(gap=gap, nodes=nodes)
 
 
+class Starts:
+    """Where HiGHS has ended without the demand for whole numbers, by the number of columns and rows: another program of as many, mostly the
+    same one at other prices or of other sizes, begins there and takes a few steps. Wherever it begins, it ends at the least objective."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], Any] = {}
+
+    def begin(self, solver: Any, problem: Linear) -> None:
+        """Put a solver that has run nothing yet where the last program of this size has ended."""
+        if (known := self._ends.get(self._size(problem))) is not None:
+            solver.setBasis(known)
+
+    def end(self, solver: Any, problem: Linear) -> None:
+        """Take where a solver has ended."""
+        self._ends[self._size(problem)] = solver.getBasis()
+
+    @staticmethod
+    def _size(problem: Linear) -> tuple[int, int]:
+        return len(problem.names), len(problem.rows)
+
+
 class Repeated:
     """A program that is solved several times, with columns held at other values each time. HiGHS begins where it has ended before, so that
-    what is like the last question takes a few steps."""
+    what is like the last question takes a few steps. starts: of others like it."""
 
-    def __init__(self, problem: Linear) -> None:
-        self.problem = problem
+    def __init__(self, problem: Linear, starts: Starts | None = None) -> None:
+        self.problem, self.starts = problem, starts or Starts()
         self._highs: _Highs | None = None
 
     def solve(self, held: Mapping[int, float] | None = None, *, gap: float = 1e-3, nodes: int = NODES) -> Solution:
@@ -124,7 +144,7 @@ class Repeated:
             status, objective, bound, values = _with_cbc(problem, held, gap, nodes)
             solver = "CBC"
         else:
-            self._highs = self._highs or _Highs(highspy, problem)
+            self._highs = self._highs or _Highs(highspy, problem, self.starts)
             status, objective, bound, values = self._highs.solve(held, gap, nodes)
             solver = "HiGHS"
         size = f"{len(problem.names)} variables, {len(problem.rows)} constraints"
@@ -150,29 +170,18 @@ class _Highs:
     that, if it is within the gap of the same bound, is the answer. Else one column after the other is held at a whole number (`dive`). If
     that finds nothing within the gap soon, the demand is made of all of them."""
 
-    def __init__(self, highspy: Any, problem: Linear) -> None:
-        self.highspy, self.problem = highspy, problem
+    def __init__(self, highspy: Any, problem: Linear, starts: Starts) -> None:
+        self.highspy, self.problem, self.starts = highspy, problem, starts
         self.whole = numpy.array(problem.whole, dtype=bool)
         self.lower, self.upper = numpy.zeros(len(problem.names)), numpy.array(problem.uppers, dtype=float)
-        lp = self.lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(problem.names), len(problem.rows)
-        lp.col_cost_ = numpy.array(problem.costs, dtype=float)
-        lp.col_lower_, lp.col_upper_ = self.lower, self.upper
+        self.costs = numpy.array(problem.costs, dtype=float)
         bounds = numpy.array(problem.bounds, dtype=float).reshape(-1, 2)
-        lp.row_lower_, lp.row_upper_ = bounds[:, 0], bounds[:, 1]
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = numpy.array(problem.starts, dtype=numpy.int32)
-        lp.a_matrix_.index_ = numpy.array(problem.indices, dtype=numpy.int32)
-        lp.a_matrix_.value_ = numpy.array(problem.weights, dtype=float)
+        self.rows = numpy.ascontiguousarray(bounds[:, 0]), numpy.ascontiguousarray(bounds[:, 1])
+        begins, indices = numpy.array(problem.starts, dtype=numpy.int32), numpy.array(problem.indices, dtype=numpy.int32)
+        self.matrix = begins, indices, numpy.array(problem.weights, dtype=float)
         self.relaxed: Any = None
         if int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3:
-            _write(highspy, lp, problem, self.kinds)
-
-    @functools.cached_property
-    def kinds(self) -> list[Any]:
-        """Of the columns, for HiGHS."""
-        kinds = (self.highspy.HighsVarType.kContinuous, self.highspy.HighsVarType.kInteger)
-        return [kinds[whole] for whole in self.problem.whole]
+            self._write()
 
     def solve(self, held: Mapping[int, float], gap: float, nodes: int) -> Answer:
         highspy = self.highspy
@@ -224,21 +233,24 @@ class _Highs:
                 return objective, least, numpy.array(rest.getSolution().col_value)
         if (self.upper[self.whole] > 1).any():
             return None
-        costs = numpy.array(self.problem.costs, dtype=float)
-        return dive(lambda more: self._without_whole({**held, **more}), first, self.whole, costs, gap)
+        return dive(lambda more: self._without_whole({**held, **more}), first, self.whole, self.costs, gap)
 
     def _without_whole(self, held: Mapping[int, float]) -> Relaxed | None:
         """The objective and the solution without the demand for whole numbers, from the last basis on; None if it took too many steps."""
         columns, values = numpy.array(list(held), dtype=numpy.int32), numpy.array(list(held.values()), dtype=float)
         if self.relaxed is None:
-            steps = RELAXED_STEPS * (self.lp.num_col_ + self.lp.num_row_)
-            self.relaxed = _highs(self.highspy, self.lp, presolve="off", simplex_scale_strategy=0, simplex_iteration_limit=steps)
+            steps = RELAXED_STEPS * (len(self.problem.names) + len(self.problem.rows))
+            none, options = numpy.zeros_like(self.whole), {"presolve": "off", "simplex_scale_strategy": 0}
+            self.relaxed = self._given(self.lower, self.upper, none, simplex_iteration_limit=steps, **options)
+            self.starts.begin(self.relaxed, self.problem)
         solver, known = self.relaxed, self.highspy.HighsModelStatus
         solver.changeColsBounds(len(columns), columns, values, values)
         solver.run()
         found: Relaxed | None = None
         if solver.getModelStatus() == known.kOptimal:
             found = solver.getInfo().objective_function_value, numpy.array(solver.getSolution().col_value)
+            if not held:
+                self.starts.end(solver, self.problem)
         elif solver.getModelStatus() == known.kInfeasible:
             found = INFINITY, numpy.array([])
         solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])
@@ -246,31 +258,29 @@ class _Highs:
 
     def _run(self, lower: NDArray[numpy.float64], upper: NDArray[numpy.float64], **options: object) -> Any:
         """The program with whole numbers and these bounds, after it was solved."""
-        lp = self.lp
-        lp.col_lower_, lp.col_upper_, lp.integrality_ = lower, upper, self.kinds
-        solver = _highs(self.highspy, lp, **options)
-        lp.col_lower_, lp.col_upper_, lp.integrality_ = self.lower, self.upper, []
+        solver = self._given(lower, upper, self.whole, **options)
         solver.run()
         return solver
 
+    def _given(
+        self, lower: NDArray[numpy.float64], upper: NDArray[numpy.float64], whole: NDArray[numpy.bool_], **options: object
+    ) -> Any:
+        """HiGHS with the program, before it has run: as arrays, which it copies at once."""
+        solver, problem, known = self.highspy.Highs(), self.problem, self.highspy
+        for option, value in {"output_flag": False, "parallel": "off", **options}.items():
+            solver.setOptionValue(option, value)
+        sizes = len(problem.names), len(problem.rows), len(problem.indices)
+        form = int(known.MatrixFormat.kRowwise), int(known.ObjSense.kMinimize), 0.0
+        solver.passModel(*sizes, *form, self.costs, lower, upper, *self.rows, *self.matrix, whole.astype(numpy.int32))
+        return solver
 
-def _write(highspy: Any, lp: Any, problem: Linear, kinds: list[Any]) -> None:
-    """The integer program as a file."""
-    lp.col_names_, lp.row_names_, lp.integrality_ = problem.names, problem.rows, kinds
-    writer = highspy.Highs()
-    writer.setOptionValue("output_flag", False)
-    writer.passModel(lp)
-    writer.writeModel(f"autopar_{problem.name}.lp".replace(" ", "_"))
-    lp.integrality_ = []
-
-
-def _highs(highspy: Any, lp: Any, **options: object) -> Any:
-    """HiGHS with a program, before it has run."""
-    solver = highspy.Highs()
-    for option, value in {"output_flag": False, "parallel": "off", **options}.items():
-        solver.setOptionValue(option, value)
-    solver.passModel(lp)
-    return solver
+    def _write(self) -> None:
+        """The integer program as a file."""
+        writer = self._given(self.lower, self.upper, self.whole)
+        lp = writer.getLp()
+        lp.col_names_, lp.row_names_ = self.problem.names, self.problem.rows
+        writer.passModel(lp)
+        writer.writeModel(f"autopar_{self.problem.name}.lp".replace(" ", "_"))
 
 
 def _with_cbc(problem: Linear, held: Mapping[int, float], gap: float, nodes: int) -> Answer:

@@ -27,7 +27,8 @@ from autopar.planner.modes import Mode
 from autopar.planner.solver import OutOfBudget
 
 __all__ = [
-    "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "allowed", "stage_bytes", "stage_modes",
+    "NODES", "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "allowed", "stage_bytes",
+    "stage_modes",
 ]  # fmt: skip
 
 NODES = 1000  # of the search for the modes of one stage

@@ -26,7 +26,7 @@ from autopar.planner.problems import axis_choices, axis_leaves, axis_problem
 from autopar.planner.rank import Rank
 from autopar.planner.shard import Assignment, shard
 from autopar.planner.solved import Solved, restricted
-from autopar.planner.solver import Outcome
+from autopar.planner.solver import Outcome, Starts
 from autopar.planner.space import Form, Mesh
 from autopar.planner.stages import legal_cuts
 from cost_models.cluster import Cluster
@@ -66,9 +66,10 @@ class Store:
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _at: dict[tuple[object, ...], Ledger] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
-    _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int], Solved]] = field(default_factory=dict)  # by an axis and its form, by
-    # the program's operators and the samples of its batch
+    _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int, tuple[str, ...]], Solved]] = field(default_factory=dict)
+    # by an axis and its form; by the program's operators, the samples of its batch and the axes that it is laid over already
     _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
+    _starts: Starts = field(default_factory=Starts)
     _models: dict[int, AxisModel] = field(default_factory=dict)  # by the identity of the choices: the first
     _inner_choices: dict[tuple[int, str, int], tuple[Program, Choices]] = field(default_factory=dict)  # by the program's identity
 
@@ -133,7 +134,7 @@ class Store:
 
     def _solved(self, name: str, problem: AxisProblem, gap: float) -> AxisSolution:
         key = id(problem.choices)  # which the model keeps, so that no others have their identity
-        solver = self.timed(name, lambda: AxisSolver(problem, self._models.get(key)))
+        solver = self.timed(name, lambda: AxisSolver(problem, self._models.get(key), self._starts))
         if not problem.work_first and problem.sequence_parallel is None:  # others are asked for at one price alone
             self._models.setdefault(key, solver.model)
         solution = self.timed(name, lambda: solve_axis(problem, gap=gap, solver=solver))
@@ -329,11 +330,11 @@ class Store:
         differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
         names = frozenset(op.name for op in body.ops)
         asked = (axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form)
-        solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0)
+        solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0, tuple(body.layouts))
         if key in solved:
             return solved[key].assignment, solved[key].outcome
         if not exactly:
-            for (more, _), known in solved.items():
+            for (more, *_), known in solved.items():
                 if names <= more and (here := restricted(known, body)) is not None:
                     return here, known.outcome
         problem = self.problem(axis, mesh, body, form)

@@ -6,11 +6,10 @@ gradients wait for the others of their unit (autopar/run/gathered.py).
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-from autopar.ir import Program, refs
+from autopar.ir import Program, Span, refs
 
 __all__ = ["Key", "Units", "Waiting", "gather_units"]
 
@@ -51,7 +50,7 @@ class Units:
         passes: Mapping[Key, Sequence[tuple[int, Sequence[str]]]],
         follows: Collection[tuple[Key, Key]],
     ) -> None:
-        self.unit_of = unit_of
+        self.unit_of, self._passes = unit_of, passes
         self.members = Counter(unit_of[v] for v in size)
         self._size: Counter[int] = Counter()
         for v, nbytes in size.items():
@@ -77,10 +76,17 @@ class Units:
                 between = self._bytes(key, run, begins=False)
                 found[k] = self._bytes(key, run, begins=True) if run > first and not (goes_on and run == 0) else between
 
-    @functools.cached_property
-    def alike(self) -> Hashable:
-        """Equal for units of one estimator that passes cannot tell apart."""
-        return frozenset(self.forward.items()), frozenset(self.backward.items()), frozenset(self.members.items())
+    def alike(self, span: Span) -> Hashable:
+        """Equal for stages of operators that are alike whose passes cannot tell these units apart: the bytes while each operator runs, and
+        which of the parameters that it uses are one, or of one unit, and of how many."""
+        parameters: dict[str, int] = {}
+        units: dict[int, int] = {}
+        used = [
+            (k - span.start, parameters.setdefault(v, len(parameters)), units.setdefault(u := self.unit_of[v], len(units)), self.members[u])
+            for uses in self._passes.values() for k, values in uses if span.start <= k < span.stop for v in values
+        ]  # fmt: skip
+        each = range(span.start, span.stop)
+        return tuple(used), *(tuple([found.get(k, 0) for k in each]) for found in (self.forward, self.backward))
 
     def _in_order(self, uses: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
         """The units of a pass in the order in which they are in use."""
