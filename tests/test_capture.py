@@ -18,10 +18,10 @@ except (ImportError, RuntimeError):  # a torchvision built for another torch fai
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture import Captured, capture, lift_to_float64, program_hash, run_program, to_float64
+from autopar.capture import Captured, capture, lift_to_float64, normalise, program_hash, run_program, to_float64
 from autopar.capture.interpret import resolve
 from autopar.errors import CaptureError
-from autopar.ir import Program, Ref, refs
+from autopar.ir import Op, Program, Ref, refs
 from autopar.planner.moments import split_into_moments
 from autopar.run.region import REGION
 from benchmarks._small import MODELS
@@ -625,6 +625,29 @@ def test_what_the_forward_returns_is_said(wrap: Any, returns: str) -> None:
 
     assert capture(Wrapped(4, 4), (torch.randn(2, 4),)).returns.startswith(returns)
     assert bool(capture(Wrapped(4, 4), (torch.randn(2, 4),)).returns) == bool(returns)
+
+
+def test_values_are_numbered_as_if_what_does_nothing_had_never_been_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 records contiguous() on one device where it records none on another."""
+
+    class Turned(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            for _ in range(4):
+                x = (x * 2).mT.contiguous()
+            return x.cos().sum()
+
+    x = torch.randn(3, 5)
+    asked: list[str] = []
+
+    def first_and_third(op: Op, metas: Any, result: Any) -> bool:
+        asked.extend([op.name] if op.target == normalise.CONTIGUOUS else [])
+        return op.target == normalise.CONTIGUOUS and len(asked) in (1, 3)
+
+    monkeypatch.setattr(normalise, "_does_nothing", first_and_third)
+    captured = capture(Turned(5, 4), (x,))  # which compares
+    assert asked == ["contiguous", "contiguous_1", "contiguous_2", "contiguous_3"]
+    assert [op.name for op in captured.program.ops if op.target == normalise.CONTIGUOUS] == ["contiguous", "contiguous_1"]
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

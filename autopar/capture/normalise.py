@@ -19,6 +19,7 @@ __all__ = [
     "with_copies_returned", "with_old_values",
 ]  # fmt: skip
 
+CONTIGUOUS = "aten.contiguous.default"
 _MEAN, _SUM = 1, 2  # at::Reduction
 _UNCHANGED = {"aten.alias.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.resolve_conj.default"}
 _DROPOUT = ("aten.dropout.", "aten.feature_dropout.", "aten.alpha_dropout.", "aten.feature_alpha_dropout.")
@@ -76,10 +77,12 @@ def _split_label_mean(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterat
 
 def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]:
     """Drops operators whose result is their operand, makes default dtypes and squeezed dims explicit, and types every value anew; also
-    what dropped values are called now.
+    what values are called now that were dropped, or are numbered as if others had never been there: of operators that torch records on
+    some devices alone.
     """
     metas = {value: trace.metas[value] for value in trace.given}
     renamed: dict[str, str] = {}
+    free: list[str] = []  # names of such, in order
     kept: list[Traced] = []
     for traced in trace.ops:
         for op in _plain(rename_refs(traced.op, renamed), trace.metas, trace.names):
@@ -89,8 +92,13 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
                 assert output is not None and isinstance(operand, Ref), op
                 if not metas[operand.name].grad or not op.no_grad:
                     renamed[output] = operand.name
+                    free += [output] if op.target == CONTIGUOUS else []
                     continue
                 op, types = _typed(dataclasses.replace(op, target="aten.detach.default", args=(operand,), kwargs=()), infer, metas)
+            elif op.target == CONTIGUOUS and free:
+                renamed[op.name] = free.pop(0)
+                free.append(op.name)
+                op = dataclasses.replace(op, outputs=(renamed[op.name],))
             metas.update((n, m) for n, m in zip(op.outputs, types, strict=True) if n is not None and m is not None)
             kept.append(traced.with_op(op))
     loss, *returned = (renamed.get(value, value) for value in (trace.loss, *trace.returned))
@@ -180,7 +188,7 @@ def _does_nothing(op: Op, metas: Mapping[str, Meta], result: Meta | None) -> boo
         return not x.grad
     if op.target in ("aten.to.dtype", "aten.clone.default"):
         return keeps_order
-    if op.target == "aten.contiguous.default":
+    if op.target == CONTIGUOUS:
         return x.stride == result.stride or (x.is_contiguous and op.kwarg("memory_format") in (None, torch.contiguous_format))
     if op.target.startswith(_DROPOUT):
         return op.args[1] == 0 or op.args[2] is False
