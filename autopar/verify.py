@@ -139,6 +139,11 @@ def reference(
     with lift_to_float64(), without_dropout():
         start = time.perf_counter()
         captured = capture(copied(model), inputs, loss=loss)  # its tensors are not trained below
+        if captured.answers.writes:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} writes to {', '.join(sorted(captured.answers.written_names))}, which a plan that "
+                f"is verified by itself does not\n  what to do: change parameters after optimizer.step(), or compare your training loop"
+            )
         capture_s = time.perf_counter() - start
         batches = (inputs, _doubled(inputs, captured.program)) if later and captured.program.batch_size else (inputs,)
         wanted = ((False, 0), (True, 1), (True, 0)) if len(batches) > 1 else ((False, 0),)

@@ -184,3 +184,83 @@ def test_each_of_equal_layers_is_asked() -> None:
     assert captured.answers.changed_of(later) is None
     later.layers[2].count.fill_(3)
     assert "layers.2.count" in (captured.answers.changed_of(later) or "")
+
+
+class Bounded(nn.Module):
+    """Writes to its weight before it uses it, as `write` does."""
+
+    mask: Tensor
+
+    def __init__(self, write: Callable[[Bounded, Tensor], Tensor | None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = nn.Linear(4, 4).double()
+        self.register_buffer("mask", torch.arange(4.0, dtype=torch.float64))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept = self.write(self, x)
+        loss = self.line(x).square().mean()
+        return loss if kept is None else loss * kept
+
+
+def clamped(m: Bounded, x: Tensor) -> None:
+    m.line.weight.clamp_(-0.2, 0.2)
+
+
+def given_as_data(m: Bounded, x: Tensor) -> None:
+    m.line.weight.data = m.line.weight.data / m.line.weight.data.norm()
+
+
+def rows_set(m: Bounded, x: Tensor) -> None:
+    m.line.weight[1:].mul_(m.mask)
+    m.line.weight[0] = 0.5
+    m.line.bias.add_(m.mask.sum())
+
+
+@pytest.mark.parametrize("write", [clamped, given_as_data, rows_set])
+def test_what_is_written_before_a_call_is_what_the_call_writes(write: Any) -> None:
+    captured = capture(Bounded(write), inputs())
+    assert captured.answers.written_names <= {"line.weight", "line.bias"} and captured.answers.writes
+    for seed in range(5):
+        model = Bounded(write)
+        with torch.no_grad():
+            model.line.weight.copy_(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)))
+        held = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+        found = held | captured.answers.written(held.__getitem__)
+        model(*inputs())
+        for name, t in model.state_dict().items():
+            assert torch.equal(found[name], t)
+
+
+def kept_from_before(m: Bounded, x: Tensor) -> Tensor:
+    norm = m.line.weight.norm()
+    m.line.weight.div_(norm)
+    return norm
+
+
+def of_the_batch(m: Bounded, x: Tensor) -> None:
+    m.line.bias.add_(x.mean())
+
+
+def kept_in_a_buffer(m: Bounded, x: Tensor) -> None:
+    m.mask.copy_(m.line.weight[0])
+    m.line.weight.mul_(0.9)
+
+
+def kept_in_an_attribute(m: Any, x: Tensor) -> None:
+    m.before = m.line.weight.clone()
+    m.line.weight.mul_(0.9)
+
+
+def used_before(m: Bounded, x: Tensor) -> Tensor:
+    found = m.line(x).sum()
+    m.line.weight.mul_(0.9)
+    return found
+
+
+@pytest.mark.parametrize("write", [kept_from_before, of_the_batch, kept_in_a_buffer, kept_in_an_attribute, used_before])
+def test_a_write_that_cannot_be_made_before_a_call_is_refused(write: Any) -> None:
+    with pytest.raises(CaptureError, match="change parameters after optimizer"):
+        capture(Bounded(write), inputs())

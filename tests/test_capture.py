@@ -186,7 +186,7 @@ def shape_from_values(m: Function, x: torch.Tensor) -> torch.Tensor:
 
 def changes_parameter(m: Function, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        m.weight.mul_(0.5)
+        m.weight.mul_(x.mean())
     return x * m.weight
 
 

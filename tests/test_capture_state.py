@@ -321,12 +321,12 @@ def parameter_replaced(m: Any, x: Tensor) -> Tensor:
 
 
 def parameter_clamped(m: Any, x: Tensor) -> Tensor:
-    m.linear.weight.data.clamp_(-0.1, 0.1)
+    m.linear.weight.data.clamp_(-x.abs().amax(), x.abs().amax())
     return m.linear(x)
 
 
 def parameter_data_assigned(m: Any, x: Tensor) -> Tensor:
-    m.linear.weight.data = m.linear.weight.data * 0.9
+    m.linear.weight.data = m.linear.weight.data * x.mean()
     return m.linear(x)
 
 

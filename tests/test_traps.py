@@ -29,12 +29,13 @@ PROGRAMS_HERE = (
     "labels_of_another_dtype_later", "lamb", "lion", "loss_in_a_dict", "low_rank_adapters", "mask_taken_away",
     "methods_of_the_root_overridden", "momentum_contrast", "noise_in_new_tensors_of_its_size", "norms_of_two_views",
     "optimizer_before_compile", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes", "parts_of_a_sequence",
-    "pointer_into_a_queue", "rates_tried_and_put_back", "running_mean_under_two_names", "samples_repeated", "scale_annealed_from_one",
-    "sizes_and_names_left", "sizes_of_blocks_in_a_loss_outside", "some_norms_frozen_midway", "started_anew_where_little_used",
-    "states_in_a_list_beside_a_cache", "states_of_a_number", "states_of_a_teacher_and_a_student", "states_returned_and_used",
-    "steps_set_back_and_loaded", "table_made_once", "target_moved_and_a_loss_outside", "target_moved_by_the_forward", "targets_as_an_input",
-    "two_models_in_turns", "two_views_and_a_loss_outside", "two_views_through_one_encoder", "unused_layers_switched_on",
-    "weights_drawn_anew", "whole_state_by_place", "written_by_save_pretrained",
+    "pointer_into_a_queue", "rates_tried_and_put_back", "rows_bounded_by_the_layer", "running_mean_under_two_names", "samples_repeated",
+    "scale_annealed_from_one", "sizes_and_names_left", "sizes_of_blocks_in_a_loss_outside", "some_norms_frozen_midway",
+    "started_anew_where_little_used", "states_in_a_list_beside_a_cache", "states_of_a_number", "states_of_a_teacher_and_a_student",
+    "states_returned_and_used", "steps_set_back_and_loaded", "table_made_once", "target_moved_and_a_loss_outside",
+    "target_moved_by_the_forward", "targets_as_an_input", "two_models_in_turns", "two_views_and_a_loss_outside",
+    "two_views_through_one_encoder", "unused_layers_switched_on", "weights_clamped_and_normalised_by_blocks", "weights_drawn_anew",
+    "weights_masked_and_decayed_in_turns", "whole_state_by_place", "written_by_save_pretrained",
 )  # fmt: skip
 
 

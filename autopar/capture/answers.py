@@ -4,6 +4,9 @@ The answer follows from buffers and parameters as they are when a call begins, a
 holds for that answer, and before every call it is asked again: where it is another, the model is captured again. Not so where the value
 depends on inputs, on random numbers, or on what operators have written of these: it is refused as before.
 
+What a forward writes to its trained parameters, of the state alone and before it uses them (`with torch.no_grad(): weight.clamp_(...)`), is
+written before a call: the trace finds it done.
+
     Tape      while a model is traced: what is computed of its state alone, in order
     Answers   what was asked, and what it takes to ask again
 """
@@ -23,12 +26,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.source import running_line
+from autopar.errors import CaptureError
 
 __all__ = ["NONE", "Answers", "Tape", "Whole"]
 
 Whole = Callable[[str], Tensor]  # a parameter or buffer by its name, as it is now: whole, on any device
 
-LARGEST = 1 << 16  # elements of what is computed to ask for a value
+LARGEST = 1 << 28  # elements of a tensor that is computed to ask for a value
 _ASKS = frozenset(
     {"__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item", "tolist"}
 )  # the names of functions that give a value to Python
@@ -81,12 +85,30 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was asked of a model's state. names: of the parameters and buffers that decide it, with the dtypes in which it was asked."""
+    """What was asked of a model's state. names: of the parameters and buffers that decide it, with the dtypes in which it was asked.
+    writes: the trained parameters that a call writes to before it uses them, among `leaves`."""
 
     names: Mapping[str, torch.dtype] = field(default_factory=dict)
     leaves: Mapping[int, str] = field(default_factory=dict)
     steps: tuple[_Step, ...] = ()
     questions: tuple[_Question, ...] = ()
+    writes: tuple[int, ...] = ()
+
+    @property
+    def written_names(self) -> frozenset[str]:
+        """Of the parameters that a call writes to."""
+        return frozenset(self.leaves[number] for number in self.writes)
+
+    def written(self, whole: Whole) -> dict[str, Tensor]:
+        """What a call writes to parameters, by name; those that it leaves as they are, bit by bit, are not among them."""
+        if not self.writes:
+            return {}
+        with torch.no_grad():
+            before = {number: whole(name).detach() for number, name in self.leaves.items()}
+            values: dict[int, Any] = {number: t.clone() for number, t in before.items()}
+            for step in self.steps:
+                _run(step, values)
+            return {self.leaves[k]: values[k] for k in self.writes if not torch.equal(values[k], before[k])}
 
     def changed(self, whole: Whole) -> str | None:
         """The first answer that is another now, in words; None if all are as they were."""
@@ -123,7 +145,8 @@ def _asked(steps: Iterable[_Step], questions: Sequence[_Question], values: dict[
 def _run(step: _Step, values: dict[int, Any]) -> None:
     args, kwargs = pytree.tree_map_only(_Made, lambda made: values[made.index], (step.args, step.kwargs))
     results = pytree.tree_leaves(step.func(*args, **kwargs))
-    values.update((index, x) for index, x in zip(step.results, results, strict=True) if index is not None)
+    if step.results:
+        values.update((index, x) for index, x in zip(step.results, results, strict=True) if index is not None)
 
 
 class Tape:
@@ -137,6 +160,11 @@ class Tape:
         self._leaves: dict[int, tuple[str, torch.dtype, int]] = {}
         self._steps: list[_Step] = []
         self._questions: list[_Question] = []
+        self._of: dict[int, frozenset[int]] = {}  # by number: the memory that it is computed of
+        self._used: set[int] = set()  # memory that decides what the trace computes of other things too
+        self._stale: set[int] = set()  # numbers of what was computed of a parameter before it was written to
+        self._trained: dict[int, int] = {}  # by the memory of a trained parameter: its number
+        self._written: dict[int, None] = {}  # numbers of those that are written to
 
     def begin(self, model: nn.Module) -> None:
         """The model as it is traced, before its forward."""
@@ -145,6 +173,28 @@ class Tape:
             if name in self._real and isinstance(t, FakeTensor):
                 number = self._add(t)
                 self._leaves[number] = name, t.dtype, _memory(t)
+                if isinstance(t, nn.Parameter) and t.requires_grad:
+                    self._trained[_memory(t)] = number
+
+    def moves(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function that is about to be called writes to a trained parameter what the state alone decides, before the parameter is
+        used: it is not to be called, since the parameter holds that already."""
+        target = args[0] if args else None
+        number = self._trained.get(_memory(target)) if isinstance(target, FakeTensor) else None
+        if number is None or target is None or not _may_write(getattr(func, "__name__", ""), kwargs) or "out" in kwargs:
+            return False
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        numbers = [self._number(x) for x in given if isinstance(x, FakeTensor)]
+        off = not (target.requires_grad and torch._C.is_grad_enabled())
+        if not off or None in numbers or _memory(target) in self._used or not self._stale.isdisjoint(numbers):
+            return False
+        memory = _memory(target)
+        made, named = self._of_tape((args, dict(kwargs)))
+        reads = frozenset(_memory(x) for x in given if isinstance(x, FakeTensor))
+        self._steps.append(_Step(func, made, named, (), reads, frozenset({memory})))
+        self._stale |= {k for t, k in self._known.values() if memory in self._of[k] and _memory(t) != memory}
+        self._written[number] = None
+        return True
 
     def before(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> _Called | None:
         """A function is about to be called; None if the state has nothing to do with it."""
@@ -158,6 +208,8 @@ class Tape:
             return None
         noted = all(self._number(x) is not None for x in fake)
         noted = noted and (len(fake) == len(given) or not _may_write(name, kwargs))  # a constant would be written to
+        if not noted:
+            self.use(fake)
         return _Called(func, args, kwargs, {m: (x, x._version) for m, x in ours.items()}, noted)
 
     def after(self, call: _Called | None, result: Any) -> None:
@@ -166,6 +218,8 @@ class Tape:
             return
         written = {m for m, (x, version) in call.ours.items() if x._version != version}
         if call.noted:
+            if written:  # it lasts
+                self.use(pytree.tree_leaves((call.args, call.kwargs)))
             self._note(call, result, written)
         else:
             unnoted = any(x in getattr(call.func, "__name__", "") for x in _UNNOTED)
@@ -188,15 +242,30 @@ class Tape:
 
     def answers(self) -> Answers:
         """All that was asked."""
-        return self._with_steps(self._questions) if self._questions else NONE
+        return self._with_steps(self._questions, self._written) if self._questions or self._written else NONE
+
+    def use(self, given: Iterable[object], line: str | None = None) -> None:
+        """What is computed of the state is used with other things, or lasts. CaptureError if a parameter was written to since. line: of the
+        user's source; None: the one that runs."""
+        tensors = [x for x in given if isinstance(x, FakeTensor)]
+        numbers = [self._known[id(x)][1] for x in tensors if id(x) in self._known]
+        self._used |= frozenset().union(*(self._of[k] for k in numbers)) | {_memory(x) for x in tensors}
+        if not self._stale.isdisjoint(numbers):
+            at = running_line() if line is None else line
+            raise CaptureError(
+                f"the forward writes to a parameter, and uses or keeps what it computed of it before\n  at {at}\n  what to do: change "
+                f"parameters after optimizer.step(), or compute with what the parameter is then"
+            )
 
     # ---------------------------------------------------------------------------------------------------------- private
-    def _with_steps(self, asked: Sequence[_Question]) -> Answers:
-        """Questions, with no more steps than it takes."""
+    def _with_steps(self, asked: Sequence[_Question], written: Iterable[int] = ()) -> Answers:
+        """Questions and what is written, with no more steps than it takes."""
+        written = frozenset(written)
         made = {m.index for q in asked for m in pytree.tree_leaves(q.args) if isinstance(m, _Made)}
+        made |= written
         memory = {_memory(t) for t, number in self._known.values() if number in made}
         kept: list[int] = []
-        for place in range(max(q.after for q in asked) - 1, -1, -1):
+        for place in range(len(self._steps) if written else max(q.after for q in asked))[::-1]:
             if self._steps[place].writes & memory:
                 kept.append(place)
                 memory |= self._steps[place].reads
@@ -205,12 +274,13 @@ class Tape:
         leaves = {number: (name, dtype) for number, (name, dtype, at) in self._leaves.items() if at in memory}
         return Answers(
             names=dict(leaves.values()), leaves={number: name for number, (name, _) in leaves.items()},
-            steps=tuple(self._steps[place] for place in kept), questions=questions,
+            steps=tuple(self._steps[place] for place in kept), questions=questions, writes=tuple(written),
         )  # fmt: skip
 
     def _add(self, t: Tensor) -> int:
         number = self._known[id(t)][1] if id(t) in self._known else len(self._known)
         self._known[id(t)] = t, number
+        self._of.setdefault(number, frozenset({_memory(t)}))
         self._memory.add(_memory(t))
         return number
 
@@ -231,6 +301,12 @@ class Tape:
             self._lost |= written
             return
         results = [None if x is None else self._add(x) for x in made]
+        given = [self._known[id(x)][1] for x in pytree.tree_leaves((call.args, call.kwargs)) if id(x) in self._known]
+        of = frozenset().union(*(self._of[k] for k in given))
+        for k in (k for k in results if k is not None):
+            self._of[k] |= of
+            if not self._stale.isdisjoint(given):
+                self._stale.add(k)
         writes = frozenset(written | {_memory(x) for x in made if x is not None})
         self._steps.append(_Step(call.func, args, kwargs, results, frozenset(call.ours), writes))
 

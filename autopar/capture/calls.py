@@ -132,7 +132,8 @@ def call_twice(
     calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
     first_values = _copies(_held(model, frozen, answers.names))
     set_back = frozenset[str]()
-    with _as_before(model, start, frozen.values()):
+    moved_before = {name: p for name, p in model.named_parameters() if name in answers.written_names}
+    with _as_before(model, start, (*frozen.values(), *moved_before.values())):
         for number in (0, 1):
             if number and answers.changed_of(model):
                 set_back = _set_back(_held(model, frozen, answers.names), first_values)
@@ -150,7 +151,7 @@ def call_twice(
                 scaled = {scale: gradients_of(result, wanted, scale) for scale in scales}
                 found = gradients_of(result, wanted)
             _check_inputs(given, before)
-            _check_parameters(model, versions, frozen)
+            _check_parameters(model, versions, {*frozen, *moved_before})
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
             others = (*taken_apart(output, result, own_loss=own)[1], *left_there) if outputs else ()

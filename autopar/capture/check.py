@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from autopar.capture.answers import NONE, Answers
 from autopar.capture.calls import Calls, gradients_of, seeded
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
@@ -33,20 +34,24 @@ def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> 
 
 def check_program(
     program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], names: tuple[str, ...] = (),
-    *, dtype: torch.dtype | None = None,
+    *, dtype: torch.dtype | None = None, answers: Answers = NONE,
 ) -> None:  # fmt: skip
     """Runs the program as often as the model was called. CaptureError names the parameters, buffers and outputs that differ. names: the
     output of the program that each tensor is that the model returns beside the loss. dtype: what the model computed in, if not in that of
-    its parameters.
+    its parameters. answers: with what a call writes to parameters before it uses them.
 
     calls: with the gradients of `trainable_tensors`. inputs: by value name, in the order of their leaves. Nothing that is given is changed.
     """
     trainable = trainable_tensors(program, tensors)
     leaves = trainable | {value: tensor for value, tensor in inputs.items() if tensor.requires_grad}
     fqn_of = {p.value: p.fqn for p in program.params} | {i.value: f"the input {i.value}" for i in program.inputs}
+    value_of = {p.fqn: p.value for p in program.params} | {b.fqn: b.value for b in program.buffers if b.fqn is not None}
     state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
     for number, call in enumerate(calls.calls):
         which = "" if number == 0 else f" at call {number + 1} in a row"
+        written = answers.written({name: tensors[value] for name, value in value_of.items()}.__getitem__)
+        leaves |= {value_of[name]: value.requires_grad_() for name, value in written.items()}
+        tensors = dict(tensors) | leaves
         if number:
             state |= {b.value: tensors[b.value].detach().clone() for b in program.buffers if b.fqn in calls.set_back}
         try:

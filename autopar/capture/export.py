@@ -95,8 +95,10 @@ class Step(nn.Module):
                     returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     if outputs or not own:
                         returned, others = taken_apart(output, result, own_loss=own)
-                    ends.append(End(State.take(model, loss, start), returns, returned, tape.answers()))
+                    ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers()))
                     assigned = registries.assigned()
+                    kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
+                    tape.use(kept, "the end of the forward")
                 follow(assigned)
             finally:
                 registries.restore()

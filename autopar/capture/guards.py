@@ -77,6 +77,10 @@ class Guards:
         """What the forward asks of the model's own parameters and buffers, and was told."""
         self._answers_of_state = answers
 
+    def written(self, whole: Whole) -> dict[str, torch.Tensor]:
+        """Collective: what a call writes to parameters before it uses them, whole, by name. whole: as of `changed`."""
+        return self._answers_of_state.written(whole)
+
     def ask_for(self, mode: GradMode) -> None:
         """The model's code asks whether gradients are wanted, and was told so."""
         self._mode = mode

@@ -58,7 +58,7 @@ from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
-from autopar.run.region import Applied, Region
+from autopar.run.region import REGION, Applied, Region
 
 __all__ = ["Captured", "capture"]
 
@@ -178,6 +178,7 @@ def _captured(
             trace = cast_before_use(trace, {trace.loss, *trace.returned, *(value for pair in mutations for value in pair)})
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
             program = _program(as_reshapes(trace), mutations)
+        _check_written(program, found.answers, dtype)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())
@@ -198,7 +199,8 @@ def _captured(
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program
             leaves = {p.value: originals[p.value].detach().requires_grad_(p.trainable) for p in program.params}
             check_program(
-                checked, calls, dict(trace.tensors) | leaves, _inputs_by_value(program.inputs, *copied(given)), trace.returned, dtype=dtype
+                checked, calls, dict(trace.tensors) | leaves, _inputs_by_value(program.inputs, *copied(given)), trace.returned, dtype=dtype,
+                answers=found.answers,
             )  # fmt: skip
         elif found.own_gradients:
             raise CaptureError(
@@ -230,6 +232,18 @@ def _captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast, found.answers, () if places else could,
     )  # fmt: skip
+
+
+def _check_written(program: Program, answers: Answers, dtype: torch.dtype | None) -> None:
+    """CaptureError if parameters that a call writes to before it uses them are cast, or are used by what runs as it is written."""
+    values = {p.value for p in program.params if p.fqn in answers.written_names}
+    as_written = any(op.target == REGION and not values.isdisjoint(refs(op)) for op in program.ops)
+    if values and (dtype is not None or as_written):
+        why = "is used by what runs as it is written" if as_written else "is cast to a lower dtype where it is used"
+        raise CaptureError(
+            f"the forward of {program.name} writes to {', '.join(sorted(answers.written_names))}, which {why}\n  what to do: change "
+            f"parameters after optimizer.step()"
+        )
 
 
 def _inner(program: Program) -> frozenset[str]:

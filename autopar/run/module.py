@@ -191,6 +191,7 @@ class ParallelModule(StandIn):
         self.__dict__["_ran"] = form
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
+        tree.write(form.guards.written(tree.gathered) if form.guards is not None else {})
         if self.debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
         form.calls += 1

@@ -214,6 +214,13 @@ class Tree:
         here = self.at_rest(name)
         return lies.gather(here) if lies.split else here
 
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Whole values, the same on every rank, to parameters."""
+        with torch.no_grad():
+            for name, value in values.items():
+                name = self.names.get(name, name)
+                self.at_rest(name).copy_(self.lies[name].cut(value))
+
     def stands(self, name: str) -> bool:
         """Whether there is something of that name: a buffer that the user has set to None, or deleted, is not there."""
         place = self.buffers.get(name)
