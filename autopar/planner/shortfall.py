@@ -49,8 +49,7 @@ OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pin
 DOUBLINGS = 5  # of the GPUs
 SIZES = 4  # of a mesh axis that are tried in place of one that makes no mesh
 CLUSTERS = 3  # of the catalogue that are tried in place of one with too few GPUs
-LEANEST = 4  # choices that are tried for one change, of those that could fit by their pieces
-NEAREST = 1  # of these that is tried with other than their leanest cuts, where none fits with them
+NEAREST = 2  # choices that are tried with other than their leanest cuts, where none fits with these
 NEAR = 4  # numbers of GPUs below those that were asked for that are tried
 BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
 SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
@@ -328,12 +327,21 @@ def _fits(
             memory_limit_bytes=limit_bytes or question.memory_limit_bytes,
         )  # fmt: skip
         with contextlib.suppress(NotAlike):
-            firsts = [first] if first is not None and under == question.pins else []
-            needs = [(_by_pieces(estimator), choice) for choice, estimator in _lean_choices(other)]
-            lean = sorted([pair for pair in needs if pair[0] <= other.memory_limit_bytes], key=lambda pair: pair[0])[:LEANEST]
-            if _one_fits(other, [*firsts, *(choice for _, choice in lean)]):
+            if first is not None and under == question.pins and _one_fits(other, [first]):
+                return True
+            if _one_fits(other, _leanest_of_meshes(other)):
                 return True
     return False
+
+
+def _leanest_of_meshes(question: Question) -> list[Choice]:
+    """Of each mesh the choice that needs least by its pieces, if these fit; the leanest first."""
+    needs = [(_by_pieces(estimator), k, choice) for k, (choice, estimator) in enumerate(_lean_choices(question))]
+    found: dict[Mesh, Choice] = {}
+    for nbytes, _, choice in sorted(needs, key=lambda need: need[:2]):
+        if nbytes <= question.memory_limit_bytes:
+            found.setdefault(choice.mesh, choice)
+    return list(found.values())
 
 
 def _one_fits(question: Question, choices: Iterable[Choice]) -> bool:
