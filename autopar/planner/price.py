@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -117,12 +116,6 @@ class Ledger:
             key = (op.target, *types_of, self.costs[k].counts, k in self.joined, op.kwargs)
             found.append(first.setdefault(key, k) if op.target.startswith("aten.") else k)
         return found
-
-    @functools.cached_property
-    def host_share(self) -> float:
-        """What the host needs to issue all operators, as a share of what the device needs to run them."""
-        device = sum(c.forward_s + c.backward_s for c in self.costs)
-        return sum(sum(c.host_s) for c in self.costs) / device if device else math.inf
 
     @functools.cached_property
     def liveness(self) -> Liveness:

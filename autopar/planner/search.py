@@ -11,14 +11,14 @@ comes out exactly priced is the best. `Plan.bound_s` is the least of what was kn
 budget. No plan of the space is faster than that, where the space is: every choice (space.py); on the data axis the assignment that
 splits the most work; on the tensor axis the assignments that its program finds (axis.py): the fastest one and, where that needs
 recompute or does not fit, Megatron's forms, one that splits all work, and the best ones at prices of memory that recompute sets
-(`Estimator.prices`), unless the fastest one with all that it keeps in parts would be slower than the plan (`Estimator.least_of_forms_s`),
-or those that are known would be (`Search._beside_s`); every cut between pieces and every mode of each (modes.py: all kept, parts of a
-block run again as a few points of its Pareto set have it, or the whole). An assignment is decided before stages and modes are, and sees
-them through these prices alone: that is the decomposition. Within it the stages are exact but for two things: their objective leaves out
-reduction, optimizer and transfers, which `bound_s` counts at their least, and by which cuts that could be as good are compared as far as
-a budget reaches (`_Stages.nearby`); and memory is that of single pieces, which liveness counts one by one: what several share is found
-out when the plan is priced exactly, and its stages are then cut anew with what they were short of. `python -m benchmarks joint` compares
-the answers of small problems with those of trying every plan, every assignment included.
+(`Estimator.prices`), unless the fastest one with all that it keeps in parts would be slower than the plan (`Estimator.least_of_forms_s`);
+every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its Pareto set have it,
+or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
+that is the decomposition. Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and
+transfers, which `bound_s` counts at their least, and by which cuts that could be as good are compared as far as a budget reaches
+(`_Stages.nearby`); and memory is that of single pieces, which liveness counts one by one: what several share is found out when the plan
+is priced exactly, and its stages are then cut anew with what they were short of. `python -m benchmarks joint` compares the answers of
+small problems with those of trying every plan, every assignment included.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ __all__ = ["Search", "answered", "make_plan"]
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
 WORTH = 1.004  # whatever is slower than the fastest draft by more waits behind it: that may come out so much slower as it will run
 NEAR = 1e-4  # of a step: a draft that promises no more than that beside a plan is not priced as it will run
-BESIDE = 0.03  # by how much a form may be faster than both the fastest and that at a price of memory; of 169 of models 0.009 was the most
-HOST_SHARE = 1.0  # of the device's time, below which this is said
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 
 @dataclass(order=True, slots=True)
@@ -134,7 +132,6 @@ class Search(Question):
         self.unsure = set[Choice]()
         self._forms: dict[Choice, list[_Entry]] = {}  # by the choice without its form: those of different assignments
         self._with_leaner = set[Choice]()
-        self._at_price = set[Choice]()  # without their forms: those of which the form at a price of memory is known
         queue: list[_Entry] = []
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
         for choice in self.space.choices():
@@ -203,13 +200,7 @@ class Search(Question):
     def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """Price the rank's program, unless it cannot fit as its data axis is."""
         choice, mesh = entry.choice, entry.choice.mesh
-        if (beside_s := self._beside_s(choice)) > entry.least_s:
-            entry.least_s = beside_s
-            heapq.heappush(queue, entry)
-            return
         self.said.explored += 1
-        if choice.form.byte_s:
-            self._at_price.add(self._without_form(choice))
         rank = self.known.rank(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         estimator = self.estimator(rank, choice)
         if isinstance(estimator, str):
@@ -272,7 +263,8 @@ class Search(Question):
         if entry.choice in self._with_leaner:
             return
         self._with_leaner.add(entry.choice)
-        if not (forms := list(self.space.leaner(entry.choice, estimator.prices))):
+        forms = list(self.space.leaner(entry.choice, estimator.prices))
+        if not forms:
             return
         together_s = self.known.timed("stages", lambda: estimator.least_of_forms_s(self.memory_limit_bytes))
         for choice in forms:
@@ -293,14 +285,6 @@ class Search(Question):
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
-
-    def _beside_s(self, choice: Choice) -> float:
-        """Of a form that is not priced yet: to take longer and keep less is worth it at a price of memory or at none, which are known.
-        0 where one of them is not or does not fit, or where the host, whose launches they count otherwise, is slower than the device."""
-        alike = self._without_form(choice)
-        known = self._forms.get(alike, []) if alike in self._at_price else []
-        said = [e.least_s for e in known if e.estimator is not None and e.estimator.rank.ledger.host_share < HOST_SHARE]
-        return (1 - BESIDE) * min(said) if said and len(said) == len(known) and max(said) < math.inf else 0.0
 
     def _without_form(self, choice: Choice) -> Choice:
         return dataclasses.replace(choice, form=self.space.form)
