@@ -49,7 +49,8 @@ OTHERS = ("schedule", "virtual_stages", "shard", "blocks", "even_stages")  # pin
 DOUBLINGS = 5  # of the GPUs
 SIZES = 4  # of a mesh axis that are tried in place of one that makes no mesh
 CLUSTERS = 3  # of the catalogue that are tried in place of one with too few GPUs
-NEAREST = 2  # choices that are tried with other than their leanest cuts, where none fits with these
+NEAREST = 2  # choices that are tried with other than their leanest cuts, where none fits with these, and beside the leanest of each mesh;
+NEAREST_OPS = 5000  # more of small programs: as many as have so many operators together
 NEAR = 4  # numbers of GPUs below those that were asked for that are tried
 BETWEEN = 31  # numbers of GPUs between the last doubling that did not do and the first that did: five of them are tried
 SPARE = (1 + 1e-9, 1.02, 1.1, 1.5, math.inf)  # times the least that pieces need: what several need together may be more
@@ -329,19 +330,25 @@ def _fits(
         with contextlib.suppress(NotAlike):
             if first is not None and under == question.pins and _one_fits(other, [first]):
                 return True
-            if _one_fits(other, _leanest_of_meshes(other)):
+            if _one_fits(other, _lean(other)):
                 return True
     return False
 
 
-def _leanest_of_meshes(question: Question) -> list[Choice]:
-    """Of each mesh the choice that needs least by its pieces, if these fit; the leanest first."""
+def _lean(question: Question) -> list[Choice]:
+    """Choices that fit by their pieces: of each mesh the leanest one, and as many others as a program of this size is tried with."""
     needs = [(_by_pieces(estimator), k, choice) for k, (choice, estimator) in enumerate(_lean_choices(question))]
-    found: dict[Mesh, Choice] = {}
+    firsts: dict[Mesh, Choice] = {}
+    others: list[Choice] = []
     for nbytes, _, choice in sorted(needs, key=lambda need: need[:2]):
-        if nbytes <= question.memory_limit_bytes:
-            found.setdefault(choice.mesh, choice)
-    return list(found.values())
+        if nbytes <= question.memory_limit_bytes and firsts.setdefault(choice.mesh, choice) is not choice:
+            others.append(choice)
+    return [*firsts.values(), *others[: _tries(question)]]
+
+
+def _tries(question: Question) -> int:
+    """So many tries that take a while a program of this size is worth."""
+    return max(NEAREST, NEAREST_OPS // len(question.program.ops))
 
 
 def _one_fits(question: Question, choices: Iterable[Choice]) -> bool:
@@ -355,7 +362,7 @@ def _one_fits(question: Question, choices: Iterable[Choice]) -> bool:
         if most <= limit:
             return True
         lacking.append((most, choice))
-    nearest = sorted(lacking, key=lambda pair: pair[0])[:NEAREST]
+    nearest = sorted(lacking, key=lambda pair: pair[0])[: _tries(question)]
     return any(question.exact(choice) is not None for _, choice in nearest)
 
 
