@@ -40,8 +40,10 @@ CATALOGUE = Path(__file__).parent
 KINDS = tuple(SPREADS)  # what a source string begins with
 
 OP_CLASSES = ("matmul", "attention", "conv", "pointwise", "reduction", "gather", "other")
-VECTOR = "vector"  # beside the classes, where it is known: products of matrices on units that do not multiply matrices
 """Operator classes with an achievable fraction; 'view' costs nothing and needs none."""
+
+VECTOR = "vector"
+"""Beside the classes, where it is known: products of matrices on units that do not multiply matrices."""
 
 _DTYPES = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",

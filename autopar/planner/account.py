@@ -93,8 +93,7 @@ def _seconds(c: Candidate) -> dict[str, float]:
     of_ranks: dict[int, dict[str, float]] = {}
     for s, (i, j) in enumerate(pairwise(bounds)):
         for k in range(i, j):
-            block = c.segments[k].block
-            alike = (block, part.modes[k]) if block >= 0 else (~k, 0)
+            alike = c.segments.kind(k, part.modes[k])
             if alike not in known:
                 known[alike] = _of_piece(c, k, sum(seconds[k]))
             _add(of_ranks.setdefault(c.flow.rank_of[s], {}), known[alike])

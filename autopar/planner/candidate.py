@@ -103,8 +103,7 @@ def _issued(e: Estimator, modes: Sequence[int]) -> list[float]:
     """Of each piece in its mode, the host's seconds of one micro-batch; blocks that are alike once."""
     ledger, known, found = e.rank.ledger, dict[tuple[int, int], float](), []
     for k, mode in enumerate(modes):
-        block = e.segments[k].block
-        alike = (block, mode) if block >= 0 else (~k, 0)
+        alike = e.segments.kind(k, mode)
         if alike not in known:
             span, again = e.segments[k].span, e.again(k, mode)
             beside_s = sum(e.beside(e.read(span))[2:]) + kept_s(ledger, ledger.liveness, again)

@@ -31,8 +31,7 @@ def seconds_by_kind(c: Candidate | Draft) -> dict[str, float]:
     of_ranks: dict[int, list[dict[str, float]]] = {}
     for s, (i, j) in enumerate(pairwise(bounds)):
         for k in range(i, j):
-            block = estimator.segments[k].block
-            alike = (block, part.modes[k]) if block >= 0 else (~k, 0)  # instances of a block in one mode
+            alike = estimator.segments.kind(k, part.modes[k])
             if alike not in known:
                 known[alike] = _of_piece(estimator, k, part.modes[k], sum(seconds[k]))
             of_ranks.setdefault(estimator.flow.rank_of[s], []).append(known[alike])

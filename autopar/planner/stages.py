@@ -103,6 +103,11 @@ class Pieces:
     def __getitem__(self, piece: int) -> Segment:
         return self.segments[self.order[piece]]
 
+    def kind(self, piece: int, mode: int) -> tuple[int, int]:
+        """Equal for instances of a block in one mode, and for no other pieces."""
+        block = self[piece].block
+        return (block, mode) if block >= 0 else (~piece, 0)
+
 
 def segments_of(program: Program, cuts: Cuts, wanted: int) -> Pieces:
     """The program between candidate cuts: block boundaries where they give at least `wanted` pieces, else any legal cut,

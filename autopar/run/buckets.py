@@ -182,8 +182,10 @@ class Gathering:
             flat = [whole.view(n, -1) for whole in wholes]
             torch.split_with_sizes_copy(rows, bucket.numels, dim=1, out=flat)  # one call of the host for all
         else:
-            each = zip(bucket.held, rows.split(bucket.numels, dim=1), strict=True)
-            wholes = [joined(part.view(-1, *held.shape), held.zero or 0).contiguous() for held, part in each]
+            wholes = []
+            for held, part in zip(bucket.held, rows.split(bucket.numels, dim=1), strict=True):
+                assert held.zero is not None
+                wholes.append(joined(part.view(-1, *held.shape), held.zero).contiguous())
         found = {held.spec.name: whole for held, whole in zip(bucket.held, wholes, strict=True)}
         return {name: whole.to(self._computes.get(name, rows.dtype)) for name, whole in found.items()} if self._computes else found
 
