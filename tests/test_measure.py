@@ -280,8 +280,27 @@ def test_rows_are_counted_as_if_all_were_run(shape: tuple[int, ...], affine: int
             for rows in (counting._ROW_BY_ROW, {}):
                 monkeypatch.setattr(counting, "_ROW_BY_ROW", rows)
                 counting._count.cache_clear()
+                counting._KNOWN.clear()
                 found.append(count(op, ins, outs))
             assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (4, 6), (3, 6, 5), (2, 6, 2, 3)], ids=str)
+@pytest.mark.parametrize(("affine", "of"), [(0, 3), (1, 3), (2, 3), (2, 1), (2, 6)])
+def test_samples_are_counted_as_if_all_were_run(shape: tuple[int, ...], affine: int, of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of group norm one sample is run on fake tensors."""
+    counting = importlib.import_module("autopar.measure.count")
+    for dtype, grad in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        x, row = TensorType(shape=shape, dtype=dtype, grad=grad), TensorType(shape=shape[1:2], dtype=dtype, grad=True)
+        params = (*(Ref(n) for n in "wb"[:affine]), *[None] * (2 - affine))
+        op, ins = op_of("aten.group_norm.default", X, of, *params, 1e-5), (x, *[row] * affine)
+        found = []
+        for rows in (counting._ROW_BY_ROW, {}):
+            monkeypatch.setattr(counting, "_ROW_BY_ROW", rows)
+            counting._count.cache_clear()
+            counting._KNOWN.clear()
+            found.append(count(op, ins, (dataclasses.replace(x, grad=grad or affine > 0),)))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("split", [False, True])

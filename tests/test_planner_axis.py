@@ -303,6 +303,35 @@ def test_a_micro_batch_takes_the_assignment_of_a_whole_batch() -> None:
     assert objective_of(problem, stated(problem, of_part)) == pytest.approx(objective_of(problem, stated(problem, own)), rel=0.01)
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_micro_batch_whose_loss_is_another_operator_takes_the_rest(dp: int) -> None:
+    """The mean over a micro-batch is one of a part, divided: both take what they read as it lies."""
+    mesh = Mesh(pp=1, dp=dp, tp=2)
+    store = Store(program=program_of("mlp"), cluster=load_cluster("dgx-a100"), optimizer="adamw")
+    bodies = []
+    for count in (1, 2):
+        moments = store.moments(dp, count)
+        assert not isinstance(moments, str)
+        bodies.append(moments.body)
+    whole, part = bodies
+    named = {op.name: op.target for op in whole.ops}
+    others = [op for op in part.ops if named.get(op.name) != op.target]
+    assert others and all(not part.types[op.outputs[0] or ""].shape for op in others)
+    of_whole = store.on_axis("tp", mesh, whole, Form())[0]
+    solved = store.programs
+    of_part = store.on_axis("tp", mesh, part, Form())[0]
+    assert store.programs == solved, "nothing was solved again"
+    lie = dict(of_part.leaves)
+    for op in part.ops:
+        s = of_part.ops[op.name]
+        if op in others:
+            pairs = zip(refs(op), s.inputs, strict=True)
+            assert not any(needs_transition(lie[r], want, part.types[r]) for r, want in pairs)
+        else:
+            assert s == of_whole.ops[op.name]
+        lie |= zip((o for o in op.outputs if o is not None), s.outputs, strict=True)
+
+
 def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:
     """Asked one after the other, they are what each is by itself."""
     mesh = Mesh(pp=1, dp=1, tp=2)

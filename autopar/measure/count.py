@@ -151,8 +151,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
         return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
     if target == "autopar.L.region":
         return _as_counted(op, read, written, len(ins) if differentiable else 0)
-    if target in _ROW_BY_ROW and (rows := math.prod(ins[0].shape[: -_ROW_BY_ROW[target](args)])) > 1:  # fake tensors take long for these
-        row = dataclasses.replace(ins[0], shape=(1, *ins[0].shape[-_ROW_BY_ROW[target](args) :]))
+    if target in _ROW_BY_ROW and (rows := math.prod(ins[0].shape[: (first := _ROW_BY_ROW[target](args, ins[0]))])) > 1:
+        row = dataclasses.replace(ins[0], shape=(1, *ins[0].shape[first:]))  # fake tensors take long for these
         made = tuple(dataclasses.replace(t, shape=row.shape) for t in outs)
         one = _count(target, args, kwargs, no_grad, (row, *ins[1:]), made)
         return dataclasses.replace(one, bytes_read=read, bytes_written=written, saved_other_bytes=rows * one.saved_other_bytes)
@@ -171,7 +171,8 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
             saved.append(t)
             return t
 
-        counter = None if cls == "attention" else FlopCounterMode(display=False)  # whose products are counted below, in less time
+        apart = cls == "attention" or (on_meta and cls in _STREAMING)  # whose products are counted below, in less time, or that have none
+        counter = None if apart else FlopCounterMode(display=False)
         with counter or contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             results = run_op(op, env)
         flops = float(counter.get_total_flops()) if counter else 0.0
@@ -232,8 +233,11 @@ def is_same_on_meta(target: str, ins: Sequence[TensorType]) -> bool:
 # Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
 _TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})
 
-# Operators that do the same to every row -> how many of the operand's last dims a row has.
-_ROW_BY_ROW: dict[str, Callable[[tuple[Any, ...]], int]] = {"aten.layer_norm.default": lambda args: len(args[1]) if len(args) > 1 else 0}
+# Operators that do the same to every row -> the first dim of a row of the operand.
+_ROW_BY_ROW: dict[str, Callable[[tuple[Any, ...], TensorType], int]] = {
+    "aten.layer_norm.default": lambda args, x: len(x.shape) - len(args[1]) if len(args) > 1 else 0,
+    "aten.group_norm.default": lambda args, x: 1,
+}
 
 # Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
 _SAME_WORK = {_LOCAL_ATTENTION: _ATTENTION, "autopar.L.dropout": "aten.dropout.default"}

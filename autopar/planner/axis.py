@@ -285,9 +285,14 @@ class AxisModel:
             self.linear, self.ahead = dataclasses.replace(like.linear, constant=self.linear.constant, costs=costs), like.ahead
 
     def add_groups(self) -> None:
+        alike: dict[tuple[object, ...], dict[Strategy, tuple[float, int]]] = {}  # by all that work depends on
         for index, (key, group) in enumerate(self.given.choices.groups.items()):
             if key not in self.work:
-                self.work[key] = [_work(self.given, group, s) for s in group.strategies]
+                known = alike.setdefault((id(group.counts), group.ins, group.outs, group.times), {}) if group.counts else {}
+                for s in group.strategies:
+                    if s not in known:
+                        known[s] = _work(self.given, group, s)
+                self.work[key] = [known[s] for s in group.strategies]
             pairs = [_priced(self.given, group, s, work) for s, work in zip(group.strategies, self.work[key], strict=True)]
             device, costs = [seconds * 1e6 for seconds, _ in pairs], [sum(pair) * 1e6 for pair in pairs]  # microseconds
             host = group_host(self.given, group) * 1e6

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 __all__ = ["WHOLE", "Relaxed", "dive", "parted"]
 
 WHOLE = 1e-6  # what is so near to a whole number is one, as it is for the solver
-STEPS = 48  # programs that are solved before another way is taken
+STEPS = 150  # programs that are solved before another way is taken
 INFINITY = float("inf")
 Values: TypeAlias = NDArray[numpy.float64]
 Relaxed: TypeAlias = tuple[float, Values]

@@ -225,7 +225,8 @@ class _Highs:
         settled, rounded = self.whole.copy(), values.round()
         settled[apart] = False
         rest = self._run(
-            numpy.where(settled, rounded, lower), numpy.where(settled, rounded, upper), mip_rel_gap=gap / 10, mip_max_nodes=nodes
+            numpy.where(settled, rounded, lower), numpy.where(settled, rounded, upper), mip_rel_gap=gap / 10, mip_max_nodes=nodes,
+            objective_bound=least + gap / (1 - gap) * abs(least),  # a solution beyond which is not asked for
         )  # fmt: skip
         if rest.getModelStatus() == self.highspy.HighsModelStatus.kOptimal:
             objective = rest.getInfo().objective_function_value

@@ -334,8 +334,8 @@ class Store:
         if key in solved:
             return solved[key].assignment, solved[key].outcome
         if not exactly:
-            for (more, *_), known in solved.items():
-                if names <= more and (here := restricted(known, body)) is not None:
+            for known in solved.values():
+                if (here := restricted(known, body)) is not None:
                     return here, known.outcome
         problem = self.problem(axis, mesh, body, form)
         solution = self._solve_inner(problem, form)
