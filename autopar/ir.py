@@ -293,12 +293,18 @@ class Span:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """A repeated subgraph: instances have equal operators, wiring, shapes and constants (but for rates between 0 and 1), and operator k of
-    one corresponds to operator k of every other. prefixes: the module path of each instance. times: in a folded
-    program, how many instances of the whole one each stands for (see planner.fold); else empty."""
+    one corresponds to operator k of every other. prefixes: the module path of each instance."""
 
     spans: tuple[Span, ...]
     prefixes: tuple[str, ...]
-    times: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Operators of a folded program that stand for so many equal parts of the whole one, which follow one another (see planner.fold)."""
+
+    span: Span
+    times: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,7 +317,7 @@ class Program:
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
     batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split). batched: the inputs
     that have it there (None: all whose dim 0 has that size).
-    layouts: for a sharded program, axis -> value -> Layout; empty for a captured one.
+    layouts: for a sharded program, axis -> value -> Layout; empty for a captured one. repeats: of a folded program, in order; else empty.
     """
 
     name: str
@@ -325,6 +331,7 @@ class Program:
     outputs: tuple[str, ...] = ()
     own_loss: bool = True
     blocks: tuple[Block, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None
     batched: tuple[str, ...] | None = None

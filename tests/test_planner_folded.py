@@ -18,6 +18,7 @@ from autopar.ir import Program
 from autopar.planner import Pins
 from autopar.planner.candidate import candidate_of
 from autopar.planner.estimate import Estimator
+from autopar.planner.fold import fold
 from autopar.planner.partition import UNSOLVED, Partition
 from autopar.planner.rank_pieces import RankPieces
 from autopar.planner.search import Search
@@ -52,9 +53,50 @@ class Shared(nn.Module):
         return (x @ self.embedding.weight.T).logsumexp(-1).mean()
 
 
+class Alternate(nn.Module):
+    """Layers of which every second one reads another mask: a period of two, after a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.shared = nn.Embedding(32, 24), nn.Parameter(torch.eye(24))
+        self.layers = nn.ModuleList(Reader() for _ in range(11))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, masks = self.embedding(tokens), [(tokens > k).unsqueeze(-1) for k in (3, 5, 7)]
+        for k, layer in enumerate(self.layers):
+            x = layer(x, self.shared, masks[1 + k % 2 if k else 0])
+        return (x @ self.embedding.weight.T).logsumexp(-1).mean()
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.mix(self.norm(x)))
+
+
+class Kinds(nn.Module):
+    """Layers of two kinds, in periods of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.shared = nn.Embedding(32, 24), nn.Parameter(torch.eye(24))
+        self.layers = nn.ModuleList(Other() if k % 3 == 2 else Reader() for k in range(15))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, seen = self.embedding(tokens), (tokens > 3).unsqueeze(-1)
+        for layer in self.layers:
+            x = layer(x) if isinstance(layer, Other) else layer(x, self.shared, seen)
+        return (x @ self.embedding.weight.T).logsumexp(-1).mean()
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
     "tied": lambda: (Tied(vocabulary=64, width=32, layers=9), {k: torch.randint(0, 64, (16, 8)) for k in ("input_ids", "labels")}),
     "shared": lambda: (Shared(), {"tokens": torch.randint(0, 32, (16, 8))}),
+    "alternate": lambda: (Alternate(), {"tokens": torch.randint(0, 32, (16, 8))}),
+    "kinds": lambda: (Kinds(), {"tokens": torch.randint(0, 32, (16, 8))}),
 }
 PINS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 1}, {"pp": 2, "virtual_stages": 2, "micro_batches": 4, "tp": 2},
@@ -84,6 +126,19 @@ def whole_of(search: Search, choice: Choice) -> Estimator | str:
 
 def walked(e: Estimator) -> Estimator:
     return dataclasses.replace(e, folded=None, rank=dataclasses.replace(e.rank, folded=None))
+
+
+@pytest.mark.parametrize(("name", "period", "times"), [("tied", 1, 7), ("shared", 1, 7), ("alternate", 2, 3), ("kinds", 3, 3)])
+def test_periods_of_layers_are_folded(name: str, period: int, times: int) -> None:
+    """The second of them stands for all but the first and the last; of a period longer than one layer, as a whole."""
+    whole = program_of(name)
+    few = fold(whole)
+    (repeat,) = few.repeats
+    layers = sum(len(b.spans) for b in few.blocks)
+    assert repeat.times == times and sum(len(b.spans) for b in whole.blocks) - layers == period * (times - 1)
+    assert len(few.ops) + (times - 1) * len(repeat.span) == len(whole.ops)
+    again = fold(few)
+    assert again is few, "nothing is left to fold"
 
 
 @pytest.mark.parametrize("name", MODELS)

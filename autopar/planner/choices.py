@@ -170,9 +170,8 @@ def members_of(program: Program) -> dict[str, str]:
 def stands_for(program: Program) -> list[int]:
     """For every operator how many of the whole program it stands for."""
     found = [1] * len(program.ops)
-    for block in program.blocks:
-        for span, n in zip(block.spans, block.times, strict=False):
-            found[span.start : span.stop] = [n] * len(span)
+    for repeat in program.repeats:
+        found[repeat.span.start : repeat.span.stop] = [repeat.times] * len(repeat.span)
     return found
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from autopar.axes import TIME
 from autopar.catalog import OpView, strategies_of
 from autopar.catalog.rule import draws
-from autopar.ir import I, Input, Layout, Op, P, Program, R, Ref, S, Span, Strategy, TensorType, call_text, map_refs, refs
+from autopar.ir import Block, I, Input, Layout, Op, P, Program, R, Ref, Repeat, S, Span, Strategy, TensorType, call_text, map_refs, refs
 from autopar.planner.shard import Assignment, alike, shard, view_of
 
 __all__ = ["Moments", "NotSplittable", "batched_inputs", "by_samples", "derived_from_inputs", "given", "split_into_moments"]
@@ -324,7 +324,8 @@ def given(program: Program, paths: Mapping[str, tuple[str | int, ...]]) -> tuple
     kept, read = _live(program, set(paths))
     extra = tuple(Input(value=v, path=paths[v]) for v in read)
     ops = tuple(program.ops[k] for k in kept)
-    return program.replace(ops=ops, inputs=(*program.inputs, *extra), blocks=_kept_blocks(program, kept)), read
+    blocks, repeats = _kept_blocks(program, kept)
+    return program.replace(ops=ops, inputs=(*program.inputs, *extra), blocks=blocks, repeats=repeats), read
 
 
 def _with_prologue(program: Program, whole: set[str]) -> Moments:
@@ -350,7 +351,9 @@ def _with_parts(body: Program, typing: _Typing) -> tuple[Program, Assignment]:
     ops: list[Op] = []
     chosen, types = dict(typing.ops), dict(body.types)
     position: list[int] = []
+    begins: list[int] = []  # of each operator, with the parts that it reads
     for op in body.ops:
+        begins.append(len(ops))
         parts: dict[int, str] = {}
         for k, r in enumerate(refs(op)):
             if (op.name, k) in typing.shared:
@@ -362,9 +365,11 @@ def _with_parts(body: Program, typing: _Typing) -> tuple[Program, Assignment]:
         position.append(len(ops))
         ops.append(map_refs(op, lambda _, operands=operands: Ref(next(operands))) if parts else op)  # type: ignore[misc]
     position.append(len(ops))
+    begins.append(len(ops))
     blocks = [dataclasses.replace(b, spans=tuple(Span(position[s.start], position[s.stop]) for s in b.spans)) for b in body.blocks]
+    repeats = tuple(Repeat(Span(begins[x.span.start], begins[x.span.stop]), x.times) for x in body.repeats)
     leaves = {x.value: typing.layouts.get(x.value, R) for x in body.leaves}
-    body = body.replace(ops=tuple(ops), types=types, blocks=alike(tuple(blocks), ops))
+    body = body.replace(ops=tuple(ops), types=types, blocks=alike(tuple(blocks), ops), repeats=repeats)
     return body, Assignment(axis=TIME, n=typing.count, ops=chosen, leaves=leaves)
 
 
@@ -394,16 +399,18 @@ def _live(program: Program, whole: set[str]) -> tuple[list[int], tuple[str, ...]
     return kept[::-1], tuple(v for v in program.types if v in whole and v in needed)
 
 
-def _kept_blocks(program: Program, kept: list[int]) -> tuple:  # type: ignore[type-arg]
+def _kept_blocks(program: Program, kept: list[int]) -> tuple[tuple[Block, ...], tuple[Repeat, ...]]:
+    """The blocks and the repeats of a program of which only some operators are left."""
     position = {index: k for k, index in enumerate(kept)}
+
+    def left(span: Span) -> Span | None:
+        inside = [position[i] for i in range(span.start, span.stop) if i in position]
+        return Span(inside[0], inside[-1] + 1) if inside else None
+
     moved = []
     for block in program.blocks:
-        spans = []
-        for span in block.spans:
-            inside = [position[i] for i in range(span.start, span.stop) if i in position]
-            if not inside:
-                break
-            spans.append(type(span)(inside[0], inside[-1] + 1))
+        spans = [span for s in block.spans if (span := left(s)) is not None]
         if len(spans) == len(block.spans):
             moved.append(dataclasses.replace(block, spans=tuple(spans)))
-    return alike(tuple(moved), [program.ops[k] for k in kept])
+    repeats = tuple(Repeat(span, x.times) for x in program.repeats if (span := left(x.span)) is not None)
+    return alike(tuple(moved), [program.ops[k] for k in kept]), repeats

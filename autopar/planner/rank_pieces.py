@@ -131,7 +131,7 @@ class RankPieces:
     def _reads(self) -> list[tuple[tuple[str, bool], ...]]:
         """For each segment its parameters, and whether every copy of the segment has one of its own."""
         program = self.rank.program
-        spans = [s for b in program.blocks for s, n in zip(b.spans, b.times, strict=False) if n > 1]
+        spans = [x.span for x in program.repeats]
         inside = {v for s in spans for v in self.read(s)}
         covered = {k for s in spans for k in range(s.start, s.stop)}
         outside = {r for k, op in enumerate(program.ops) if inside and k not in covered for r in refs(op)}

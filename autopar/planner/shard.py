@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from autopar.catalog import OpView, localized, needs_transition, transition_op
 from autopar.catalog.rule import localizer_of
-from autopar.ir import Block, Buffer, I, Input, Layout, Op, Param, Program, Ref, Span, Strategy, TensorType, map_refs, refs
+from autopar.ir import Block, Buffer, I, Input, Layout, Op, Param, Program, Ref, Repeat, Span, Strategy, TensorType, map_refs, refs
 
 LeafT = TypeVar("LeafT", Input, Param, Buffer)
 
@@ -68,8 +68,10 @@ class _Sharder:
         entering = self._entering(spans)
         starts: dict[tuple[int, int], int] = {}
         stops: dict[tuple[int, int], int] = {}
+        begins: list[int] = []  # of each operator, with what is made for it before
         for index, op in enumerate(program.ops):
             segment = segment_of.get(index)
+            begins.append(len(self.ops))
             if segment is not None and segment not in starts:
                 for value, (usual, consumer) in entering.get(segment, {}).items():
                     self.entered[value, segment] = self._as(value, usual, None, consumer)
@@ -77,6 +79,7 @@ class _Sharder:
             self._emit(op, segment)
             if segment is not None:
                 stops[segment] = len(self.ops)
+        begins.append(len(self.ops))
         loss = self._as(program.loss, final, None)
         mutations = tuple((b, self._as(v, self.layouts[b], None)) for b, v in program.mutations)
         blocks = tuple(
@@ -89,6 +92,7 @@ class _Sharder:
             loss=loss,
             mutations=mutations,
             blocks=alike(blocks, self.ops),
+            repeats=tuple(Repeat(Span(begins[x.span.start], begins[x.span.stop]), x.times) for x in program.repeats),
             inputs=tuple(self._leaf(x) for x in program.inputs),
             params=tuple(self._leaf(x) for x in program.params),
             buffers=tuple(self._leaf(x) for x in program.buffers),
@@ -104,6 +108,7 @@ class _Sharder:
         for op in ops:
             layout |= zip([o for o in op.outputs if o is not None], self.assignment.ops[op.name].outputs, strict=True)
         found: dict[tuple[int, int], dict[str, tuple[Layout, Op]]] = {}
+        times = {k: x.times for x in program.repeats for k in range(x.span.start, x.span.stop)}
         for b, block in enumerate(program.blocks):
             first = block.spans[0]
             inside = {o for op in ops[first.start : first.stop] for o in op.outputs}  # instances are wired alike
@@ -116,7 +121,7 @@ class _Sharder:
                     pairs = zip(values, wanted, strict=True)
                     made = [layout[v] if needs_transition(layout[v], want, program.types[v]) else None for v, want in pairs]
                     if len(set(made)) > 1:
-                        usual = Counter(layout[v] for v in reversed(values)).most_common(1)[0][0]  # of two, as a later one reads it
+                        usual = _most([layout[v] for v in values], [times.get(span.start, 1) for span in block.spans])
                         for k, v in enumerate(values):
                             if needs_transition(layout[v], usual, program.types[v]):
                                 found.setdefault((b, k), {}).setdefault(v, (usual, same[k]))
@@ -174,6 +179,14 @@ class _Sharder:
             self.types[name], self.layouts[name] = self._local(t, want), want
             self.made[key] = name
         return self.made[key]
+
+
+def _most(layouts: list[Layout], times: list[int]) -> Layout:
+    """The layout that there is most often, each so many times; of several the one that comes last."""
+    count = Counter[Layout]()
+    for layout, n in zip(reversed(layouts), reversed(times), strict=True):
+        count[layout] += n
+    return count.most_common(1)[0][0]
 
 
 def alike(blocks: tuple[Block, ...], ops: list[Op] | tuple[Op, ...]) -> tuple[Block, ...]:

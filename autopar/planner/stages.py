@@ -114,14 +114,13 @@ def segments_of(program: Program, cuts: Cuts, wanted: int) -> Pieces:
     the cheapest to cross first. NotAlike if a folded program cannot be cut around what stands for several instances."""
     block_at: dict[tuple[int, int], tuple[int, int]] = {}
     edges: set[int] = set()
-    folded: list[tuple[Span, int]] = []
+    folded = [(x.span, x.times) for x in program.repeats]
     for b, block in enumerate(program.blocks):
         for k, span in enumerate(block.spans):
             edges |= {span.start, span.stop}
             block_at[span.start, span.stop] = (b, k)
-            if block.times and block.times[k] > 1:
-                folded.append((span, block.times[k]))
     needed = {p for span, _ in folded for p in (span.start, span.stop)}
+    edges |= needed
     if not needed <= set(cuts.crossing) | {0, len(program.ops)}:
         raise NotAlike("the program cannot be cut around the instances that one stands for")
 
