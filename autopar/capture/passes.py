@@ -45,6 +45,7 @@ from autopar.capture.normalise import (
     with_copies_returned,
     with_old_values,
 )  # fmt: skip
+from autopar.capture.order import in_one_order
 from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
@@ -166,6 +167,7 @@ def _captured(
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
+            trace, mutations = in_one_order(trace, mutations)
             frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
             _check_precision(model, at_rest, frozen)
             trace = split_label_means(trace)
