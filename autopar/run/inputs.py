@@ -21,9 +21,10 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.objects import key_name, make_known, parts_of
+from autopar.run.parts import is_part, whole_of
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch", "not_dense"]
+__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch", "not_dense", "of_whole_tensors"]
 
 Path = tuple[str | int, ...]
 Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
@@ -233,6 +234,17 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Arguments):
         return inputs.args, dict(inputs.kwargs)
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+
+def of_whole_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Collective where parts of parameters are among the arguments of a call (`model(x, model.embed.weight)`): with all of these in their
+    place, of which a stage takes what it reads."""
+    found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_part(leaf)}
+    if not found:
+        return args, kwargs
+    whole = {key: whole_of(part) for key, part in found.items()}
+    with_whole: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
+    return with_whole
 
 
 def not_dense(tensor: Tensor) -> tuple[str, str] | None:
