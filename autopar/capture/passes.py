@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Input, Program, TensorType, refs
+from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, not_dense
 from autopar.run.outputs import Returned
@@ -99,6 +100,7 @@ def capture(
     outputs: bool | None = False,
     dtype: torch.dtype | None = None,
     written: Collection[str] = (),
+    trains: bool = True,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -108,10 +110,13 @@ def capture(
     loss, gradients and buffers (not on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the
     tensors that the model returns beside the loss are in the program too; None: if it returns no loss, for the user to make one of them.
     dtype: what float32 parameters and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of
-    frozen parameters that other calls write to: buffers, like those that this call writes to. The model is left as it was. Raises
+    frozen parameters that other calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient;
+    else, as in a call under torch.no_grad() that uses what is frozen alone, it may do without. The model is left as it was. Raises
     CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     example = _beside(model, arguments_of(example_inputs))
+
+    once = functools.partial(_captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains)
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
@@ -121,13 +126,11 @@ def capture(
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
-            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, as_written=own)
+            return once(example, check=check, as_written=own)
 
     def captured_with_what_is_left(example: Inputs, check: bool) -> Captured:
-        found = _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written)
-        if not found.given:
-            return found
-        return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, places=found.given)
+        found = once(example, check=check)
+        return once(example, check=check, places=found.given) if found.given else found
 
     if not check:
         return captured(example, False)
@@ -141,7 +144,8 @@ def _alike(one: Captured, other: Captured) -> bool:
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, written: Collection[str], as_written: OwnGradients | None = None, places: tuple[str, ...] = (),
+    dtype: torch.dtype | None, written: Collection[str], trains: bool, as_written: OwnGradients | None = None,
+    places: tuple[str, ...] = (),
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: what runs as it is written. places: those of which the program gives the tensors that a call
     leaves there; without them, those that it could give are in `given`."""
@@ -177,7 +181,7 @@ def _captured(
             trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
             trace = cast_before_use(trace, {trace.loss, *trace.returned, *(value for pair in mutations for value in pair)})
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
-            program = _program(as_reshapes(trace), mutations)
+            program = _program(as_reshapes(trace), mutations, trains=trains)
         _check_written(program, found.answers, dtype)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
@@ -218,7 +222,7 @@ def _captured(
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
     guards.given(dict(zip(places, ours, strict=True)))
-    if around.asked:
+    if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
     if program.outputs:
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
@@ -325,7 +329,8 @@ def _with_stand_ins(
     return found, flatten(model, found.exported, start, regions, stand_ins)
 
 
-def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
+def _program(trace: Trace, mutations: tuple[tuple[str, str], ...], *, trains: bool) -> Program:
+    """The program of a trace. trains: its loss must depend on something that is trained, else CaptureError."""
     ops = tuple(t.op for t in trace.ops)
     types = _types(trace.metas)
     ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
@@ -348,6 +353,8 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         moved = tuple(ops[i] for i in order)
         blocks = find_blocks(moved, calls, types, state)
         ops = moved if blocks else ops
+    if not trains and not types[trace.loss].grad:
+        types = _as_if_trained(ops, types)
     if not types[trace.loss].grad:
         raise CaptureError(
             f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: "
@@ -365,6 +372,12 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
         notes=(*trace.notes, *doubt),
     )  # fmt: skip
+
+
+def _as_if_trained(ops: Sequence[Op], types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """With every floating result as one that has a gradient, as what crosses from one stage to the next must be."""
+    made = {o for op in ops for o in op.outputs if o is not None and types[o].dtype.is_floating_point}
+    return {name: dataclasses.replace(t, grad=True) if name in made else t for name, t in types.items()}
 
 
 def _types(metas: Mapping[str, Meta]) -> dict[str, TensorType]:
