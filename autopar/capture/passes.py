@@ -155,12 +155,14 @@ def _captured(
             f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of {type(model).__name__} get a shape in the first call\n"
             f"  what to do: call the model once on a batch before compiling it"
         )
+    _check_modules(model)
     _check_leaves(type(model).__name__, example)
     infer = Inference()
     with held_back():
         before = State.take(model, loss)
         for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
             _check_dense(type(model).__name__, fqn, tensor)
+        _check_buffers(model)
         guards = Guards.take(model, loss, before)
     asks_which_are_one, _ = guards.asks
     given = (args, kwargs) if asks_which_are_one else apart((args, kwargs))
@@ -397,6 +399,24 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
             )
         if isinstance(leaf, torch.Tensor):
             _check_dense(name, f"input {'.'.join(map(str, leaf_path(path)))}", leaf)
+
+
+def _check_modules(model: nn.Module) -> None:
+    """CaptureError for modules of TorchScript, whose parameters are not Python's."""
+    if scripted := [name or "itself" for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise CaptureError(
+            f"{scripted[0]} of {type(model).__name__} is a module of TorchScript, into which a graph does not look\n  what to do: give the "
+            f"model the module that torch.jit.script was given; functions of TorchScript may stay"
+        )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """CaptureError for a buffer that is trained: gradients are of parameters and of inputs."""
+    if trained := [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
+        raise CaptureError(
+            f"the buffer {trained[0]} of {type(model).__name__} requires a gradient, which a program has of parameters and inputs alone\n"
+            f"  what to do: make it a parameter (nn.Parameter), or register it detached"
+        )
 
 
 def _check_dense(name: str, what: str, tensor: torch.Tensor) -> None:
