@@ -49,5 +49,5 @@ __all__ = ["PROGRAMS"]
 
 del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
 del _given, _gradients, _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects
-del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied
-del _wrapped
+del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns
+del _varied, _wrapped

@@ -45,9 +45,9 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class State:
     """leaves: path -> value. versions: of the plain tensors among them, and whether they require a gradient. held: every container, with
-    its contents. arrays: those of numpy, queues and the like, which are compared by what they hold. reached: the code that was looked at. buffers: the names of the buffers that
-    hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if nothing else is in the picture; None if
-    all is."""
+    its contents. arrays: those of numpy, queues and the like, which are compared by what they hold. reached: the code that was looked at.
+    buffers: the names of the buffers that hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if
+    nothing else is in the picture; None if all is."""
 
     leaves: Mapping[str, object]
     versions: Mapping[str, tuple[int, bool]]
