@@ -19,7 +19,7 @@ from autopar.run import record, state, watchdog
 from autopar.run.autocast import Autocast, ambient
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.grad_mode import with_gradients
-from autopar.run.inputs import Shapes, as_example
+from autopar.run.inputs import Shapes, arguments_of, as_example
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
 from autopar.run.outputs import Returned
@@ -50,20 +50,22 @@ class Call:
 
 
 class Forms:
-    """The forms of a module. first: as it was compiled, in these modes and under this autocast. original: the user's model, if there is
-    one. another: makes the form for other inputs or other modes, from the inputs and from what has changed, in words; None: there is no
-    other than the first. whole: collective, a parameter or buffer by its name."""
+    """The forms of a module. first: as it was compiled, in these modes and under this autocast, with these example inputs (None: it is as
+    if they were all apart). original: the user's model, if there is one. another: makes the form for other inputs or other modes, from
+    the inputs and from what has changed, in words; None: there is no other than the first. whole: collective, a parameter or buffer by
+    its name."""
 
     def __init__(
         self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None,
-        whole: Callable[[str], Tensor],
+        whole: Callable[[str], Tensor], example: Any = None,
     ) -> None:  # fmt: skip
         self.first = first
         self._whole = whole
         self.another = another
         self.autocast = autocast
         self._original = original
-        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected): [first]}
+        beside = () if example is None else self._asked_of(*arguments_of(example))
+        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside): [first]}
         self._used: dict[Form, None] = {first: None}  # the one that ran last comes last
         self._captures = 0
         self._seconds = 0.0  # that they took
@@ -79,10 +81,7 @@ class Forms:
         mesh, manifest = first.mesh, first.manifest
         if not self._takes(call):
             return first  # which says what is missing or not known
-        given = first.batch.shapes(call.args, call.kwargs)
-        if first.guards is not None and any(first.guards.asks):
-            same, lies = first.guards.asks
-            given += first.batch.beside(call.args, call.kwargs, same=same, lies=lies)
+        given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(call.args, call.kwargs)
         key = call.modes, (around := ambient()), given
         if mesh.talks:
             record.given(self._number(key))
@@ -142,6 +141,14 @@ class Forms:
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _asked_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
+        """What the model's code may ask of the tensors of a call, beside their shapes."""
+        guards = self.first.guards
+        if guards is None or not any(guards.asks):
+            return ()
+        same, lies = guards.asks
+        return self.first.batch.beside(args, kwargs, same=same, lies=lies)
 
     def _runs(self, form: Form) -> None:
         """Note which form ran last."""
