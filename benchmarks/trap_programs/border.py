@@ -247,3 +247,59 @@ def one_norm_of_two_views(compile: Compile) -> Results:
     views = [(x, x.roll(1, 1) + 0.1) for x, _ in batches()]
     model = compile(seeded(Views), example_inputs=views[0])
     return trained(model, sgd(model, 0.01), inputs=views)
+
+
+# ------------------------------------------------------------------------------------------------- what the example happened to be
+@program(KIND)
+def one_tensor_in_the_example_alone(compile: Compile) -> Results:
+    """A language model is compiled with its words as their own labels, and trained with labels of their own; its code compares objects."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix, self.head = nn.Embedding(20, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 20)
+
+        def forward(self, words: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+            h = self.head(torch.tanh(self.mix(self.embed(words))))
+            loss = F.cross_entropy(h[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return loss if weights is labels or weights is None else loss * weights.mean()
+
+    def words(index: int) -> Tensor:
+        return torch.randint(20, (12, 6), generator=torch.Generator().manual_seed(index))
+
+    example = words(0)
+    model = compile(seeded(Words), example_inputs=(example, example))
+    return trained(model, inputs=[(words(1), words(2)), (words(3), words(3)), (example, example), (words(4), words(5))])
+
+
+@program(KIND)
+def transposed_in_the_example_alone(compile: Compile) -> Results:
+    """The forward asks how its input lies in memory; the first batch lies otherwise than those that follow."""
+
+    class Asks(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(self.logits(x), y)
+            return loss if x.is_contiguous() else loss * 2
+
+    x, y = batch()
+    model = compile(seeded(Asks), example_inputs=(x.T.contiguous().T, y))
+    return trained(model, inputs=[batch(1), (batch(2)[0].T.contiguous().T, batch(2)[1]), batch(3)])
+
+
+@program(KIND)
+def statistics_of_casts_that_change_nothing(compile: Compile) -> Results:
+    """Under no_grad activations are cast to the dtype that they have, and used afterwards: gradients go through them all the same."""
+
+    class Watched(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.zeros(()))
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            with torch.no_grad():
+                self.largest = torch.maximum(self.largest, h.to(x.dtype).abs().amax())
+                same = h.type_as(x)
+            return same / (1 + self.largest)
+
+    return trained(compile(seeded(Watched), example_inputs=batch()))
