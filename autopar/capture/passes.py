@@ -425,15 +425,21 @@ def _check_dense(name: str, what: str, tensor: torch.Tensor) -> None:
 
 
 def _beside(model: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs where the model lies, as the parallel module takes them from anywhere; on meta if any of it does."""
+    """The inputs where the model lies, as the parallel module takes them from anywhere; on meta if any of it does. What is one tensor there
+    is one here."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     meta = {d for d in devices if d.type == "meta"}
     if len(meta or devices) != 1:
         return inputs
     (device,) = meta or devices
+    known: dict[int, torch.Tensor] = {}
 
     def moved(t: torch.Tensor) -> torch.Tensor:
-        return t if t.device == device or t.is_meta else t.detach().to(device).requires_grad_(t.requires_grad)
+        if t.device == device or t.is_meta:
+            return t
+        if id(t) not in known:
+            known[id(t)] = t.detach().to(device).requires_grad_(t.requires_grad)
+        return known[id(t)]
 
     found: Inputs = pytree.tree_map_only(torch.Tensor, moved, inputs)
     return found
