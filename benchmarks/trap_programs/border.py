@@ -303,3 +303,59 @@ def statistics_of_casts_that_change_nothing(compile: Compile) -> Results:
             return same / (1 + self.largest)
 
     return trained(compile(seeded(Watched), example_inputs=batch()))
+
+
+# ------------------------------------------------------------------------------------------------------ numbers that are kept
+@program(KIND)
+def accuracy_kept_as_a_number(compile: Compile) -> Results:
+    """`self.accuracy = float(...)` in the forward, which the loop does not look at (what stands there says what to do)."""
+
+    class Counted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy, self.logged = 0.0, {"largest": 0.0}
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            logits = self.logits(x)
+            self.accuracy = float((logits.argmax(1) == y).double().mean())
+            self.logged["largest"] = float(logits.detach().abs().max())
+            return F.cross_entropy(logits, y)
+
+    return trained(compile(seeded(Counted), example_inputs=batch()))
+
+
+@program(KIND)
+def number_kept_and_used(compile: Compile) -> Results:
+    """The number that is kept weighs the loss of the same call, and is compared in the next one."""
+
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            logits = self.logits(x)
+            if self.scale > 2:
+                logits = logits * 2
+            self.scale = float(logits.detach().abs().max())
+            return F.cross_entropy(logits, y) * self.scale
+
+    return trained(compile(seeded(Scaled), example_inputs=batch()))
+
+
+@program(KIND)
+def number_kept_and_used_in_the_next_call(compile: Compile) -> Results:
+    """The number that is kept weighs the loss of the next call."""
+
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            logits = self.logits(x)
+            loss = F.cross_entropy(logits, y) * self.scale
+            self.scale = float(logits.detach().abs().max())
+            return loss
+
+    return trained(compile(seeded(Scaled), example_inputs=batch()))
