@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from autopar.run.objects import key_name, make_known, parts_of
 from autopar.run.parts import is_part, whole_of
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch", "not_dense", "of_whole_tensors"]
+__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "as_programs_take", "micro_batch", "not_dense"]
 
 Path = tuple[str | int, ...]
 Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
@@ -229,22 +230,32 @@ def as_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as a call is given them: by position and by name."""
+    """Example inputs as a call is given them: by position and by name, with Python's numbers in the place of numpy's."""
     make_known((inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else inputs)
     if isinstance(inputs, Arguments):
-        return inputs.args, dict(inputs.kwargs)
-    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        args, kwargs = inputs.args, dict(inputs.kwargs)
+    else:
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    if any(map(_is_of_numpy, pytree.tree_leaves((args, kwargs)))):
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.item() if _is_of_numpy(leaf) else leaf, (args, kwargs))
+    return args, kwargs
 
 
-def of_whole_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Collective where parts of parameters are among the arguments of a call (`model(x, model.embed.weight)`): with all of these in their
-    place, of which a stage takes what it reads."""
-    found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_part(leaf)}
+def as_programs_take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with Python's numbers in the place of numpy's, and whole tensors in that of parts of parameters
+    (`model(x, model.embed.weight)`), of which a stage takes what it reads: collective where there are such."""
+    found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_part(leaf) or _is_of_numpy(leaf)}
     if not found:
         return args, kwargs
-    whole = {key: whole_of(part) for key, part in found.items()}
-    with_whole: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
-    return with_whole
+    taken = {key: whole_of(leaf) if is_part(leaf) else leaf.item() for key, leaf in found.items()}
+    with_these: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda leaf: taken.get(id(leaf), leaf), (args, kwargs))
+    return with_these
+
+
+def _is_of_numpy(leaf: object) -> bool:
+    """Whether it is a number of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.generic)
 
 
 def not_dense(tensor: Tensor) -> tuple[str, str] | None:

@@ -28,7 +28,7 @@ from autopar.run.forms import Call, Forms
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.grad_mode import with_gradients
 from autopar.run.input_gradients import InputGradients
-from autopar.run.inputs import of_whole_tensors
+from autopar.run.inputs import as_programs_take
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -180,7 +180,7 @@ class ParallelModule(StandIn):
         record.step(self._calls + 1)
         record.phase(record.FORWARD)
         self._tree.begin_step()
-        args, kwargs = of_whole_tensors(args, kwargs)
+        args, kwargs = as_programs_take(args, kwargs)
         compared = self.debug or self._calls < CHECKED
         form = self._forms.of(Call(args=args, kwargs=kwargs, modes=self._modes(), compared=compared, outputs=self._outputs))
         self.__dict__["_calls"] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -359,3 +360,19 @@ def number_kept_and_used_in_the_next_call(compile: Compile) -> Results:
             return loss
 
     return trained(compile(seeded(Scaled), example_inputs=batch()))
+
+
+@program(KIND)
+def numbers_of_numpy(compile: Compile) -> Results:
+    """Mixing weights that numpy draws, and numbers of steps, are arguments of the call; Python's numbers in between."""
+
+    class Mixed(Net):
+        def forward(self, x: Tensor, y: Tensor, share: float, step: int = 0, late: bool = False) -> Tensor:  # type: ignore[override]
+            logits = self.logits(x)
+            loss = share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y.flip(0))
+            return loss * 2 if late else loss / (1 + step)
+
+    draw = np.random.default_rng(0)
+    model = compile(seeded(Mixed), example_inputs=(*batch(), draw.beta(0.4, 0.4), np.int64(1)))
+    given = [(*batch(1), draw.beta(0.4, 0.4), np.int64(1)), (*batch(2), np.float32(0.25), 1, np.bool_(True)), (*batch(3), 0.25, 1, True)]
+    return trained(model, inputs=given)
