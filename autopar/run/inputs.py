@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,15 @@ from autopar.run.objects import key_name, make_known, parts_of
 from autopar.run.parts import is_part, whole_of
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "as_programs_take", "micro_batch", "not_dense"]
+__all__ = [
+    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "micro_batch", "not_dense",
+    "structure_of",
+]  # fmt: skip
 
 Path = tuple[str | int, ...]
 Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
 Shapes = tuple[tuple[Path, Shape | str], ...]  # of each leaf of a call: that of a tensor, or the value of anything else
+Structure = tuple[Any, ...]  # of a call: its containers, nested, with their types and keys
 
 
 class Batch:
@@ -256,6 +261,26 @@ def _is_of_numpy(leaf: object) -> bool:
     """Whether it is a number of numpy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, numpy.generic)
+
+
+def structure_of(bound: inspect.BoundArguments) -> Structure:
+    """How the arguments of a call are put together, which code may ask beside the shapes of tensors: the kinds of containers, the order
+    of their keys, what is empty, and where None stands; of arguments by name, and not of those that are left to their defaults."""
+    parameters = bound.signature.parameters
+    return tuple((name, _structure(value)) for name, value in sorted(bound.arguments.items()) if value is not parameters[name].default)
+
+
+def _structure(value: object) -> Any:
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor | str | float | int):
+        return ""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        return kind, *((str(key), _structure(child)) for key, child in value.items())
+    if isinstance(value, (list, tuple)):
+        return kind, *map(_structure, value)
+    return kind, *((str(name), _structure(child)) for name, child in parts_of(value))
 
 
 def not_dense(tensor: Tensor) -> tuple[str, str] | None:
