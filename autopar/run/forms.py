@@ -226,7 +226,8 @@ class Forms:
             bound = self._signature[1].bind(*args, **kwargs)
         except TypeError:
             return None
-        return structure_of(bound) if self._is_structured else ()
+        guards = self.first.guards
+        return structure_of(bound, guards.reads if guards is not None else lambda _: False) if self._is_structured else ()
 
     def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh, device = self.first.mesh, self.first.outputs.device

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,24 +263,41 @@ def _is_of_numpy(leaf: object) -> bool:
     return numpy is not None and isinstance(leaf, numpy.generic)
 
 
-def structure_of(bound: inspect.BoundArguments) -> Structure:
+def structure_of(bound: inspect.BoundArguments, reads: Callable[[str], bool]) -> Structure:
     """How the arguments of a call are put together, which code may ask beside the shapes of tensors: the kinds of containers, the order
-    of their keys, what is empty, and where None stands; of arguments by name, and not of those that are left to their defaults."""
+    of their keys, what is empty, and where None stands; of arguments by name, and not of those that are left to their defaults. reads:
+    whether the code reads a name, of the attributes that tensors and classes of objects have. Raises TypeError for such an attribute of a
+    tensor, which no trace keeps."""
     parameters = bound.signature.parameters
-    return tuple((name, _structure(value)) for name, value in sorted(bound.arguments.items()) if value is not parameters[name].default)
+    given = sorted((name, value) for name, value in bound.arguments.items() if value is not parameters[name].default)
+    return tuple((name, _structure(value, reads)) for name, value in given)
 
 
-def _structure(value: object) -> Any:
+def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
     if value is None:
         return "None"
-    if isinstance(value, Tensor | str | float | int):
+    if isinstance(value, Tensor):
+        return _without_attributes(value, reads) if vars(value) else ""
+    if isinstance(value, str | float | int):
         return ""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Mapping):
-        return kind, *((str(key), _structure(child)) for key, child in value.items())
+        return kind, *((str(key), _structure(child, reads)) for key, child in value.items())
     if isinstance(value, (list, tuple)):
-        return kind, *map(_structure, value)
-    return kind, *((str(name), _structure(child)) for name, child in parts_of(value))
+        return kind, *(_structure(child, reads) for child in value)
+    settings = {k: v for cls in reversed(type(value).__mro__) for k, v in vars(cls).items() if isinstance(v, str | float | int)}
+    fields = ((str(name), _structure(child, reads)) for name, child in parts_of(value))
+    return kind, tuple(sorted((k, repr(v)) for k, v in settings.items() if not k.startswith("_") and reads(k))), *fields
+
+
+def _without_attributes(tensor: Tensor, reads: Callable[[str], bool]) -> str:
+    """TypeError for an attribute of the user's that code may read."""
+    if read := [name for name in vars(tensor) if not name.startswith("_") and reads(name)]:
+        raise TypeError(
+            f"a tensor that the model is given has the attribute {read[0]}, which its code may read, and which a copy of the tensor has "
+            f"not: give it to the model as an input of its own"
+        )
+    return ""
 
 
 def not_dense(tensor: Tensor) -> tuple[str, str] | None:

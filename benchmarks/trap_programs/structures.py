@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks._traps_kit import Compile, Net, Results, batch, program, seeded, sgd, state, trained
+from benchmarks._traps_kit import Compile, Net, Results, batch, program, seeded, sgd, state, stepped, trained
 
 KIND = "structures"
 
@@ -135,3 +136,58 @@ def dict_of_another_class(compile: Compile) -> Results:
 
     model = compile(seeded(Asks), example_inputs=(inputs(0),))
     return trained(model, inputs=[(inputs(0),), (OrderedDict(inputs(1)),), (inputs(2),), (inputs(3, more={}),)])
+
+
+@program(KIND)
+def attribute_of_an_input(compile: Compile) -> Results:
+    """Each batch has its weight in an attribute of its tensor, and a number that the model does not read."""
+
+    class Weighed(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x, y) * getattr(x, "weight", 1.0)
+
+    def inputs(index: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(index)
+        x.weight, x.number = 1.0 + index // 2, index  # type: ignore[attr-defined]
+        return x, y
+
+    return trained(compile(seeded(Weighed), example_inputs=inputs(0)), inputs=[inputs(k) for k in range(4)])
+
+
+@program(KIND)
+def mask_in_an_attribute_of_an_input(compile: Compile) -> Results:
+    """The same of a tensor of weights of samples."""
+
+    class Masked(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (F.cross_entropy(self.logits(x), y, reduction="none") * x.mask).mean()  # type: ignore[attr-defined]
+
+    def inputs(index: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(index)
+        x.mask = (y != index).double()  # type: ignore[attr-defined]
+        return x, y
+
+    return trained(compile(seeded(Masked), example_inputs=inputs(0)), inputs=[inputs(k) for k in range(3)])
+
+
+@program(KIND)
+def setting_of_the_class_of_batches(compile: Compile) -> Results:
+    """A number in the class of what the model is given changes between the steps."""
+
+    @dataclass
+    class Batch:
+        scale: ClassVar[float] = 1.0
+        x: Tensor
+        y: Tensor
+
+    class Scaled(Net):
+        def forward(self, given: Batch) -> Tensor:  # type: ignore[override]
+            return super().forward(given.x, given.y) * given.scale
+
+    model = compile(seeded(Scaled), example_inputs=(Batch(*batch()),))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        Batch.scale += 1
+        return model(Batch(x, y))
+
+    return {"losses": stepped(model, loss_of), "state": state(model)}
