@@ -94,7 +94,8 @@ class Step(nn.Module):
                 with torch._C.DisableTorchFunction():
                     returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     if outputs or not own:
-                        returned, others = taken_apart(output, result, own_loss=own)
+                        containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
+                        returned, others = taken_apart(output, result, own_loss=own, held=containers)
                     ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers()))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())

@@ -376,3 +376,28 @@ def numbers_of_numpy(compile: Compile) -> Results:
     model = compile(seeded(Mixed), example_inputs=(*batch(), draw.beta(0.4, 0.4), np.int64(1)))
     given = [(*batch(1), draw.beta(0.4, 0.4), np.int64(1)), (*batch(2), np.float32(0.25), 1, np.bool_(True)), (*batch(3), 0.25, 1, True)]
     return trained(model, inputs=given)
+
+
+@program(KIND)
+def list_of_the_model_among_the_outputs(compile: Compile) -> Results:
+    """What the model returns has a list that it holds, to which the loop appends, and one that each call makes."""
+
+    class Named(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = ["first"]
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+            return {"loss": super().forward(x, y) * len(self.names), "names": self.names, "made": [len(x)]}
+
+    model = compile(seeded(Named), example_inputs=batch(), outputs="all")
+    lengths: list[int] = []
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        found = model(x, y)
+        found["names"].append("another")
+        found["made"].append(0)
+        lengths.extend((len(model.names), len(found["names"]), len(found["made"])))
+        return found["loss"]
+
+    return {"losses": stepped(model, loss_of), "lengths": lengths, "state": state(model)}
