@@ -56,7 +56,7 @@ from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
-from autopar.run.inputs import Arguments, arguments_of, not_dense
+from autopar.run.inputs import Arguments, arguments_of, check_attributes, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region
@@ -164,6 +164,8 @@ def _captured(
             _check_dense(type(model).__name__, fqn, tensor)
         _check_buffers(model)
         guards = Guards.take(model, loss, before)
+        for leaf in _tensors(example):
+            check_attributes(leaf, guards.reads)
     asks_which_are_one, _ = guards.asks
     given = (args, kwargs) if asks_which_are_one else apart((args, kwargs))
     inputs = inputs_in(dtype, given)

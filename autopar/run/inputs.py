@@ -27,8 +27,8 @@ from autopar.run.parts import is_part, whole_of
 from autopar.run.slices import joined, local_slice
 
 __all__ = [
-    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "micro_batch", "not_dense",
-    "structure_of",
+    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "micro_batch",
+    "not_dense", "structure_of",
 ]  # fmt: skip
 
 Path = tuple[str | int, ...]
@@ -277,7 +277,8 @@ def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
-        return _without_attributes(value, reads) if vars(value) else ""
+        check_attributes(value, reads)
+        return ""
     if isinstance(value, str | float | int):
         return ""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -290,14 +291,13 @@ def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
     return kind, tuple(sorted((k, repr(v)) for k, v in settings.items() if not k.startswith("_") and reads(k))), *fields
 
 
-def _without_attributes(tensor: Tensor, reads: Callable[[str], bool]) -> str:
-    """TypeError for an attribute of the user's that code may read."""
+def check_attributes(tensor: Tensor, reads: Callable[[str], bool]) -> None:
+    """TypeError for an attribute of the user's that code may read. reads: as of `structure_of`."""
     if read := [name for name in vars(tensor) if not name.startswith("_") and reads(name)]:
         raise TypeError(
             f"a tensor that the model is given has the attribute {read[0]}, which its code may read, and which a copy of the tensor has "
             f"not: give it to the model as an input of its own"
         )
-    return ""
 
 
 def not_dense(tensor: Tensor) -> tuple[str, str] | None:
