@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.around import capturing
+from autopar.capture.around import OF_GRADIENTS, capturing
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
@@ -170,6 +170,8 @@ def _captured(
     given = (args, kwargs) if asks_which_are_one else apart((args, kwargs))
     inputs = inputs_in(dtype, given)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
+        if any(map(guards.reads, OF_GRADIENTS)):
+            around.ask_activations()
         with held_back():
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
