@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.ir import Op, Ref
 
-__all__ = ["EFFECTS", "changed_in_place", "returns_its_operand"]
+__all__ = ["EFFECTS", "changed_in_place", "operand_returned", "packet"]
 
 # target -> (position of the flag that says so, positions of the buffers)
 EFFECTS = {"aten.batch_norm.default": (5, (3, 4)), "aten.instance_norm.default": (5, (3, 4))}
@@ -23,9 +23,21 @@ def changed_in_place(op: Op) -> tuple[str, ...]:
     return tuple(a.name for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref))
 
 
-def returns_its_operand(name: str, named: Mapping[str, Any], operand: Tensor, result: Tensor) -> bool:
-    """Whether an operator gives the very tensor that it was given, through which gradients go on also where they are off. name:
-    'aten.to'. named: its arguments, by name."""
+def packet(target: torch._ops.OpOverload) -> str:
+    """An operator's name without that of its overload: 'aten.to'."""
+    return str(target).rpartition(".")[0]
+
+
+def operand_returned(node: fx.Node, target: torch._ops.OpOverload, named: Mapping[str, Any]) -> fx.Node | None:
+    """The operand of a traced operator, if that gives the very tensor that it was given, through which gradients go on also where they are
+    off. named: its arguments, by name."""
+    first, result = node.args[0] if node.args else None, node.meta["val"]
+    if not isinstance(first, fx.Node) or not isinstance(result, Tensor):
+        return None
+    return first if _is_returned(packet(target), named, first.meta["val"], result) else None
+
+
+def _is_returned(name: str, named: Mapping[str, Any], operand: Tensor, result: Tensor) -> bool:
     if (operand.shape, operand.dtype, operand.device, operand.layout) != (result.shape, result.dtype, result.device, result.layout):
         return False
     if name in ("aten.to", "aten.type_as"):

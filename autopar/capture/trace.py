@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from autopar.capture.effects import returns_its_operand
+from autopar.capture.effects import operand_returned, packet
 from autopar.capture.export import PREFIX
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call
@@ -392,7 +392,7 @@ class _Flattener:
                 f"cannot capture {target._opname} with sparse=True: the gradients of a parallel module are dense\n  at {source}\n  what to "
                 f"do: build the embedding with sparse=False, and give its weight an optimizer of dense gradients (not SparseAdam)"
             )
-        if no_grad and (same := _same(node, target, named)) is not None:
+        if no_grad and (same := operand_returned(node, target, named)) is not None:
             env[node] = env[same]
             return
         args, kwargs = self._arguments(node, named, target, env, results[0])
@@ -452,7 +452,7 @@ class _Flattener:
         def convert(a: Any) -> Arg:
             return self._arg(fx.map_arg(a, lambda n: env[n]))
 
-        if _packet(target) in _CASTS:  # one form for all casts: to.dtype(x, dtype), memory_format if one is asked for
+        if packet(target) in _CASTS:  # one form for all casts: to.dtype(x, dtype), memory_format if one is asked for
             layout = convert(named.get("memory_format"))
             order = () if layout in (None, torch.preserve_format) else (("memory_format", layout),)
             return (convert(node.args[0]), result.dtype), order
@@ -519,16 +519,3 @@ def _module_stack(node: fx.Node) -> tuple[tuple[str, ...], str]:
             _, at, count = key.partition("@")
             calls.append(f"{module}{at}{count}")
     return tuple(calls), module
-
-
-def _same(node: fx.Node, target: torch._ops.OpOverload, named: Mapping[str, Any]) -> fx.Node | None:
-    """The operand that an operator returns as it is."""
-    first, result = node.args[0] if node.args else None, node.meta["val"]
-    if not isinstance(first, fx.Node) or not isinstance(result, torch.Tensor):
-        return None
-    return first if returns_its_operand(_packet(target), named, first.meta["val"], result) else None
-
-
-def _packet(target: torch._ops.OpOverload) -> str:
-    """An operator's name without that of its overload: 'aten.to'."""
-    return str(target).rpartition(".")[0]
