@@ -287,7 +287,7 @@ def compile(  # noqa: A001  (the field's word)
         module = ParallelModule(
             load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards,
             returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
-            local_batch=local_batch,
+            local_batch=local_batch, example=inputs,
         )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source

@@ -54,10 +54,10 @@ class Variants:
     ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
         model, plan = self._model, self._plan
-        written = module.written_parameters
+        written, trains = module.written_parameters, torch.is_grad_enabled()
         with with_gradients(), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, written=written),
+                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, written=written, trains=trains),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
         program = captured.program

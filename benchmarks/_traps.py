@@ -5,6 +5,7 @@ from benchmarks.trap_programs import across as _across
 from benchmarks.trap_programs import asked as _asked
 from benchmarks.trap_programs import batch_objects as _batch_objects
 from benchmarks.trap_programs import becomes as _becomes
+from benchmarks.trap_programs import border as _border
 from benchmarks.trap_programs import bounded as _bounded
 from benchmarks.trap_programs import calls as _calls
 from benchmarks.trap_programs import chains as _chains
@@ -37,6 +38,7 @@ from benchmarks.trap_programs import rules as _rules
 from benchmarks.trap_programs import settings as _settings
 from benchmarks.trap_programs import sizes as _sizes
 from benchmarks.trap_programs import state as _state
+from benchmarks.trap_programs import structures as _structures
 from benchmarks.trap_programs import together as _together
 from benchmarks.trap_programs import tools as _tools
 from benchmarks.trap_programs import training as _training
@@ -46,7 +48,7 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _asked, _batch_objects, _becomes, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation, _given
-del _gradients, _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects, _optimizers
-del _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _together, _tools, _training, _turns, _varied
-del _wrapped
+del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
+del _given, _gradients, _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects
+del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures, _together, _tools, _training
+del _turns, _varied, _wrapped

@@ -94,6 +94,7 @@ CHANGES: dict[str, tuple[Callable[[Net, Any], object], str]] = {
     "type": (lambda m, f: setattr(m, "steps", False), "steps from 0 to False"),
     "plain tensor": (lambda m, f: setattr(m, "weights", torch.ones(DIM)), "weights from tensor .* to another tensor"),
     "plain tensor in place": (lambda m, f: m.weights.mul_(2), "weights, written in place"),
+    "plain tensor that is trained": (lambda m, f: m.weights.requires_grad_(), "weights, .* given another requires_grad"),
     "list": (lambda m, f: m.history.append(1), "history from list of 2 to list of 3"),
     "list in a list": (lambda m, f: m.history[1].__setitem__(0, 9), r"history\[1\]\[0\] from 2 to 9"),
     "dict in a dict": (lambda m, f: m.table["a"].update(b=2), r"table\['a'\]\['b'\] from 1 to 2"),

@@ -522,11 +522,17 @@ def test_where_the_model_itself_has_what_no_graph_holds_a_submodule_is_recommend
 
 
 @pure
-def test_a_batch_norm_without_momentum_is_told_what_to_do() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
-    with pytest.raises(CaptureError, match=r"what to do: a batch norm with momentum=None .*update_bn\(loader, original\)"):
-        capture(model, (torch.randn(8, 4),), outputs=None)
-    assert capture(model.eval(), (torch.randn(8, 4),), outputs=None).program.batch_size == 8
+@pytest.mark.parametrize("shape", [(8, 4), (8, 4, 3), (8, 4, 3, 2)])
+def test_a_batch_norm_without_momentum_weighs_batches_by_their_number(shape: tuple[int, ...]) -> None:
+    """Its program is compared with two calls of the model, running statistics too; it is one for every number of batches."""
+    kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}
+    model = nn.Sequential(nn.Conv1d(4, 4, 1) if len(shape) == 3 else nn.Identity(), kinds[len(shape)](4, momentum=None)).double()
+    x = torch.randn(*shape, dtype=torch.float64)
+    found = capture(model, (x,), outputs=None)
+    assert not [t for t in found.program.ops if "region" in t.target]
+    model(x * 2)
+    assert program_hash(capture(model, (x,), outputs=None).program) == program_hash(found.program)
+    assert not capture(model.eval(), (x,), outputs=None).program.mutations
 
 
 class _TwoNames(nn.Module):

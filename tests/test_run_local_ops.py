@@ -108,6 +108,10 @@ def _batch_norm() -> None:
         given = L.sync_batch_norm(far.chunk(N)[axis.rank], None, None, *running, axis, 0.1, 1e-9)
         exact = F.batch_norm(far.double(), None, None, training=True, eps=1e-9).chunk(N)[axis.rank]
         assert (given - exact).abs().max() < 2e-3, near
+    mean, variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)  # of one layer that is called in both ways
+    first = F.batch_norm(whole, mean, variance, training=True)
+    second = L.sync_batch_norm(part, None, None, mean, variance, axis, 0.1, 1e-5)
+    torch.autograd.backward([first.sum(), second.sum()])
     bare = L.sync_batch_norm(part.detach(), None, None, None, None, axis, 0.1, 1e-5)
     assert torch.allclose(bare, F.batch_norm(whole.detach(), None, None, training=True).chunk(N)[axis.rank])
     low = L.sync_batch_norm(part.detach().bfloat16(), w.float(), b.float(), None, None, axis, 0.1, 1e-5)

@@ -14,7 +14,6 @@ written before a call: the trace finds it done.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.capture.around import asking
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 
@@ -231,7 +231,7 @@ class Tape:
         fake = [x for x in given if isinstance(x, FakeTensor)]
         if getattr(func, "__name__", "") not in _ASKS or not fake or any(self._number(x) is None for x in fake):
             return None
-        if sys._getframe(2).f_code.co_filename.startswith(_MODULES):  # of torch, which ask for what changes in every call
+        if asking(2).f_code.co_filename.startswith(_MODULES):  # of torch, which ask for what changes in every call
             return None
         question = _Question(len(self._steps), func, self._of_tape(args), None, running_line())
         found = self._found(self._with_steps([question]))

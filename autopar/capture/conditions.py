@@ -1,5 +1,5 @@
 """Conditions on values that can only raise, as `if labels.max() >= size: raise ValueError(...)` or `assert mask.any()`: a program goes on
-as if they did not, and asks in every step."""
+as if they did not, and asks in every step. And numbers that are only kept, as in `self.accuracy = float(hits.mean())`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch.nn.modules import transformer
 
-__all__ = ["chooses_a_kernel", "must_be"]
+__all__ = ["chooses_a_kernel", "is_only_kept", "must_be"]
 
 _IS_CAUSAL = getattr(getattr(transformer, "_detect_is_causal_mask", None), "__code__", None)  # of torch.nn.Transformer; private
 
@@ -36,6 +36,25 @@ def must_be(frame: FrameType) -> bool | None:
     return None if raises == otherwise else truth != raises
 
 
+def is_only_kept(frame: FrameType) -> bool:
+    """Whether the line that runs in a frame, which makes a number of a tensor by float(), does nothing with it but keep it under an
+    attribute, or in a container under one."""
+    tree, line = _parsed(frame.f_code.co_filename), frame.f_lineno
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _holds(n, line) and _is_float(n)] if tree else []
+    kept = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and _holds(n, line) and all(map(_is_place, n.targets))] if tree else []
+    return bool(made) and {id(n) for n in made} <= {id(n.value) for n in kept}
+
+
+def _is_float(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "float"
+
+
+def _is_place(target: ast.expr) -> bool:
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return isinstance(target, ast.Attribute)
+
+
 @functools.lru_cache
 def _parsed(path: str) -> ast.Module | None:
     try:
@@ -44,7 +63,7 @@ def _parsed(path: str) -> ast.Module | None:
         return None
 
 
-def _holds(test: ast.expr, line: int) -> bool:
+def _holds(test: ast.expr | ast.Assign, line: int) -> bool:
     return test.lineno <= line <= (test.end_lineno or test.lineno)
 
 

@@ -22,6 +22,7 @@ from torch.export.graph_signature import OutputKind
 from autopar.capture.answers import Answers, Tape
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
+from autopar.capture.cumulative import weighed_by_tensors
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
 from autopar.capture.source import in_library, module_of
@@ -36,7 +37,6 @@ __all__ = [
 
 HOOK = "the hook "  # begins the name of one
 PREFIX = "model"  # the name of the user's model inside Step
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What the tracing of arbitrary code may end with; torch.export's own errors derive from these.
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
@@ -94,7 +94,8 @@ class Step(nn.Module):
                 with torch._C.DisableTorchFunction():
                     returns = "" if _is_scalar(output) or loss is not None else _describe(output)
                     if outputs or not own:
-                        returned, others = taken_apart(output, result, own_loss=own)
+                        containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
+                        returned, others = taken_apart(output, result, own_loss=own, held=containers)
                     ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers()))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
@@ -183,9 +184,10 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding(), _themselves():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
-            exported = torch.export.export(step, args, dict(kwargs), strict=False)
+            with _themselves(), weighed_by_tensors():
+                exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except FAILURES as e:
         if line := step.border.differentiates:
             raise OtherGradients(f"{_cannot(step.model)}\n  at {line}: it asks for gradients inside of the forward") from e
@@ -320,12 +322,6 @@ def _transforms(error: BaseException) -> bool:
 def _remedy(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
     ran = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(isinstance(m, _BATCH_NORMS) and m.momentum is None for m in ran):
-        return (
-            "a batch norm with momentum=None weights each batch by 1 / num_batches_tracked, the value of a tensor: give it a momentum "
-            "(torch's default is 0.1); for statistics of all batches load full_state_dict() into the original after training, and call "
-            "torch.optim.swa_utils.update_bn(loader, original)"
-        )
     if any(isinstance(m, nn.RNNBase) for m in ran) and "must be tuple of ints" in text:
         return (
             "how a packed sequence is cut depends on the lengths, which are values of a tensor: let a submodule pack, call the recurrent "

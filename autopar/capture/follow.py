@@ -6,7 +6,7 @@ new value is copied into the old tensor, which the registry gets back. What a gr
 
 from __future__ import annotations
 
-import sys
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import Tape
-from autopar.capture.conditions import chooses_a_kernel, must_be
+from autopar.capture.around import asking
+from autopar.capture.conditions import chooses_a_kernel, is_only_kept, must_be
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
@@ -173,7 +174,7 @@ class AtTheBorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             self.differentiates = running_line()
-        if func == _READS_GRAD and isinstance(args[0], nn.Parameter) and not in_library(sys._getframe(1).f_code.co_filename):
+        if func == _READS_GRAD and isinstance(args[0], nn.Parameter) and not in_library(asking(1).f_code.co_filename):
             raise CaptureError(
                 f"the forward reads the gradient of a parameter, {_type(args[0])}, which a graph holds as it was when it was traced\n"
                 f"  at {running_line()}\n  what to do: keep what it needs of gradients in a buffer, which is written after backward()"
@@ -184,14 +185,16 @@ class AtTheBorder(TorchFunctionMode):
                 f"on the activation instead (Tensor.register_hook)"
             )
         if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
-            asking = sys._getframe(1)
-            if chooses_a_kernel(asking):
+            frame = asking(1)
+            if chooses_a_kernel(frame):
                 return False
-            if (expected := must_be(asking)) is not None:
+            if (expected := must_be(frame)) is not None:
                 self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
                 return expected
         if (known := self._tape.answer(func, args)) is not None:
             return known[0]
+        if func is torch.Tensor.__float__ and isinstance(args[0], FakeTensor) and is_only_kept(asking(1)):
+            return math.nan  # where a call of the model leaves another number
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return self._alias(args[0])
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):

@@ -51,7 +51,7 @@ class Guards:
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
-        names = state.reached.names | state.reached.asked
+        names = self._read_names = state.reached.names | state.reached.asked
         self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), not _LIES.isdisjoint(names)
         self._index(state)
 
@@ -93,6 +93,10 @@ class Guards:
         """After a call: what the forward leaves in attributes and containers is there. outputs: of the program, by name."""
         if self._left is not None:
             self._left.put({path: outputs[name] for path, name in self._given.items() if name in outputs})
+
+    def reads(self, name: str) -> bool:
+        """Whether code of the model may read what has a name: an attribute, a global, a key."""
+        return name in self._read_names
 
     def modes(self) -> tuple[bool, ...]:
         """The training flag of every module, now."""
@@ -142,7 +146,7 @@ class Guards:
             and all(map(dict.__contains__, self._registries, self._names))
             and all(map(operator.is_, map(operator.getitem, self._lists, self._positions), self._elements))
             and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
-            and [t._version for t in self._tensors] == self._versions
+            and [(t._version, t.requires_grad) for t in self._tensors] == self._versions
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
             and all(map(operator.eq, self._sets, self._members))
             and list(map(by_value, self._arrays)) == self._held_by_them

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.around import capturing
+from autopar.capture.around import OF_GRADIENTS, capturing
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
@@ -54,9 +55,9 @@ from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
-from autopar.ir import Input, Program, TensorType, refs
+from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
-from autopar.run.inputs import Arguments, arguments_of, not_dense
+from autopar.run.inputs import Arguments, arguments_of, check_attributes, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region
@@ -100,6 +101,7 @@ def capture(
     outputs: bool | None = False,
     dtype: torch.dtype | None = None,
     written: Collection[str] = (),
+    trains: bool = True,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -109,10 +111,13 @@ def capture(
     loss, gradients and buffers (not on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the
     tensors that the model returns beside the loss are in the program too; None: if it returns no loss, for the user to make one of them.
     dtype: what float32 parameters and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of
-    frozen parameters that other calls write to: buffers, like those that this call writes to. The model is left as it was. Raises
+    frozen parameters that other calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient;
+    else, as in a call under torch.no_grad() that uses what is frozen alone, it may do without. The model is left as it was. Raises
     CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     example = _beside(model, arguments_of(example_inputs))
+
+    once = functools.partial(_captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains)
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
@@ -122,13 +127,11 @@ def capture(
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
-            return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, as_written=own)
+            return once(example, check=check, as_written=own)
 
     def captured_with_what_is_left(example: Inputs, check: bool) -> Captured:
-        found = _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written)
-        if not found.given:
-            return found
-        return _captured(model, example, loss, check=check, outputs=outputs, dtype=dtype, written=written, places=found.given)
+        found = once(example, check=check)
+        return once(example, check=check, places=found.given) if found.given else found
 
     if not check:
         return captured(example, False)
@@ -142,7 +145,8 @@ def _alike(one: Captured, other: Captured) -> bool:
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, written: Collection[str], as_written: OwnGradients | None = None, places: tuple[str, ...] = (),
+    dtype: torch.dtype | None, written: Collection[str], trains: bool, as_written: OwnGradients | None = None,
+    places: tuple[str, ...] = (),
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: what runs as it is written. places: those of which the program gives the tensors that a call
     leaves there; without them, those that it could give are in `given`."""
@@ -152,17 +156,23 @@ def _captured(
             f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of {type(model).__name__} get a shape in the first call\n"
             f"  what to do: call the model once on a batch before compiling it"
         )
+    _check_modules(model)
     _check_leaves(type(model).__name__, example)
     infer = Inference()
     with held_back():
         before = State.take(model, loss)
         for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
             _check_dense(type(model).__name__, fqn, tensor)
+        _check_buffers(model)
         guards = Guards.take(model, loss, before)
+        for leaf in _tensors(example):
+            check_attributes(leaf, guards.reads)
     asks_which_are_one, _ = guards.asks
     given = (args, kwargs) if asks_which_are_one else apart((args, kwargs))
     inputs = inputs_in(dtype, given)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
+        if any(map(guards.reads, OF_GRADIENTS)):
+            around.ask_activations()
         with held_back():
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
@@ -179,7 +189,7 @@ def _captured(
             trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
             trace = cast_before_use(trace, {trace.loss, *trace.returned, *(value for pair in mutations for value in pair)})
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
-            program = _program(as_reshapes(trace), mutations)
+            program = _program(as_reshapes(trace), mutations, trains=trains)
         _check_written(program, found.answers, dtype)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
@@ -220,7 +230,7 @@ def _captured(
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
     guards.given(dict(zip(places, ours, strict=True)))
-    if around.asked:
+    if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
     if program.outputs:
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
@@ -327,7 +337,8 @@ def _with_stand_ins(
     return found, flatten(model, found.exported, start, regions, stand_ins)
 
 
-def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
+def _program(trace: Trace, mutations: tuple[tuple[str, str], ...], *, trains: bool) -> Program:
+    """The program of a trace. trains: its loss must depend on something that is trained, else CaptureError."""
     ops = tuple(t.op for t in trace.ops)
     types = _types(trace.metas)
     ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
@@ -350,6 +361,8 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         moved = tuple(ops[i] for i in order)
         blocks = find_blocks(moved, calls, types, state)
         ops = moved if blocks else ops
+    if not trains and not types[trace.loss].grad:
+        types = _as_if_trained(ops, types)
     if not types[trace.loss].grad:
         raise CaptureError(
             f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: "
@@ -367,6 +380,12 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...]) -> Program:
         constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
         notes=(*trace.notes, *doubt),
     )  # fmt: skip
+
+
+def _as_if_trained(ops: Sequence[Op], types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """With every floating result as one that has a gradient, as what crosses from one stage to the next must be."""
+    made = {o for op in ops for o in op.outputs if o is not None and types[o].dtype.is_floating_point}
+    return {name: dataclasses.replace(t, grad=True) if name in made else t for name, t in types.items()}
 
 
 def _types(metas: Mapping[str, Meta]) -> dict[str, TensorType]:
@@ -388,21 +407,45 @@ def _check_leaves(name: str, inputs: Inputs) -> None:
             _check_dense(name, f"input {'.'.join(map(str, leaf_path(path)))}", leaf)
 
 
+def _check_modules(model: nn.Module) -> None:
+    """CaptureError for modules of TorchScript, whose parameters are not Python's."""
+    if scripted := [name or "itself" for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise CaptureError(
+            f"{scripted[0]} of {type(model).__name__} is a module of TorchScript, into which a graph does not look\n  what to do: give the "
+            f"model the module that torch.jit.script was given; functions of TorchScript may stay"
+        )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """CaptureError for a buffer that is trained: gradients are of parameters and of inputs."""
+    if trained := [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
+        raise CaptureError(
+            f"the buffer {trained[0]} of {type(model).__name__} requires a gradient, which a program has of parameters and inputs alone\n"
+            f"  what to do: make it a parameter (nn.Parameter), or register it detached"
+        )
+
+
 def _check_dense(name: str, what: str, tensor: torch.Tensor) -> None:
     if lies := not_dense(tensor):
         raise CaptureError(f"{what} of {name} is a {lies[0]} tensor, and a program is of dense ones\n  what to do: {lies[1]}")
 
 
 def _beside(model: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs where the model lies, as the parallel module takes them from anywhere; on meta if any of it does."""
+    """The inputs where the model lies, as the parallel module takes them from anywhere; on meta if any of it does. What is one tensor there
+    is one here."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     meta = {d for d in devices if d.type == "meta"}
     if len(meta or devices) != 1:
         return inputs
     (device,) = meta or devices
+    known: dict[int, torch.Tensor] = {}
 
     def moved(t: torch.Tensor) -> torch.Tensor:
-        return t if t.device == device or t.is_meta else t.detach().to(device).requires_grad_(t.requires_grad)
+        if t.device == device or t.is_meta:
+            return t
+        if id(t) not in known:
+            known[id(t)] = t.detach().to(device).requires_grad_(t.requires_grad)
+        return known[id(t)]
 
     found: Inputs = pytree.tree_map_only(torch.Tensor, moved, inputs)
     return found

@@ -34,7 +34,7 @@ class Change:
 
     def __str__(self) -> str:
         if isinstance(self.before, torch.Tensor) and self.before is self.after:
-            return f"{self.path}, written in place"
+            return f"{self.path}, written in place or given another requires_grad"
         return f"{self.path} from {describe(self.before)} to {'another ' if self._alike else ''}{describe(self.after)}"
 
     @property
@@ -44,13 +44,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """leaves: path -> value. versions: of the plain tensors among them. held: every container, with its contents. arrays: those of numpy,
-    queues and the like, which are compared by what they hold. reached: the code that was looked at. buffers: the names of the buffers that
-    hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if nothing else is in the picture; None if
-    all is."""
+    """leaves: path -> value. versions: of the plain tensors among them, and whether they require a gradient. held: every container, with
+    its contents. arrays: those of numpy, queues and the like, which are compared by what they hold. reached: the code that was looked at.
+    buffers: the names of the buffers that hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if
+    nothing else is in the picture; None if all is."""
 
     leaves: Mapping[str, object]
-    versions: Mapping[str, int]
+    versions: Mapping[str, tuple[int, bool]]
     held: tuple[Held, ...]
     arrays: tuple[Any, ...]
     reached: Reached

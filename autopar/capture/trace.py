@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
+from autopar.capture.effects import operand_returned, packet
 from autopar.capture.export import PREFIX
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call
@@ -391,6 +392,9 @@ class _Flattener:
                 f"cannot capture {target._opname} with sparse=True: the gradients of a parallel module are dense\n  at {source}\n  what to "
                 f"do: build the embedding with sparse=False, and give its weight an optimizer of dense gradients (not SparseAdam)"
             )
+        if no_grad and (same := operand_returned(node, target, named)) is not None:
+            env[node] = env[same]
+            return
         args, kwargs = self._arguments(node, named, target, env, results[0])
         name_of_target = str(target) if str(target).startswith("aten.") else f"{target.namespace}.{target._opname}.{target._overloadname}"
         if name_of_target.rpartition(".")[0] in _CASTS:
@@ -448,7 +452,7 @@ class _Flattener:
         def convert(a: Any) -> Arg:
             return self._arg(fx.map_arg(a, lambda n: env[n]))
 
-        if str(target).rpartition(".")[0] in _CASTS:  # one form for all casts: to.dtype(x, dtype), memory_format if one is asked for
+        if packet(target) in _CASTS:  # one form for all casts: to.dtype(x, dtype), memory_format if one is asked for
             layout = convert(named.get("memory_format"))
             order = () if layout in (None, torch.preserve_format) else (("memory_format", layout),)
             return (convert(node.args[0]), result.dtype), order

@@ -19,7 +19,7 @@ from autopar.run import record, state, watchdog
 from autopar.run.autocast import Autocast, ambient
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.grad_mode import with_gradients
-from autopar.run.inputs import Shapes, as_example
+from autopar.run.inputs import Shapes, Structure, arguments_of, as_example, structure_of
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
 from autopar.run.outputs import Returned
@@ -27,7 +27,8 @@ from autopar.run.region import regions_of
 
 __all__ = ["Another", "Call", "Forms"]
 
-Key = tuple[bytes, tuple[Autocast, ...], Shapes]  # the mode of each module, what autocast is on, each input's shape or its value
+# The mode of each module, what autocast is on, each input's shape or its value, how they are put together.
+Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure]
 Another = Callable[[Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 FORMS = 64  # that a module keeps: each holds a captured program
 MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
@@ -50,26 +51,33 @@ class Call:
 
 
 class Forms:
-    """The forms of a module. first: as it was compiled, in these modes and under this autocast. original: the user's model, if there is
-    one. another: makes the form for other inputs or other modes, from the inputs and from what has changed, in words; None: there is no
-    other than the first. whole: collective, a parameter or buffer by its name."""
+    """The forms of a module. first: as it was compiled, in these modes and under this autocast, with these example inputs (None: it is as
+    if they were all apart). original: the user's model, if there is one. another: makes the form for other inputs or other modes, from
+    the inputs and from what has changed, in words; None: there is no other than the first. whole: collective, a parameter or buffer by
+    its name."""
 
     def __init__(
         self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None,
-        whole: Callable[[str], Tensor],
+        whole: Callable[[str], Tensor], example: Any = None,
     ) -> None:  # fmt: skip
         self.first = first
         self._whole = whole
         self.another = another
         self.autocast = autocast
         self._original = original
-        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected): [first]}
         self._used: dict[Form, None] = {first: None}  # the one that ran last comes last
         self._captures = 0
         self._seconds = 0.0  # that they took
         self._by_the_original: set[Key] = set()
         self._numbers: dict[Key, int] = {}
         self._signature: tuple[object, inspect.Signature] | None = None  # of a function
+        self._is_structured = example is not None  # else it is not known of the first form
+        beside: Shapes = ()
+        structure: Structure | None = ()
+        if example is not None:
+            args, kwargs = arguments_of(example)
+            beside, structure = self._asked_of(args, kwargs), self._structure(args, kwargs)
+        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or ()): [first]}
 
     def of(self, call: Call) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
@@ -77,13 +85,11 @@ class Forms:
         must, for all its outputs. Raises ValueError, CaptureError."""
         first = self.first
         mesh, manifest = first.mesh, first.manifest
-        if not self._takes(call):
+        structure = self._structure(call.args, call.kwargs)
+        if structure is None:
             return first  # which says what is missing or not known
-        given = first.batch.shapes(call.args, call.kwargs)
-        if first.guards is not None and any(first.guards.asks):
-            same, lies = first.guards.asks
-            given += first.batch.beside(call.args, call.kwargs, same=same, lies=lies)
-        key = call.modes, (around := ambient()), given
+        given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(call.args, call.kwargs)
+        key = call.modes, (around := ambient()), given, structure
         if mesh.talks:
             record.given(self._number(key))
         if call.compared:
@@ -143,6 +149,14 @@ class Forms:
             )
         return first
 
+    def _asked_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
+        """What the model's code may ask of the tensors of a call, beside their shapes."""
+        guards = self.first.guards
+        if guards is None or not any(guards.asks):
+            return ()
+        same, lies = guards.asks
+        return self.first.batch.beside(args, kwargs, same=same, lies=lies)
+
     def _runs(self, form: Form) -> None:
         """Note which form ran last."""
         self._used.pop(form, None)
@@ -200,19 +214,20 @@ class Forms:
             known[key] = zlib.crc32(repr(key).encode())
         return known[key]
 
-    def _takes(self, call: Call) -> bool:
-        """Whether the original's forward can be called so."""
+    def _structure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Structure | None:
+        """How the arguments of a call are put together; None if the original's forward cannot be called so."""
         if self.another is None or self._original is None:
-            return True
+            return ()
         forward = self._original.forward
         function = getattr(forward, "__func__", forward)  # a bound method is another object each time
         if self._signature is None or self._signature[0] is not function:
             self._signature = function, inspect.signature(forward)
         try:
-            self._signature[1].bind(*call.args, **call.kwargs)
+            bound = self._signature[1].bind(*args, **kwargs)
         except TypeError:
-            return False
-        return True
+            return None
+        guards = self.first.guards
+        return structure_of(bound, guards.reads if guards is not None else lambda _: False) if self._is_structured else ()
 
     def _constants_of(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh, device = self.first.mesh, self.first.outputs.device
@@ -223,7 +238,7 @@ class Forms:
 
 def _shown(key: Key) -> str:
     """A key, for people."""
-    modes, around, shapes = key
+    modes, around, shapes, _ = key
     given = ", ".join(f"{'.'.join(map(str, path))} {shape if isinstance(shape, str) else _of_a_tensor(*shape)}" for path, shape in shapes)
     mode = "training" if all(modes) else "evaluation" if not any(modes) else f"evaluation of {modes.count(0)} of {len(modes)} modules"
     return f"{given or 'no inputs'}, in {mode} mode{''.join(f', inside of {one}' for one in around)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +23,18 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.objects import key_name, make_known, parts_of
+from autopar.run.parts import is_part, whole_of
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Arguments", "Batch", "Shapes", "arguments_of", "as_example", "micro_batch", "not_dense"]
+__all__ = [
+    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "micro_batch",
+    "not_dense", "structure_of",
+]  # fmt: skip
 
 Path = tuple[str | int, ...]
 Shape = tuple[torch.dtype, tuple[int, ...], bool]  # of a tensor, and whether it requires a gradient
 Shapes = tuple[tuple[Path, Shape | str], ...]  # of each leaf of a call: that of a tensor, or the value of anything else
+Structure = tuple[Any, ...]  # of a call: its containers, nested, with their types and keys
 
 
 class Batch:
@@ -228,11 +235,69 @@ def as_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as a call is given them: by position and by name."""
+    """Example inputs as a call is given them: by position and by name, with Python's numbers in the place of numpy's."""
     make_known((inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else inputs)
     if isinstance(inputs, Arguments):
-        return inputs.args, dict(inputs.kwargs)
-    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        args, kwargs = inputs.args, dict(inputs.kwargs)
+    else:
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    if any(map(_is_of_numpy, pytree.tree_leaves((args, kwargs)))):
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.item() if _is_of_numpy(leaf) else leaf, (args, kwargs))
+    return args, kwargs
+
+
+def as_programs_take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with Python's numbers in the place of numpy's, and whole tensors in that of parts of parameters
+    (`model(x, model.embed.weight)`), of which a stage takes what it reads: collective where there are such."""
+    found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_part(leaf) or _is_of_numpy(leaf)}
+    if not found:
+        return args, kwargs
+    taken = {key: whole_of(leaf) if is_part(leaf) else leaf.item() for key, leaf in found.items()}
+    with_these: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda leaf: taken.get(id(leaf), leaf), (args, kwargs))
+    return with_these
+
+
+def _is_of_numpy(leaf: object) -> bool:
+    """Whether it is a number of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.generic)
+
+
+def structure_of(bound: inspect.BoundArguments, reads: Callable[[str], bool]) -> Structure:
+    """How the arguments of a call are put together, which code may ask beside the shapes of tensors: the kinds of containers, the order
+    of their keys, what is empty, and where None stands; of arguments by name, and not of those that are left to their defaults. reads:
+    whether the code reads a name, of the attributes that tensors and classes of objects have. Raises TypeError for such an attribute of a
+    tensor, which no trace keeps."""
+    parameters = bound.signature.parameters
+    given = sorted((name, value) for name, value in bound.arguments.items() if value is not parameters[name].default)
+    return tuple((name, _structure(value, reads)) for name, value in given)
+
+
+def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        check_attributes(value, reads)
+        return ""
+    if isinstance(value, str | float | int):
+        return ""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        return kind, *((str(key), _structure(child, reads)) for key, child in value.items())
+    if isinstance(value, (list, tuple)):
+        return kind, *(_structure(child, reads) for child in value)
+    settings = {k: v for cls in reversed(type(value).__mro__) for k, v in vars(cls).items() if isinstance(v, str | float | int)}
+    fields = ((str(name), _structure(child, reads)) for name, child in parts_of(value))
+    return kind, tuple(sorted((k, repr(v)) for k, v in settings.items() if not k.startswith("_") and reads(k))), *fields
+
+
+def check_attributes(tensor: Tensor, reads: Callable[[str], bool]) -> None:
+    """TypeError for an attribute of the user's that code may read. reads: as of `structure_of`."""
+    if read := [name for name in vars(tensor) if not name.startswith("_") and reads(name)]:
+        raise TypeError(
+            f"a tensor that the model is given has the attribute {read[0]}, which its code may read, and which a copy of the tensor has "
+            f"not: give it to the model as an input of its own"
+        )
 
 
 def not_dense(tensor: Tensor) -> tuple[str, str] | None:

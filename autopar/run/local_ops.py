@@ -165,10 +165,11 @@ def sync_batch_norm(
         count = x.numel() // x.shape[1] * axis.size
         if count < 2:
             raise ValueError(f"batch norm needs more than one value per channel; the whole batch of x has shape {tuple(x.shape)}")
+        # by .data, which counts no write, as F.batch_norm counts none: one that stands before this keeps both for its backward
         if running_mean is not None:
-            running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
+            running_mean.data.lerp_(mean.flatten().to(running_mean.dtype), momentum)
         if running_var is not None:
-            running_var.lerp_(variance.flatten().mul(count / (count - 1)).to(running_var.dtype), momentum)
+            running_var.data.lerp_(variance.flatten().mul(count / (count - 1)).to(running_var.dtype), momentum)
     if weight is not None:
         normal = normal * weight.view(shape)
     if bias is not None:

@@ -28,6 +28,7 @@ from autopar.run.forms import Call, Forms
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.grad_mode import with_gradients
 from autopar.run.input_gradients import InputGradients
+from autopar.run.inputs import as_programs_take
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -72,6 +73,7 @@ class ParallelModule(StandIn):
     returned: all of it, without its tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it
     was planned and gradients are off, as for a call without labels, the original computes it, with whole parameters on every rank.
     autocast, dtype: under which torch.autocast the program was captured, and what float32 parameters are cast to where they are used.
+    example: the inputs with which it was captured: in another call they may be one tensor where these are two, which code may ask.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -117,6 +119,7 @@ class ParallelModule(StandIn):
         outputs: str = "loss",
         autocast: tuple[Autocast, ...] = (),
         dtype: torch.dtype | None = None,
+        example: Any = None,
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
@@ -149,7 +152,9 @@ class ParallelModule(StandIn):
             self.training = manifest.training
         keep["_dtype"] = dtype
         own = functools.partial(another, self) if another is not None else None
-        keep["_forms"] = Forms(form, modes=self._modes(), autocast=autocast, original=original, another=own, whole=tree.gathered)
+        keep["_forms"] = Forms(
+            form, modes=self._modes(), autocast=autocast, original=original, another=own, whole=tree.gathered, example=example
+        )
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
@@ -175,6 +180,7 @@ class ParallelModule(StandIn):
         record.step(self._calls + 1)
         record.phase(record.FORWARD)
         self._tree.begin_step()
+        args, kwargs = as_programs_take(args, kwargs)
         compared = self.debug or self._calls < CHECKED
         form = self._forms.of(Call(args=args, kwargs=kwargs, modes=self._modes(), compared=compared, outputs=self._outputs))
         self.__dict__["_calls"] += 1

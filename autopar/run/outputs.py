@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -137,6 +137,13 @@ class _MadeDict:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A list or dict that the model holds, without tensors: what is returned is that, which the loop may change."""
+
+    value: Any
+
+
 _LOSS = object()
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -168,7 +175,8 @@ class Returned:
 
     def loss_in(self, result: Any) -> Tensor:
         """The loss in what `put_together` returned."""
-        for here, leaf in zip(self.leaves, pytree.tree_leaves(result), strict=True):
+        own = {id(x.value) for x in self.leaves if isinstance(x, _Own)}
+        for here, leaf in zip(self.leaves, pytree.tree_leaves(result, is_leaf=lambda x: id(x) in own), strict=True):
             if here is _LOSS:
                 return leaf
             if isinstance(here, _Made | _MadeDict) and here.fields.has_loss:
@@ -179,19 +187,27 @@ class Returned:
         def leaf(x: Any) -> Any:
             if isinstance(x, _Made | _MadeDict):
                 return x.made(x.fields._filled(loss, tensors))
+            if isinstance(x, _Own):
+                return x.value
             return loss if x is _LOSS else tensors[x.index] if isinstance(x, _Place) else x
 
         return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
 
 
-def taken_apart(output: Any, loss: Tensor, *, own_loss: bool = True) -> tuple[Returned, tuple[Tensor, ...]]:
-    """What a model returned, and the tensors in it beside the loss. CaptureError for what can hold tensors that are not seen."""
+def taken_apart(
+    output: Any, loss: Tensor, *, own_loss: bool = True, held: Container[int] = ()
+) -> tuple[Returned, tuple[Tensor, ...]]:
+    """What a model returned, and the tensors in it beside the loss. held: the lists and dicts that the model holds, by id. CaptureError for
+    what can hold tensors that are not seen."""
     tensors: list[Tensor] = []
-    return dataclasses.replace(_apart(output, loss, tensors), own_loss=own_loss), tuple(tensors)
+    return dataclasses.replace(_apart(output, loss, tensors, held), own_loss=own_loss), tuple(tensors)
 
 
-def _apart(output: Any, loss: Tensor, tensors: list[Tensor]) -> Returned:
-    leaves, spec = pytree.tree_flatten(output)
+def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int]) -> Returned:
+    def is_own(x: Any) -> bool:
+        return id(x) in held and all(isinstance(leaf, _CONSTANTS) for leaf in pytree.tree_leaves(x))
+
+    leaves, spec = pytree.tree_flatten(output, is_leaf=is_own)
     found: list[Any] = []
     for leaf in leaves:
         if leaf is loss:
@@ -201,8 +217,10 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor]) -> Returned:
             tensors.append(leaf)
         elif isinstance(leaf, _CONSTANTS):
             found.append(leaf)
+        elif is_own(leaf):
+            found.append(_Own(leaf))
         elif (fields := _fields(leaf)) is not None:
-            inside = _apart(fields, loss, tensors)
+            inside = _apart(fields, loss, tensors, held)
             found.append(_MadeDict(type(leaf), _attributes(leaf), inside) if isinstance(leaf, dict) else _Made(leaf, inside))
         else:
             _refuse(leaf)

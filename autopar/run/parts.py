@@ -34,6 +34,7 @@ from autopar.run.views import Source, no_parameter_of, sharing, write_whole, wri
 
 __all__ = [
     "AnyPart", "Part", "PartTensor", "as_part", "become_part", "become_whole", "cut_as", "is_part", "lies_of", "local", "part_like",
+    "whole_of",
 ]  # fmt: skip
 
 OF_A_PART = ("_lies", "_memory", DATA, GRAD)  # attributes
@@ -437,7 +438,8 @@ def _wide(x: AnyPart) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------- on the whole
-def _whole(x: AnyPart) -> Tensor:
+def whole_of(x: AnyPart) -> Tensor:
+    """Collective: all of it, in autograd's graph."""
     found: Tensor = Whole.apply(_here(x), x._lies)
     return found
 
@@ -449,7 +451,7 @@ def _fresh(x: AnyPart) -> Tensor:
 
 def _view(func: Callable[..., Any], x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of a part: of its whole, gathered for it."""
-    whole = _whole(x)
+    whole = whole_of(x)
     return sharing(func(whole, *args, **kwargs), [_source(x, whole)])
 
 
@@ -479,7 +481,7 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         return _view(func, args[0], args[1:], kwargs)
     if not is_part(written):
         known: dict[int, Tensor] = {}
-        whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), _whole(x)), (args, kwargs), is_leaf=_is_size)
+        whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=_is_size)
         versions = {key: w._version for key, w in known.items()}
         found = func(*whole[0], **whole[1])
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
@@ -498,7 +500,7 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     lies = written._lies
     with torch.no_grad():
-        whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else _whole(x), (args, kwargs), is_leaf=_is_size)
+        whole = pytree.tree_map_only(_Parted, lambda x: _fresh(x) if x is written else whole_of(x), (args, kwargs), is_leaf=_is_size)
         func(*whole[0], **whole[1])
         target = whole[1]["out"] if written is out else _target(whole[0])
         write_whole(local(written), lies, _of_shape(target, lies))

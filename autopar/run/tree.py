@@ -248,6 +248,7 @@ class Tree:
                         f"parameter {name} is another object than when the model was compiled. Write new values into it (copy_, "
                         f"load_state_dict, or `with model.full_parameters():`), or compile the changed model"
                     )
+            self._check_buffers()
             check_given(self.params.items())
             for name, param in self.params.items():
                 if param._backward_hooks and not is_part(param):  # whose hooks are told of none in any case
@@ -260,6 +261,16 @@ class Tree:
                     )
                 if name in self.held:
                     self.held[name].trains = trains
+
+    def _check_buffers(self) -> None:
+        """ValueError for a buffer through which a gradient would go: there is none through what a plan holds."""
+        for name, place in self.buffers.items() if torch.is_grad_enabled() else ():
+            buffer = place.registry.get(place.key)
+            if buffer is not None and buffer.requires_grad:
+                raise ValueError(
+                    f"the buffer {name} requires a gradient, which this module gives to parameters and inputs alone: give it to the model "
+                    f"as an input, or detached"
+                )
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that require a gradient now, by name."""

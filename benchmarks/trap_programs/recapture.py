@@ -365,3 +365,25 @@ def weights_cached_around_a_call(compile: Compile) -> Results:
         with parametrize.cached():
             losses.append(model(*given).item())
     return {"losses": losses}
+
+
+@program(KIND)
+def branch_of_what_requires_a_gradient(compile: Compile) -> Results:
+    """The forward asks an activation for requires_grad and grad_fn, in turns with and without gradients, in both modes."""
+
+    class Asks(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.hidden(x)
+            loss = F.cross_entropy(self.head(h), y)
+            if h.requires_grad:
+                loss = loss * 2
+            return loss if h.grad_fn is None else loss + 1
+
+    model = compile(seeded(Asks), example_inputs=batch())
+    losses = []
+    for index in range(4):
+        losses += train(model, inputs=[batch(index)])
+        model.train(index % 2 == 0)
+        with torch.no_grad():
+            losses.append(model(*batch(index)).item())
+    return {"losses": losses, "state": state(model)}
