@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from autopar.errors import Infeasible
 from autopar.planner import Pins, make_plan
+from autopar.planner.answer import of_all
 from cost_models.cluster import load_cluster
 from tests.planner_programs import program_of
 
@@ -27,3 +29,15 @@ def test_sizes_that_other_pins_exclude_are_no_remedy() -> None:
     assert "no mesh of 3 GPUs has pp=2" in found
     assert "pp=1" not in found
     assert "pp=3" in found or "pp not pinned" in found
+
+
+def test_of_several_searches_objective_bound_and_gap_are_of_the_fastest_plan() -> None:
+    """One search took a simpler plan than its fastest, another one found a plan that is faster than that by less."""
+    plan = make_plan(program_of("stack"), 1, load_cluster("dgx-a100"))
+    step_s = plan.step_time_s
+    tied = msgspec.structs.replace(plan, objective_s=0.98 * step_s, bound_s=0.97 * step_s, gap=1 - 0.97 / 0.98, tie="simpler")
+    other = msgspec.structs.replace(plan, bound_s=0.96 * step_s, gap=0.04)
+    found = of_all(tied, [tied, other], [])
+    assert (found.objective_s, found.bound_s) == (tied.objective_s, other.bound_s)
+    assert found.gap == pytest.approx(1 - 0.96 / 0.98)
+    found.check()
