@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
 from autopar.errors import Infeasible
 from autopar.planner import Pins, make_plan
 from autopar.planner.answer import of_all
-from cost_models.cluster import load_cluster
+from cost_models.cluster import Cluster, load_cluster, load_link
 from tests.planner_programs import program_of
 
 pytestmark = pytest.mark.pure
@@ -41,3 +43,18 @@ def test_of_several_searches_objective_bound_and_gap_are_of_the_fastest_plan() -
     assert (found.objective_s, found.bound_s) == (tied.objective_s, other.bound_s)
     assert found.gap == pytest.approx(1 - 0.96 / 0.98)
     found.check()
+
+
+def _slow_between_nodes() -> Cluster:
+    """Nodes of two GPUs on a link of 1 Gb/s: what stages send one another is most of a step."""
+    cluster = load_cluster("dgx-a100")
+    return dataclasses.replace(cluster, gpus_per_node=2, inter=load_link("ethernet-1"), links_per_node=1)
+
+
+def test_the_bound_knows_that_no_two_cuts_are_in_one_place() -> None:
+    """One cut of this program sends little; eleven of them cannot all be there, and the dearest is what each transfer waits for."""
+    cluster = _slow_between_nodes()
+    plan = make_plan(program_of("deep"), 12, cluster, pins=Pins(pp=12, micro_batches=1))
+    transfers_s = 2 * 11 * plan.account.transfer_s
+    assert transfers_s > 0.5 * plan.step_time_s, "what is to be bounded"
+    assert plan.bound_s >= 0.2 * transfers_s
