@@ -10,6 +10,9 @@ import pytest
 from autopar.errors import Infeasible
 from autopar.planner import Pins, make_plan
 from autopar.planner.answer import of_all
+from autopar.planner.rank import Rank
+from autopar.planner.search import Search
+from autopar.planner.space import Mesh
 from cost_models.cluster import Cluster, load_cluster, load_link
 from tests.planner_programs import program_of
 
@@ -51,10 +54,35 @@ def _slow_between_nodes() -> Cluster:
     return dataclasses.replace(cluster, gpus_per_node=2, inter=load_link("ethernet-1"), links_per_node=1)
 
 
+@pytest.mark.parametrize("sequence", [True, False])
+def test_no_form_of_the_tensor_axis_is_faster_than_the_answer_without_that_pin(sequence: bool) -> None:
+    """Where stages send one another much, activations in parts between them are what makes a step fast, and need no lack of memory."""
+    free = make_plan(program_of("deep"), 12, _slow_between_nodes(), pins=Pins(tp=2, pp=6))
+    pinned = make_plan(program_of("deep"), 12, _slow_between_nodes(), pins=Pins(tp=2, pp=6, sequence_parallel=sequence))
+    assert free.objective_s <= pinned.objective_s * (1 + 1e-4)
+
+
 def test_the_bound_knows_that_no_two_cuts_are_in_one_place() -> None:
     """One cut of this program sends little; eleven of them cannot all be there, and the dearest is what each transfer waits for."""
     cluster = _slow_between_nodes()
     plan = make_plan(program_of("deep"), 12, cluster, pins=Pins(pp=12, micro_batches=1))
+    assert plan.account is not None
     transfers_s = 2 * 11 * plan.account.transfer_s
     assert transfers_s > 0.5 * plan.step_time_s, "what is to be bounded"
     assert plan.bound_s >= 0.2 * transfers_s
+
+
+def test_what_was_drafted_is_priced_where_the_strategies_of_its_own_size_are_slower() -> None:
+    """As drafted, with strategies of another micro-batch; else the answer may be slower than what the search had promised."""
+    search = Search(
+        program=program_of("deep"), gpus=4, cluster=load_cluster("dgx-a100"), memory_limit_bytes=10**10, optimizer="adamw",
+        precision="fp32", pins=Pins(pp=1, dp=1, tp=4),
+    )  # fmt: skip
+    mesh = Mesh(tp=4)
+    store = search.known
+    first, other = (store.rank(mesh, count, 12) for count in (1, 3))
+    assert isinstance(first, Rank) and isinstance(other, Rank)
+    store.whole(mesh, 3, 12)  # solves the axis for this size
+    again = store.whole(mesh, 3, 12, drafted=True)
+    assert isinstance(again, Rank) and again.folded is not None
+    assert again.folded.inner == other.inner

@@ -124,7 +124,7 @@ class Estimator(RankPieces):
     def least_of_forms_s(self, limit_bytes: int) -> float:
         """What the other forms of the tensor axis are there for is to keep less: this is the bound above, were all in parts that this one,
         the fastest, keeps whole; with FINER, since what other forms keep may run again in other spans. limit_bytes: of a GPU."""
-        parts = math.prod(n for axis, n in self.rank.mesh.inner if AXES[axis].forms)
+        parts = self._form_parts
         params = {v: p if lies_in_parts(self.rank.program, v) else p.part(parts) for v, p in self.params.items()}
         other = dataclasses.replace(self, params=params, parts=parts, folded=None)
         return (1 - FINER) * other.least_of_stages(other.room_bytes(limit_bytes)).seconds
@@ -273,6 +273,18 @@ class Estimator(RankPieces):
         forms of the tensor axis are counted too, a part of it."""
         cuts = sorted(self._sent_bytes(k) for k in range(1, len(self.segments)))
         return cuts[self.flow.ranks - 2] // self.parts if len(cuts) >= self.flow.ranks - 1 else 0
+
+    def in_parts_saves_s(self, part: Partition, times: Times) -> float:
+        """By how much a step of these stages would be faster at most, were what they send one another in parts over the tensor axis."""
+        sent = max((self._sent_bytes(k) for k in part.cuts), default=0)
+        hop_s = self.pricer.collective_s("p2p", sent // self._form_parts, LAYERS) if sent else 0.0
+        whole_s, parts_s = (self.flow.step_time_s(times.forwards_s, times.backwards_s, x) for x in (times.transfer_s, hop_s))
+        return whole_s - parts_s
+
+    @property
+    def _form_parts(self) -> int:
+        """Ranks of the axes that have other forms."""
+        return math.prod(n for axis, n in self.rank.mesh.inner if AXES[axis].forms)
 
     @functools.cached_property
     def _prologue_s(self) -> float:
