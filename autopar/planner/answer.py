@@ -252,8 +252,9 @@ def of_all(best: Plan, found: Sequence[Plan], left: Sequence[float]) -> Plan:
         counts |= {name: counts[name] + len(left) for name in ("choices", "unexplored")}
         notes = [note for note in notes if not note.startswith(_STOPPED)]
         notes.append(_stopped_after(BY_USER, counts["unexplored"], counts["choices"]))
-    gap = (best.step_time_s - bound_s) / best.step_time_s if best.step_time_s else 0.0
-    return msgspec.structs.replace(best, bound_s=bound_s, gap=gap, searched=counts, notes=notes)
+    fastest_s = min(plan.objective_s for plan in found)
+    gap = (fastest_s - bound_s) / fastest_s if fastest_s else 0.0
+    return msgspec.structs.replace(best, objective_s=fastest_s, bound_s=bound_s, gap=gap, searched=counts, notes=notes)
 
 
 def _asdict(pins: Pins) -> dict[str, object]:

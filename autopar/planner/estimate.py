@@ -124,7 +124,7 @@ class Estimator(RankPieces):
     def least_of_forms_s(self, limit_bytes: int) -> float:
         """What the other forms of the tensor axis are there for is to keep less: this is the bound above, were all in parts that this one,
         the fastest, keeps whole; with FINER, since what other forms keep may run again in other spans. limit_bytes: of a GPU."""
-        parts = math.prod(n for axis, n in self.rank.mesh.inner if AXES[axis].forms)
+        parts = self._form_parts
         params = {v: p if lies_in_parts(self.rank.program, v) else p.part(parts) for v, p in self.params.items()}
         other = dataclasses.replace(self, params=params, parts=parts, folded=None)
         return (1 - FINER) * other.least_of_stages(other.room_bytes(limit_bytes)).seconds
@@ -207,7 +207,7 @@ class Estimator(RankPieces):
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
             forwards.append(sum(seconds[k][0] for k in range(i, j)))
             backwards.append(sum(seconds[k][1] + self.pieces[k].modes[part.modes[k]].again_s for k in range(i, j)))
-            sent = sum(rank.program.types[v].nbytes for v in rank.cuts.crossing.get(self.segments[i].span.start, ())) if s else 0
+            sent = self._sent_bytes(i) if s else 0
             if sent and self.flow.rank_of[s] != self.flow.rank_of[s - 1]:
                 hop = max(hop, to_s := self.pricer.collective_s("p2p", sent, LAYERS))
                 for each in (forwards, backwards):  # a host that computes copies too, on either side
@@ -250,22 +250,41 @@ class Estimator(RankPieces):
 
     @functools.cached_property
     def least_ends_s(self) -> float:
-        """What the stages' program leaves out, at its least: the update; the transfers between stages, at the cheapest cut; and, if there
-        is one stage, the reduction of all gradients beside a backward pass in which everything runs again."""
+        """What the stages' program leaves out, at its least: the update; the transfers between stages, at the dearest of the cheapest
+        cuts; and, if there is one stage, the reduction of all gradients beside a backward pass in which everything runs again."""
         update_s, ranks, n = self.least_update_s() + self._prologue_s, self.flow.ranks, len(self.segments)
         if ranks > 1:
             if SCHEDULES[self.flow.schedule].closed_form is None:
                 return update_s
-            types, crossing = self.rank.program.types, self.rank.cuts.crossing
-            starts = {x.span.start for x in self.segments.segments}
-            sent = min((sum(types[v].nbytes for v in values) for at, values in crossing.items() if at in starts), default=0)
-            hop_s = self.pricer.collective_s("p2p", sent, LAYERS)
+            hop_s = self.pricer.collective_s("p2p", self._least_sent_bytes(), LAYERS)
             return update_s + self.flow.step_time_s([0.0] * ranks, [0.0] * ranks, hop_s)
         seconds = self.seconds()
         forward_s, backward_s = sum(f for f, _ in seconds), sum(f + b for f, b in seconds)
         params = self.all_params
         ends_s = self.exchange.step_s(params, forward_s, backward_s) + self._ends_s(0, n)
         return update_s + self._casts_of_a_step_s(params) + ends_s
+
+    def _sent_bytes(self, k: int) -> int:
+        """What a stage that begins with piece k is sent of one micro-batch."""
+        return sum(self.rank.program.types[v].nbytes for v in self.rank.cuts.crossing.get(self.segments[k].span.start, ()))
+
+    def _least_sent_bytes(self) -> int:
+        """At the dearest of the cheapest cuts, of which no two are in one place: whatever the cuts, one of them sends as much; where other
+        forms of the tensor axis are counted too, a part of it."""
+        cuts = sorted(self._sent_bytes(k) for k in range(1, len(self.segments)))
+        return cuts[self.flow.ranks - 2] // self.parts if len(cuts) >= self.flow.ranks - 1 else 0
+
+    def in_parts_saves_s(self, part: Partition, times: Times) -> float:
+        """By how much a step of these stages would be faster at most, were what they send one another in parts over the tensor axis."""
+        sent = max((self._sent_bytes(k) for k in part.cuts), default=0)
+        hop_s = self.pricer.collective_s("p2p", sent // self._form_parts, LAYERS) if sent else 0.0
+        whole_s, parts_s = (self.flow.step_time_s(times.forwards_s, times.backwards_s, x) for x in (times.transfer_s, hop_s))
+        return whole_s - parts_s
+
+    @property
+    def _form_parts(self) -> int:
+        """Ranks of the axes that have other forms."""
+        return math.prod(n for axis, n in self.rank.mesh.inner if AXES[axis].forms)
 
     @functools.cached_property
     def _prologue_s(self) -> float:

@@ -193,6 +193,8 @@ class _Stages:
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
     _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
+    _at: dict[Place, Again | None] = field(default_factory=dict)
+    _modes: dict[Place, tuple[int, ...]] = field(default_factory=dict)
     _every: dict[bool, EveryStage] = field(default_factory=dict)  # in the leanest modes, and in the fastest
     _bytes: dict[tuple[bool, int], Seconds] = field(default_factory=dict)  # by that and micro-batches in flight
     _fits: dict[tuple[bool, int], NDArray[numpy.bool_]] = field(default_factory=dict)  # the same
@@ -247,6 +249,12 @@ class _Stages:
     def again(self, i: int, j: int, s: int) -> Again | None:
         """The least that stage s must run again if it is [i, j), beyond what its pieces must in any case: seconds, and for each run of
         equal pieces how many are in which of the allowed modes. None if it cannot fit."""
+        place = (i, j, s)
+        if place not in self._at:
+            self._at[place] = self._again_at(i, j, s)
+        return self._at[place]
+
+    def _again_at(self, i: int, j: int, s: int) -> Again | None:
         place = (i, j, s)
         over, refused = self.over.get(place, 0.0), self.refused.get(place, ())
         if not over and not refused:
@@ -360,11 +368,17 @@ class _Stages:
         found: list[int] = []
         bounds = (0, *cuts, len(self.pieces))
         for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            again = self.again(i, j, s)
-            assert again is not None, "a stage of a path fits"
-            for run, counts in zip(self.account(self.runs[self.of_span[i, j]], s).runs, again[1], strict=True):
-                found += [m for m, n in zip(run.modes, counts, strict=True) for _ in range(n)]
+            if (i, j, s) not in self._modes:
+                self._modes[i, j, s] = self._modes_at(i, j, s)
+            found += self._modes[i, j, s]
         return tuple(found)
+
+    def _modes_at(self, i: int, j: int, s: int) -> tuple[int, ...]:
+        """Of the pieces of stage s if it is [i, j)."""
+        again = self.again(i, j, s)
+        assert again is not None, "a stage of a path fits"
+        runs = zip(self.account(self.runs[self.of_span[i, j]], s).runs, again[1], strict=True)
+        return tuple(m for run, counts in runs for m, n in zip(run.modes, counts, strict=True) for _ in range(n))
 
     def could_fit(self) -> bool:
         """Whether there are cuts with which every stage can."""

@@ -114,11 +114,10 @@ class PieceMaker:
     def _copied(self, value: str) -> int:
         """Bytes beside a gradient while a bucket at the end of a step is sent: the copy, and the part that is made of it."""
         a = self.activity
-        made, rests = a.gradients[value]
-        sent = a.sent.get(value, made)
+        sent = a.sent_bytes(value)
         if value in a.at_once:
-            return made + sent
-        return sent + (rests * sent // made if value in a.scattered else 0)
+            return a.gradients[value][0] + sent
+        return sent + (a.part_bytes(value) if value in a.scattered else 0)
 
     def _sends(self, k: int) -> tuple[str, ...]:
         stop = self.segments.segments[k].span.stop

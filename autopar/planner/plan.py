@@ -34,6 +34,8 @@ FORMAT = "autopar-plan"
 VERSION = 5
 
 ABSURD = 1000.0  # times a whole, beyond which a part of it is no figure of ours
+ALIKE = 1e-6  # relative, to which figures of a file that follow from others must agree: sums of floats differ in their last digits
+MOST_MICRO_BATCHES = 10**5  # that a file may state: a schedule is laid out action by action
 Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
 _NAMED = {"pp", "dp", "tp"}  # the mesh axes that are pins of their own
 
@@ -356,6 +358,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"{name}: {len(self.stages)} stages and cuts {self.cuts} for {ranks} pipeline ranks{each}")
         if any(seconds > ABSURD * self.step_time_s for seconds in self.seconds_by_kind.values()):
             raise PlanError(f"{name}: a part of its step takes longer than the step of {self.step_time_s:g} s")
+        self._check_figures(name)
         if self.reduce_dtype not in (None, *PRECISIONS):
             raise PlanError(f"{name}: reduce_dtype {self.reduce_dtype!r} is not one of {', '.join(PRECISIONS)}")
         if self.schedule not in SCHEDULES or self.rest not in RESTS:
@@ -379,6 +382,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             for text in axis.ops.values():
                 _parsed(name, parse_strategy, text)
 
+    def _check_figures(self, name: str) -> None:
+        """What follows from other fields: the step from its terms, the gap from objective and bound, micro-batches from the batch."""
+        terms_s = self.compute_s + self.bubble_s + self.gradient_sync_s + self.optimizer_s
+        if not math.isclose(terms_s, self.step_time_s, rel_tol=ALIKE):
+            raise PlanError(f"{name}: the terms of a step come to {terms_s:g} s, and the step is {self.step_time_s:g} s")
+        if not self.bound_s <= self.objective_s <= self.step_time_s * (1 + ALIKE):
+            ordered = f"bound {self.bound_s:g} s, objective {self.objective_s:g} s, step {self.step_time_s:g} s"
+            raise PlanError(f"{name}: {ordered} are not in this order")
+        gap = (self.objective_s - self.bound_s) / self.objective_s if self.objective_s else 0.0
+        if not math.isclose(gap, self.gap, abs_tol=ALIKE):
+            raise PlanError(f"{name}: the gap is {self.gap:g}, and by objective and bound it is {gap:g}")
+        count, ranks = self.micro_batches, self.mesh[BATCH]
+        if count > MOST_MICRO_BATCHES or (count > 1 and (not self.global_batch or self.global_batch % (ranks * count))):
+            divided = f"{count} micro-batches on each of {ranks} data-parallel ranks"
+            raise PlanError(f"{name}: a global batch of {self.global_batch} does not divide into {divided}")
 
     def _check_account(self, name: str, account: Account) -> None:
         if any(block.repeated and not block.paths for block in account.blocks):

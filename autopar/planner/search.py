@@ -10,8 +10,8 @@ The choice that is foremost in the queue takes the next of these steps and is pu
 comes out exactly priced is the best. `Plan.bound_s` is the least of what was known of any choice then: explored, left behind, or out of
 budget. No plan of the space is faster than that, where the space is: every choice (space.py); on the data axis the assignment that
 splits the most work; on the tensor axis the assignments that its program finds (axis.py): the fastest one and, where that needs
-recompute or does not fit, Megatron's forms, one that splits all work, and the best ones at prices of memory that recompute sets
-(`Estimator.prices`), unless the fastest one with all that it keeps in parts would be slower than the plan (`Estimator.least_of_forms_s`);
+recompute, does not fit or sends much from stage to stage, Megatron's forms, one that splits all work, and the best ones at prices of
+memory that recompute sets (`Estimator.prices`), unless that one with all that it keeps and sends in parts would be slower than the plan;
 every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its Pareto set have it,
 or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
 that is the decomposition. Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and
@@ -239,7 +239,7 @@ class Search(Question):
         self.said.cut += 1
         worth_s = min(WORTH * _fastest_s(queue), _exact_s(queue))
         draft = self.known.timed("stages", lambda: self.draft(entry.choice, estimator, worth_s=worth_s))
-        if draft == NO_BETTER or draft is None or draft.part.recomputed:
+        if not isinstance(draft, Draft) or draft.part.recomputed or _sends_much(draft):
             self._leaner(entry, queue)
         if draft == NO_BETTER:
             bounds[entry.choice] = max(entry.least_s, worth_s)
@@ -256,8 +256,8 @@ class Search(Question):
             bounds.pop(entry.choice, None)
 
     def _leaner(self, entry: _Entry, queue: list[_Entry]) -> None:
-        """Where the fastest form of the tensor axis does not fit, or fits with recompute, the other forms may be faster: they are tried,
-        once for a choice."""
+        """Where the fastest form of the tensor axis does not fit, fits with recompute, or sends much between stages, the other forms may be
+        faster: they are tried, once for a choice."""
         estimator = entry.estimator
         assert estimator is not None
         if entry.choice in self._with_leaner:
@@ -275,7 +275,7 @@ class Search(Question):
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
         """Price the choice as it will run."""
-        found = self.exact(entry.choice, drafted=entry.estimator)
+        found = self._as_promised(entry)
         entry.draft = None
         if found is None or found.part.recomputed:
             self._leaner(entry, queue)
@@ -285,6 +285,16 @@ class Search(Question):
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
+
+    def _as_promised(self, entry: _Entry) -> Candidate | None:
+        """As it will run. What was drafted may have strategies of another size of micro-batch. Those of its own size are the best for an
+        axis, but may keep or send more: where they are much slower than what was promised, or do not fit, both are priced."""
+        assert entry.draft is not None, "what was promised"
+        found = self.exact(entry.choice, drafted=entry.estimator)
+        if not entry.choice.mesh.inner or (found is not None and found.step_time_s <= WORTH * entry.draft.times.step_s):
+            return found
+        other = self.exact(entry.choice, drafted=entry.estimator, as_drafted=True)
+        return min((c for c in (found, other) if c is not None), key=lambda c: c.step_time_s, default=None)
 
     def _without_form(self, choice: Choice) -> Choice:
         return dataclasses.replace(choice, form=self.space.form)
@@ -383,6 +393,12 @@ def _fastest_s(queue: list[_Entry]) -> float:
 def _exact_s(queue: list[_Entry]) -> float:
     """Of the plans that there are."""
     return min((e.least_s for e in queue if e.exact is not None), default=math.inf)
+
+
+def _sends_much(draft: Draft) -> bool:
+    """Whether other forms of the tensor axis, between whose stages activations are in parts, may be faster by more than drafts are off."""
+    e = draft.estimator
+    return e.rank.mesh.has_forms and e.in_parts_saves_s(draft.part, draft.times) > (WORTH - 1) * draft.times.step_s
 
 
 def _no_better(form: Estimator, first: Estimator) -> bool:

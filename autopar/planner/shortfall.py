@@ -260,8 +260,17 @@ def sizes_that_do(question: Question) -> list[str]:
         pinned, free = pins.of_axis(axis) or 0, question.under(pins.with_axis(axis, None))
         sizes = {mesh.sizes()[axis] for each in free for mesh in dataclasses.replace(question.space, pins=each).meshes()}
         nearest = sorted(sizes, key=lambda n: (abs(n - pinned), n))[:SIZES]
-        found += [f"{axis}={n}" for n in nearest if _fits(question, pins=pins.with_axis(axis, n))][:2]
+        found += [f"{axis}={n}" for n in nearest if _fits_with(question, axis, n)][:2]
     return found
+
+
+def _fits_with(question: Question, axis: str, n: int) -> bool:
+    """Whether a plan was found with another size of a pinned mesh axis; False where what else is pinned excludes it."""
+    try:
+        pins = question.asked.with_axis(axis, n)
+    except PlanError:
+        return False
+    return _fits(question, pins=pins)
 
 
 def _axes_left_out(pins: Pins) -> Iterator[tuple[str, Pins]]:

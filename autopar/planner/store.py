@@ -254,13 +254,15 @@ class Store:
             found.append(same)
         return same
 
-    def _inner_axes(self, mesh: Mesh, body: Program, form: Form, *, exactly: bool = False) -> tuple[Inner, tuple[Outcome, ...]] | str:
+    def _inner_axes(
+        self, mesh: Mesh, body: Program, form: Form, *, exactly: bool = False, drafted: bool = False
+    ) -> tuple[Inner, tuple[Outcome, ...]] | str:
         """The axes that divide operators, one after the other, or why one cannot."""
         program, found, outcomes = body, list[Assignment](), list[Outcome]()
         for axis, n in mesh.inner:
             own = form.on(axis)
             try:
-                assignment, outcome = self.on_axis(axis, mesh, program, own, exactly=exactly)
+                assignment, outcome = self.on_axis(axis, mesh, program, own, exactly=exactly, drafted=drafted)
             except Infeasible as e:
                 if own.sequence is None:
                     raise
@@ -283,9 +285,11 @@ class Store:
             outcomes=outcomes, micro_batches=split[1], made_for=split,
         )  # fmt: skip
 
-    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST) -> Rank | str:
-        """The rank of the program as it is: its axes solved for its own micro-batch, unfolded onto every layer. NotAlike if that
-        is not possible."""
+    def whole(
+        self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST, *, drafted: bool = False
+    ) -> Rank | str:
+        """The rank of the program as it is: its axes solved for its own micro-batch, unfolded onto every layer; or, drafted, as `rank` had
+        them, which may be those of another size. NotAlike if that is not possible."""
         split = self._split_of(mesh, count, batch)
         if isinstance(split, str):
             return split
@@ -294,7 +298,7 @@ class Store:
             return moments
         data = self.on_data_axis(split[0], samples=split in self._by_samples)
         own = (batch or 1) == (self.program.batch_size or 1)
-        solved = self._inner_axes(mesh, moments.body, form, exactly=own)
+        solved = self._inner_axes(mesh, moments.body, form, exactly=own and not drafted, drafted=drafted)
         if isinstance(solved, str):
             return solved
         inner, outcomes = solved[0], (*data[2], *solved[1])
@@ -324,19 +328,22 @@ class Store:
 
     # ------------------------------------------------------------------------------------- an axis that divides operators
     def on_axis(
-        self, axis: str, mesh: Mesh, body: Program, form: Form = FASTEST, *, exactly: bool = False
+        self, axis: str, mesh: Mesh, body: Program, form: Form = FASTEST, *, exactly: bool = False, drafted: bool = False
     ) -> tuple[Assignment, Outcome]:  # fmt: skip
         """Such an axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
-        differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins)."""
+        differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins). drafted: of another size, if there
+        is one, also where this one was solved since."""
         names = frozenset(op.name for op in body.ops)
         asked = (axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form)
         solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0, tuple(body.layouts))
-        if key in solved:
+        if key in solved and not drafted:
             return solved[key].assignment, solved[key].outcome
         if not exactly:
-            for known in solved.values():
-                if (here := restricted(known, body)) is not None:
+            for other, known in solved.items():
+                if other != key and (here := restricted(known, body)) is not None:
                     return here, known.outcome
+        if key in solved:
+            return solved[key].assignment, solved[key].outcome
         problem = self.problem(axis, mesh, body, form)
         solution = self._solve_inner(problem, form)
         solved[key] = Solved(body, solution.assignment, solution.outcome)
