@@ -133,6 +133,32 @@ MODELS = {
         config={"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128, "decoder_start_token_id": 0},
         layers=("num_layers", "num_decoder_layers"),
     ),
+    # every second layer attends to a window; of Llama 4's text model three of four
+    "gemma2-9b": Model(
+        kind="Gemma2ForCausalLM", batch=256, inputs=_tokens(4096), gpus=64,
+        config={
+            "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096,
+        },
+        layers=("num_hidden_layers",),
+    ),
+    "gpt-oss-120b": Model(
+        kind="GptOssForCausalLM", batch=256, inputs=_tokens(4096), gpus=64,
+        config={
+            "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
+        },
+        layers=("num_hidden_layers",),
+    ),
+    "llama4-scout": Model(
+        kind="Llama4ForCausalLM", batch=256, inputs=_tokens(4096), gpus=64,
+        config={
+            "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 48,
+            "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16, "num_experts_per_tok": 1,
+            "vocab_size": 202048,
+        },
+        layers=("num_hidden_layers",),
+    ),
     # arXiv 2302.05442, table 1; its parallel layers and normalised queries and keys are those of ViT-L here
     "vit-22b": Model(
         kind="ViTForImageClassification", batch=4096, inputs=_images("pixel_values", 224), gpus=512,
@@ -159,7 +185,7 @@ MODELS = {
         layers=("encoder_layers", "decoder_layers"),
     ),
 }  # fmt: skip
-DEFAULT = tuple(name for name in MODELS if name not in ("gpt2-xl", "mixtral-8x7b"))
+DEFAULT = tuple(name for name in MODELS if name not in ("gpt2-xl", "mixtral-8x7b", "gemma2-9b", "gpt-oss-120b", "llama4-scout"))
 
 
 def build(model: Model, layers: int | None = None) -> tuple[Any, Inputs]:

@@ -1,8 +1,8 @@
 """One order for what code runs in no order of its own: a loop over a set of names takes another one in every process.
 
-Code that does the same for each item of a set (rotary embeddings for each kind of layer) traces to the same operators in any order, but for
-what they read. Of operators of one line in one module, the one that the loss reads first comes first: so the program, its names and its
-hash are the same in every process, and on every rank.
+Code that makes something for each item of a set (a mask, rotary embeddings for each kind of layer) makes it of the inputs and of buffers
+alone, one item after the other. Operators of that kind that follow one another are put in the order in which the loss reads them: so the
+program, its names and its hash are the same in every process, and on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from autopar.capture.effects import changed_in_place
 from autopar.capture.normalise import may_run_earlier
-from autopar.capture.trace import Trace, Traced
+from autopar.capture.trace import Trace
 from autopar.ir import Op, Ref, map_refs, refs
 from autopar.run.region import REGION
 
@@ -25,25 +25,24 @@ Mutations = tuple[tuple[str, str], ...]  # (buffer, the value that it becomes)
 
 
 def in_one_order(trace: Trace, mutations: Mutations) -> tuple[Trace, Mutations]:
-    """The trace in which operators of one line, module and target stand in the order in which the loss reads them, each under the name of
-    the one in whose place it stands; and what buffers become. The trace itself where some would then stand before what they read."""
+    """The trace in which operators on inputs and buffers alone that follow one another stand in the order in which the loss reads
+    them, with the names that they would have had if the code ran so; and what buffers become."""
     ops = [t.op for t in trace.ops]
-    first = _first_read(ops, (trace.loss, *trace.returned, *(value for _, value in sorted(mutations))))
-    source = list(range(len(ops)))  # place -> the operator that stands there
-    for places in _alike(ops):
-        reached = [k for k in places if k in first]
-        for place, k in zip(reached, sorted(reached, key=first.__getitem__), strict=True):
-            source[place] = k
-    if source == sorted(source):
+    read = _order_of_reading(ops, (trace.loss, *trace.returned, *(value for _, value in sorted(mutations))))
+    order = list(range(len(ops)))
+    for run in _runs(trace, ops):
+        order[run.start : run.stop] = sorted(run, key=lambda k: (read.get(k, len(ops)), k))
+    if order == sorted(order):
         return trace, mutations
-    names = {old: new for place, k in enumerate(source) for old, new in zip(ops[k].outputs, ops[place].outputs, strict=True) if old and new}
-    moved = [_placed(trace.ops[k], trace.ops[place], names) for place, k in enumerate(source)]
-    if not _in_order(moved, trace):
-        return trace, mutations
+    names = _names(ops, order)
 
     def renamed(values: Mapping[str, T]) -> dict[str, T]:
         return {names.get(value, value): x for value, x in values.items()}
 
+    moved = []
+    for traced in (trace.ops[k] for k in order):
+        outputs = tuple(None if o is None else names[o] for o in traced.op.outputs)
+        moved.append(traced.with_op(map_refs(traced.op, lambda name: Ref(names.get(name, name)), outputs=outputs)))
     changed = dataclasses.replace(
         trace, ops=tuple(moved), loss=names.get(trace.loss, trace.loss), returned=tuple(names.get(v, v) for v in trace.returned),
         metas=renamed(trace.metas), storages=renamed(trace.storages),
@@ -51,7 +50,7 @@ def in_one_order(trace: Trace, mutations: Mutations) -> tuple[Trace, Mutations]:
     return changed, tuple((buffer, names.get(value, value)) for buffer, value in mutations)
 
 
-def _first_read(ops: Sequence[Op], ends: Sequence[str]) -> dict[int, int]:
+def _order_of_reading(ops: Sequence[Op], ends: Sequence[str]) -> dict[int, int]:
     """Operator -> its place in the order in which values are asked for: operands before what reads them, the first operand first."""
     made = {o: k for k, op in enumerate(ops) for o in op.outputs if o is not None}
     found: dict[int, int] = {}
@@ -70,27 +69,31 @@ def _first_read(ops: Sequence[Op], ends: Sequence[str]) -> dict[int, int]:
     return found
 
 
-def _alike(ops: Sequence[Op]) -> Iterator[list[int]]:
-    """The places of operators of one line, module and target, of which the order does not count for what they compute."""
-    changed = {buffer for op in ops for buffer in changed_in_place(op)}
-    found: dict[object, list[int]] = defaultdict(list)
+def _runs(trace: Trace, ops: Sequence[Op]) -> Iterator[range]:
+    """Operators that follow one another, are computed of inputs, buffers and constants alone, and neither draw nor write, nor read what
+    operators write to."""
+    written = {buffer for op in ops for buffer in changed_in_place(op)}
+    given = {*(x.value for x in trace.inputs), *(b.value for b in trace.buffers)} - written
+    start = 0
     for k, op in enumerate(ops):
-        if op.source and op.target != REGION and may_run_earlier(op) and changed.isdisjoint(refs(op)):
-            found[op.target, op.module, op.source, tuple(o is None for o in op.outputs)].append(k)
-    return (places for places in found.values() if len(places) > 1)
+        if op.target != REGION and may_run_earlier(op) and given.issuperset(refs(op)):
+            given.update(o for o in op.outputs if o is not None)
+            continue
+        if k - start > 1:
+            yield range(start, k)
+        start = k + 1
+    if len(ops) - start > 1:
+        yield range(start, len(ops))
 
 
-def _placed(traced: Traced, place: Traced, names: Mapping[str, str]) -> Traced:
-    """An operator in the place of another."""
-    op = map_refs(traced.op, lambda name: Ref(names.get(name, name)), outputs=place.op.outputs)
-    return Traced(op=op, calls=place.calls, autocast=traced.autocast)
-
-
-def _in_order(ops: Sequence[Traced], trace: Trace) -> bool:
-    """Whether each operator stands behind what it reads."""
-    there = set(trace.given)
-    for traced in ops:
-        if not there.issuperset(refs(traced.op)):
-            return False
-        there.update(o for o in traced.op.outputs if o is not None)
-    return True
+def _names(ops: Sequence[Op], order: Sequence[int]) -> dict[str, str]:
+    """Value -> its name where the operators stand in this order: those of one target have the same names as before, the first the first."""
+    every: dict[object, list[tuple[str | None, ...]]] = defaultdict(list)
+    for op in ops:
+        every[op.target, tuple(o is None for o in op.outputs)].append(op.outputs)
+    left = {kind: iter(names) for kind, names in every.items()}
+    found: dict[str, str] = {}
+    for op in (ops[k] for k in order):
+        outputs = next(left[op.target, tuple(o is None for o in op.outputs)])
+        found |= {old: new for old, new in zip(op.outputs, outputs, strict=True) if old is not None and new is not None}
+    return found
