@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing
-from autopar.capture.export import HOOK, End, Step, export, own_gradients
+from autopar.capture.around import as_called
+from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing, seeded
+from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, Opaque, describe
 from autopar.capture.hidden import Hidden
+from autopar.capture.left import Left
 from autopar.capture.reach import LruCache
 from autopar.capture.regions import Regions, asked
 from autopar.capture.state import Change, State
@@ -125,8 +127,34 @@ def observed(
         if e.__cause__ is None:
             raise
         kept = [c for c in found.changes if not (isinstance(c.after, torch.Tensor) and c.before in (ABSENT, None))]
+        if kept and _sets_up(model, loss, inputs, start, found, outputs=outputs):
+            return Calls(calls=(), settled=tuple(kept), written=(), counted=(), left=Left((), frozenset(), {}, ()))
         refuse_changing(type(model).__name__, kept, set())  # it cannot run without data: what the trace saw must do
         return None
+
+
+def _sets_up(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, *, outputs: bool) -> bool:
+    """Whether a model that cannot run without data, but as it is exported, changes something in its first call alone, and computes the same
+    in the next."""
+    try:
+        first = traced(model, loss, copied(inputs), start, outputs=outputs)
+        with seeded(0, inputs), torch.enable_grad(), as_exported():
+            args, kwargs = copied(inputs)
+            with as_called():
+                objective_of(model(*args, **kwargs), loss, outputs)
+        later = State.take(model, loss, start)
+        if [str(c) for c in start.changes(later)] != [str(c) for c in found.changes]:
+            return False
+        second = traced(model, loss, copied(inputs), later, outputs=outputs)
+    except (CaptureError, *FAILURES):
+        return False
+    finally:
+        start.restore()
+    return not second.changes and _operators(first) == _operators(second)
+
+
+def _operators(call: TracedCall) -> list[tuple[str, str, str, str]]:
+    return [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in call.exported.graph.nodes]
 
 
 def check_border(
