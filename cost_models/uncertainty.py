@@ -66,30 +66,34 @@ def memory_spread_bytes(terms: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class More:
-    """How the upper end of an interval of memory is bounded from below by a sum. saved: for how much more than itself a byte of saved
-    activations counts, which are less certain than what rests; others: the share of the others' spread that may be added to that, since
-    spreads add up as squares do."""
+    """How the upper end of an interval of memory is bounded from below by a sum. saved, temporary: for how much more than itself a byte of
+    saved activations counts, and one of temporaries, which are less certain than what rests; others: the share of the others' spread that
+    may be added to that, since spreads add up as squares do."""
 
     saved: float = 0.0
+    temporary: float = 0.0
     others: float = 1.0
 
 
-def more_for(saved: float, allocated: float, context: float, slack: float) -> More:
-    """The bound that is nearest where about so many bytes are saved, of so many that are allocated."""
-    own = MEMORY["saved_activations"] * saved
+def more_for(saved: float, allocated: float, context: float, slack: float, temporary: float = 0.0) -> More:
+    """The bound that is nearest where about so many bytes are saved, and so many temporary, of so many that are allocated."""
+    own, passing = MEMORY["saved_activations"] * saved, MEMORY["largest_temporary"] * temporary
     others = _others_bytes(allocated, context, slack)
-    if own <= 0.0:
+    every = math.hypot(own, passing, others)
+    if own + passing <= 0.0:
         return More()
-    both = math.hypot(own, others)
-    return More(saved=CENTRAL * MEMORY["saved_activations"] * own / both / (1 + slack), others=others / both)
+    counted = CENTRAL / every / (1 + slack)
+    return More(
+        saved=counted * MEMORY["saved_activations"] * own, temporary=counted * MEMORY["largest_temporary"] * passing, others=others / every
+    )
 
 
 def least_upper_bytes(allocated: float, context: float, slack: float, more: More | None = None) -> float:
     """The least that the upper end of an interval is, of memory of which so much is allocated. slack: share of it that the allocator holds
-    besides; context: the framework's bytes. more: in which bytes of saved activations count for more; by default all are alike, whatever
-    they are for."""
+    besides; context: the framework's bytes. more: in which some bytes count for more; by default all are alike, whatever they are
+    for."""
     x = more or More()
-    off = _others_bytes(allocated / (1 + x.saved), context, slack)
+    off = _others_bytes(allocated / (1 + max(x.saved, x.temporary)), context, slack)
     return allocated * (1 + slack) + context + CENTRAL * x.others * off
 
 
@@ -102,7 +106,7 @@ def room_bytes(limit: float, context: float, slack: float, more: More | None = N
     """What may be allocated at most, if the upper end of the interval is to be within a limit: the inverse of least_upper_bytes."""
     left, by_one, x = limit - context, 1 + slack, more or More()
     fixed, share = CENTRAL * x.others * MEMORY["framework_context"] * context, CENTRAL * x.others * MEMORY["allocator_slack"] * slack
-    share /= 1 + x.saved
+    share /= 1 + max(x.saved, x.temporary)
     square = by_one**2 - share**2
     inside = by_one**2 * left**2 - square * (left**2 - fixed**2)
     return (by_one * left - math.sqrt(max(0.0, inside))) / square

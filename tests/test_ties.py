@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -155,37 +156,38 @@ def test_room_is_the_inverse_of_what_is_needed_at_least(slack: float, context: f
         limit = least_upper_bytes(allocated, context, slack)
         assert limit >= allocated * (1 + slack) + context
         assert room_bytes(limit, context, slack) == pytest.approx(allocated, rel=1e-9, abs=1e-3)
-        for saved in (0.0, 1e6, 2e10, 3e11):
-            more = more_for(saved, saved + 1e9, context, slack)
+        for saved, temporary in itertools.product((0.0, 1e6, 2e10, 3e11), (0.0, 1e10)):
+            more = more_for(saved, saved + temporary + 1e9, context, slack, temporary)
             limit = least_upper_bytes(allocated, context, slack, more)
             assert room_bytes(limit, context, slack, more) == pytest.approx(allocated, rel=1e-9, abs=1e-3)
     assert room_bytes(1e9, context, slack) < room_bytes(2e9, context, slack)
 
 
-def test_a_sum_with_more_for_what_is_saved_is_a_bound_on_the_upper_end() -> None:
-    """Whatever is saved and whatever it was made for; and it is near where as much is saved as it was made for."""
+def test_a_sum_with_more_for_what_is_less_certain_is_a_bound_on_the_upper_end() -> None:
+    """Whatever is saved and temporary and whatever it was made for; and it is near where as much of both is there as it was made for."""
     rng = random.Random(0)
     for _ in range(2000):
         slack, context = rng.choice((0.0, 0.03, 0.2)), rng.choice((0.0, 7e8))
         names = ("parameters", "gradients", "optimizer_states", "saved_activations", "batch", "largest_temporary", "communication_buffers")
         terms = {name: rng.choice((0.0, 10 ** rng.uniform(3, 11))) for name in names}
-        allocated, saved = sum(terms.values()), terms["saved_activations"]
+        allocated, saved, passing = sum(terms.values()), terms["saved_activations"], terms["largest_temporary"]
         plan = MemoryPlan(
             **{f"{name}_bytes": int(n) for name, n in terms.items()}, framework_context_bytes=int(context),
             allocator_slack_bytes=int(allocated * slack),
         )  # fmt: skip
-        for guess in (0.0, saved, 10 ** rng.uniform(3, 11)):
-            more = more_for(guess, max(allocated, guess), context, slack)
-            said = least_upper_bytes(allocated + more.saved * saved, context, slack, more)
+        for guess, other in itertools.product((0.0, saved, 10 ** rng.uniform(3, 11)), (0.0, passing, 10 ** rng.uniform(3, 11))):
+            more = more_for(guess, max(allocated, guess + other), context, slack, other)
+            said = least_upper_bytes(allocated + more.saved * saved + more.temporary * passing, context, slack, more)
             assert said <= plan.upper_bytes + 20, (terms, more)
-            if guess == saved > 0.8 * allocated:
-                others = math.hypot(terms["largest_temporary"], terms["communication_buffers"])
-                assert said >= (plan.upper_bytes - 0.36 * 1.2816 * others) * 0.99
+            if guess == saved and other in (0.0, passing) and saved + other > 0.8 * allocated:
+                beside = math.hypot(terms["communication_buffers"], 0.0 if other else passing)
+                assert said >= (plan.upper_bytes - 0.36 * 1.2816 * beside) * (0.97 if other else 0.99)
 
 
 def test_what_pieces_say_is_a_bound_on_what_runs() -> None:
-    """The account of pieces, with more for what they save, is never above the upper end of the interval of the same stages as they run."""
-    compared = 0
+    """The account of pieces, with more for what they save and what is temporary, is never above the upper end of the interval of the same
+    stages as they run; and near it where little is communicated."""
+    compared, far = 0, list[float]()
     for name, gpus in (("deep", 2), ("stack", 2), ("tied", 4), ("attention", 4)):
         search = searched(name, gpus)
         for choice in itertools.islice(search.space.choices(), 0, None, 2):
@@ -196,9 +198,11 @@ def test_what_pieces_say_is_a_bound_on_what_runs() -> None:
             assert part is not None
             found = candidate_of(estimator, part)
             for place, more in estimator.unsaid_bytes(part, found.stages).items():
-                assert more >= -1e-6 * found.stages[place[-1]].memory.upper_bytes - 64, (name, choice, place)
+                memory = found.stages[place[-1]].memory
+                assert more >= -1e-6 * memory.upper_bytes - 64, (name, choice, place)
+                far += [more / memory.upper_bytes] if memory.communication_buffers_bytes < 0.01 * memory.total_bytes else []
             compared += 1
-    assert compared > 40
+    assert compared > 40 and len(far) >= 10 and statistics.median(far) < 0.005
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.7])

@@ -127,7 +127,7 @@ class Estimator(RankPieces):
         parts = self._form_parts
         params = {v: p if lies_in_parts(self.rank.program, v) else p.part(parts) for v, p in self.params.items()}
         other = dataclasses.replace(self, params=params, parts=parts, folded=None)
-        return (1 - FINER) * other.least_of_stages(other.room_bytes(limit_bytes)).seconds
+        return (1 - FINER) * other.least_of_stages(other.room_of_lean_bytes(limit_bytes)).seconds
 
     def _least_of_one(self, limit_bytes: float) -> Relaxed:
         """Of one stage without what ends a step: of its modes the best ones for what they keep alone."""

@@ -69,16 +69,16 @@ class KnownPasses:
     passes: dict[tuple[Hashable, ...], Pass] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PieceBytes:
-    """Of a piece of a stage and one micro-batch. kept: storages that it keeps between forward and backward. The most that is alive beside
-    what earlier pieces keep: forward, while its forward pass runs; backward, while its backward pass does, gradients of its parameters
-    included as they come; later, the same without these (they are there already)."""
+    """Of a piece of a stage and one micro-batch. kept: storages that it keeps between forward and backward. The moment at which most is
+    alive beside what earlier pieces keep: forward, while its forward pass runs; backward, while its backward pass does, gradients of its
+    parameters included as they come; later, the same without these (they are there already)."""
 
     kept: Mapping[str, int]
-    forward: int
-    backward: int
-    later: int
+    forward: Moment
+    backward: Moment
+    later: Moment
 
 
 class Liveness(Storages):
@@ -173,13 +173,13 @@ class Liveness(Storages):
         kept = self.kept(activity.span, activity.recomputed)
         shared = sum(n for name, n in kept.items() if name in before)
         there = Store({name: n for name, n in kept.items() if name in before})
-        forward = max((x.total for x in self._forward(activity, units, activity.span, there)), default=0)
-        backward = list(self._backward(activity, units, Store(kept), arriving, accumulated=False, final=False, ends=False))
+        forward = [Moment(saved=shared), *self._forward(activity, units, activity.span, there)]
+        backward = [Moment(saved=kept.total)]
+        backward += self._backward(activity, units, Store(kept), arriving, accumulated=False, final=False, ends=False)
+        later = [x._replace(gradients=0) for x in backward]
+        most = (max(moments, key=lambda x: x.total) for moments in (forward, backward, later))
         return PieceBytes(
-            kept={name: n for name, n in kept.items() if name not in before},
-            forward=max(0, forward - shared),
-            backward=max([kept.total, *(x.total for x in backward)]) - shared,
-            later=max([kept.total, *(x.total - x.gradients for x in backward)]) - shared,
+            {name: n for name, n in kept.items() if name not in before}, *(x._replace(saved=x.saved - shared) for x in most)
         )
 
     def held(self, a: Activity) -> Store:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -21,20 +22,32 @@ from autopar.ir import Span, refs
 from autopar.measure.launches import AGAIN
 from autopar.planner.liveness import Liveness
 from autopar.planner.price import Ledger
+from cost_models.uncertainty import More
 
-__all__ = ["RECOMPUTES", "Mode", "Recompute", "again_s", "run_again", "spans_at_prices"]
+__all__ = ["RECOMPUTES", "Mode", "Recompute", "Unsure", "again_s", "run_again", "spans_at_prices"]
 
 POINTS = 3  # of a block's Pareto set between nothing and all of it running again
 Table = NDArray[numpy.float64]
 SIMPLER_S = 1e-9  # of each operator and each span that runs again: of equal ones the fewer and shorter
 
 
+class Unsure(NamedTuple):
+    """Of the most that a pass needs: saved activations beyond what earlier pieces keep, and temporaries, in bytes."""
+
+    saved: float = 0.0
+    temporary: float = 0.0
+
+    def counted(self, nbytes: float, more: More) -> float:
+        """So many bytes, of which these count for more."""
+        return nbytes + more.saved * self.saved + more.temporary * self.temporary
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
     """One way to run a piece. again_s: seconds of what runs again in backward, for one micro-batch. kept_bytes: between forward and
     backward. The most beside what is kept of earlier pieces: forward_bytes, while its forward pass runs; backward_bytes, while its
-    backward pass does, gradients included; later_bytes, without gradients. spans: what runs again, as operators counted from the
-    piece's first."""
+    backward pass does, gradients included; later_bytes, without gradients; unsure: of these three. spans: what runs again, as operators
+    counted from the piece's first."""
 
     name: str
     again_s: float = 0.0
@@ -42,15 +55,15 @@ class Mode:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     later_bytes: float = 0.0
+    unsure: tuple[Unsure, Unsure, Unsure] = (Unsure(), Unsure(), Unsure())
     spans: tuple[Span, ...] = ()
 
-    def with_more(self, share: float) -> Mode:
-        """What is kept counts for so much more than itself, with what earlier pieces keep; what a pass needs for as much as is sure."""
-        kept = self.kept_bytes * (1 + share)
-        return replace(
-            self, kept_bytes=kept, forward_bytes=max(self.forward_bytes, kept), backward_bytes=max(self.backward_bytes, kept),
-            later_bytes=max(self.later_bytes, kept),
-        )  # fmt: skip
+    def with_more(self, more: More) -> Mode:
+        """What is kept, and what a pass needs, with more for what is less certain; a pass needs no less than is kept."""
+        kept = self.kept_bytes * (1 + more.saved)
+        passes = (self.forward_bytes, self.backward_bytes, self.later_bytes)
+        forward, backward, later = (max(kept, x.counted(n, more)) for x, n in zip(self.unsure, passes, strict=True))
+        return replace(self, kept_bytes=kept, forward_bytes=forward, backward_bytes=backward, later_bytes=later)
 
 
 def run_again(ledger: Ledger, liveness: Liveness, span: Span) -> Span:

@@ -14,8 +14,8 @@ from autopar.axes import AXES
 from autopar.ir import Program, Span
 from autopar.planner.activity import Activity
 from autopar.planner.arriving import Arriving
-from autopar.planner.liveness import Liveness, PieceBytes
-from autopar.planner.modes import RECOMPUTES, Mode, Recompute, again_s, issued_s, run_again
+from autopar.planner.liveness import Liveness, Moment, PieceBytes
+from autopar.planner.modes import RECOMPUTES, Mode, Recompute, Unsure, again_s, issued_s, run_again
 from autopar.planner.price import Ledger
 from autopar.planner.stage_account import Piece
 from autopar.planner.stages import Cuts, Pieces, Segment, recomputable
@@ -159,8 +159,9 @@ class PieceMaker:
             else:
                 b = self._of(segment, spans, own, before, units, arriving if not spans else first.copy())
                 mode = Mode(
-                    name=name, again_s=again_s, kept_bytes=float(sum(b.kept.values())), forward_bytes=float(b.forward),
-                    backward_bytes=float(b.backward), later_bytes=float(b.later), spans=offsets,
+                    name=name, again_s=again_s, kept_bytes=float(sum(b.kept.values())), forward_bytes=float(b.forward.total),
+                    backward_bytes=float(b.backward.total), later_bytes=float(b.later.total), spans=offsets,
+                    unsure=(_unsure(b.forward), _unsure(b.backward), _unsure(b.later)),
                 )  # fmt: skip
             if not modes or mode.kept_bytes < modes[0].kept_bytes:
                 modes.append(mode)
@@ -219,6 +220,10 @@ class PieceMaker:
             )  # fmt: skip
             self._bytes[key] = live.piece(activity, units, before, arriving)
         return self._bytes[key]
+
+
+def _unsure(moment: Moment) -> Unsure:
+    return Unsure(saved=float(moment.saved), temporary=float(moment.temporary))
 
 
 def lies_in_parts(program: Program, value: str) -> bool:

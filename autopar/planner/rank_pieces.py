@@ -64,31 +64,31 @@ class RankPieces:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces as the program over stages sees them: of what must fit, the upper end of an interval, their bytes are the bound from
         below that is nearest (`more`)."""
-        return self._counted(self.plain)
+        return _counted(self.plain, self.more)
 
     @functools.cached_property
     def lean(self) -> tuple[Piece, ...]:
         """The same, but that a pass needs nothing beside what is kept: below what they are, and found in a fraction of the time."""
-        return self._counted(self.kept)
-
-    def _counted(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        counted: dict[Piece, Piece] = {}
-        found: dict[int, Piece] = {}  # by identity: most are few objects, many times
-        for p in pieces:
-            if id(p) not in found:
-                if p not in counted:
-                    counted[p] = p.with_more(self.more.saved)
-                found[id(p)] = counted[p]
-        return tuple([found[id(p)] for p in pieces])
+        return _counted(self.kept, self.more_kept)
 
     @functools.cached_property
     def more(self) -> More:
-        """For how much what is saved counts: that of a rank that is full of it, if there is so much."""
+        """For how much what is less certain counts: that of a rank that is full of saved activations, if there are so many, beside the
+        temporaries of the piece that needs most of them, in the mode of it that needs fewest."""
+        passing = max(min(max(x.temporary for x in m.unsure) for m in p.modes) for p in dict.fromkeys(self.plain))
+        return self._more(passing)
+
+    @functools.cached_property
+    def more_kept(self) -> More:
+        """The same where nothing is known of temporaries."""
+        return self._more(0.0)
+
+    def _more(self, temporary: float) -> More:
         flow, gpu = self.flow, self.cluster.gpu
         rests = sum(p.rest_bytes for p in self.kept) / flow.ranks
         kept = sum(p.modes[0].kept_bytes for p in self.kept) / flow.ranks * max(flow.in_flight)
-        saved = min(kept, max(0.0, gpu.memory_bytes - gpu.context_bytes - rests))
-        return more_for(saved, rests + saved, gpu.context_bytes, self.recipe.allocator_slack)
+        saved = min(kept, max(0.0, gpu.memory_bytes - gpu.context_bytes - rests - temporary))
+        return more_for(saved, rests + saved + temporary, gpu.context_bytes, self.recipe.allocator_slack, temporary)
 
     @functools.cached_property
     def plain(self) -> tuple[Piece, ...]:
@@ -288,7 +288,14 @@ class RankPieces:
     def room_bytes(self, limit_bytes: int) -> float:
         """What of a GPU's memory is left for the pieces at most: without what a rank needs whatever lies on it, the allocator's slack, and
         what these two may be off by."""
-        room = room_bytes(limit_bytes, self.cluster.gpu.context_bytes, self.recipe.allocator_slack, self.more)
+        return self._room_bytes(limit_bytes, self.more)
+
+    def room_of_lean_bytes(self, limit_bytes: int) -> float:
+        """The same for the lean pieces."""
+        return self._room_bytes(limit_bytes, self.more_kept)
+
+    def _room_bytes(self, limit_bytes: int, more: More) -> float:
+        room = room_bytes(limit_bytes, self.cluster.gpu.context_bytes, self.recipe.allocator_slack, more)
         return room - of_rank(self.of_rank, self.how)
 
     def upper_bytes(self, pieces_bytes: float) -> float:
@@ -377,3 +384,14 @@ class RankPieces:
             if segment.block >= 0:
                 known[segment.block] = found[-1]
         return found
+
+
+def _counted(pieces: tuple[Piece, ...], more: More) -> tuple[Piece, ...]:
+    counted: dict[Piece, Piece] = {}
+    found: dict[int, Piece] = {}  # by identity: most are few objects, many times
+    for p in pieces:
+        if id(p) not in found:
+            if p not in counted:
+                counted[p] = p.with_more(more)
+            found[id(p)] = counted[p]
+    return tuple([found[id(p)] for p in pieces])

@@ -360,7 +360,7 @@ class Search(Question):
         """Count what the choice costs at least for all that must fit. Whether something must run again, or nothing fits."""
         estimator = entry.estimator
         assert estimator is not None
-        room = estimator.room_bytes(self.memory_limit_bytes)
+        room = estimator.room_of_lean_bytes(self.memory_limit_bytes)
         least = self.known.timed("stages", lambda: estimator.least_of_stages(room, worth_s))
         entry.least_s, entry.relaxed = max(entry.least_s, least.seconds), True
         return least.runs_again
@@ -426,6 +426,7 @@ def _costs(p: Piece, alone: bool) -> tuple[float, ...]:
     held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
     forward = [max(m.forward_bytes, m.later_bytes) if alone else m.forward_bytes for m in p.modes]
     modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.backward_bytes, m.later_bytes)]
+    modes += [x.temporary for m in p.modes for x in m.unsure]
     return (p.forward_s, p.backward_s, *held, *forward, *modes)
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from autopar.planner.modes import Mode
 from autopar.planner.solver import OutOfBudget
+from cost_models.uncertainty import More
 
 __all__ = [
     "NODES", "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "allowed", "stage_bytes",
@@ -58,10 +59,10 @@ class Piece:
         """The piece with this mode alone."""
         return replace(self, modes=(mode,))
 
-    def with_more(self, share: float) -> Piece:
-        """What is saved counts for so much more than itself."""
-        received, sent = self.received_bytes * (1 + share), self.sent_bytes * (1 + share)
-        return replace(self, received_bytes=received, sent_bytes=sent, modes=tuple(m.with_more(share) for m in self.modes))
+    def with_more(self, more: More) -> Piece:
+        """What is less certain counts for more than itself."""
+        received, sent = self.received_bytes * (1 + more.saved), self.sent_bytes * (1 + more.saved)
+        return replace(self, received_bytes=received, sent_bytes=sent, modes=tuple(m.with_more(more) for m in self.modes))
 
     @cached_property
     def _hash(self) -> int:
