@@ -85,6 +85,29 @@ class Layer(nn.Module):
         return x + scale * self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Shifted(nn.Module):
+    """Blocks that read what was made before them once and keep nothing of it, unless they run again."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(width, width), nn.ModuleList(ShiftedBlock(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.enter(x).cumsum(1)
+        for block in self.blocks:
+            x = block(x, shift)
+        return x.square().mean()
+
+
+class ShiftedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x + self.down(torch.sigmoid(self.up(F.gelu(x + shift))))
+
+
 class Normed(nn.Module):
     """Batch norm: statistics of the whole batch, and a buffer that changes."""
 
@@ -150,6 +173,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "pair": lambda: (Tied(vocabulary=64, width=64, layers=2), _tokens(2, 16, 64)),
     "masked": lambda: (Masked(), _tokens(8, 64, 64)),
     "deep": lambda: (Tied(vocabulary=256, width=128, layers=6), _tokens(12, 64, 256)),
+    "shifted": lambda: (Shifted(), {"x": torch.ones(8, 16, 64)}),
     "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
     "spectral": lambda: (Spectral(), {"x": torch.ones(8, 8)}),
     "balanced": lambda: (Balanced(), {"x": torch.ones(8, 8)}),

@@ -188,21 +188,23 @@ def test_what_pieces_say_is_a_bound_on_what_runs() -> None:
     """The account of pieces, with more for what they save and what is temporary, is never above the upper end of the interval of the same
     stages as they run; and near it where little is communicated."""
     compared, far = 0, list[float]()
-    for name, gpus in (("deep", 2), ("stack", 2), ("tied", 4), ("attention", 4)):
+    for name, gpus in (("deep", 2), ("stack", 2), ("tied", 4), ("attention", 4), ("shifted", 2)):
         search = searched(name, gpus)
         for choice in itertools.islice(search.space.choices(), 0, None, 2):
             estimator = search.estimator(search.known.whole(choice.mesh, choice.micro_batches, search.batch_size), choice)
             if isinstance(estimator, str) or estimator.flow.chunks > 1:
                 continue
-            part = estimator.partition(limit_bytes=math.inf)
-            assert part is not None
-            found = candidate_of(estimator, part)
-            for place, more in estimator.unsaid_bytes(part, found.stages).items():
-                memory = found.stages[place[-1]].memory
-                assert more >= -1e-6 * memory.upper_bytes - 64, (name, choice, place)
-                far += [more / memory.upper_bytes] if memory.communication_buffers_bytes < 0.01 * memory.total_bytes else []
-            compared += 1
-    assert compared > 40 and len(far) >= 10 and statistics.median(far) < 0.005
+            fastest = estimator.partition(limit_bytes=math.inf)
+            assert fastest is not None
+            for fewer in range(max(len(p.modes) for p in estimator.pieces)):
+                part = dataclasses.replace(fastest, modes=tuple(max(0, len(p.modes) - 1 - fewer) for p in estimator.pieces))
+                found = candidate_of(estimator, part)
+                for place, more in estimator.unsaid_bytes(part, found.stages).items():
+                    memory = found.stages[place[-1]].memory
+                    assert more >= -1e-6 * memory.upper_bytes - 64, (name, choice, place, part.modes)
+                    far += [more / memory.upper_bytes] if memory.communication_buffers_bytes < 0.01 * memory.total_bytes else []
+                compared += 1
+    assert compared > 40 and len(far) >= 10 and statistics.median(far) < 0.02
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.7])

@@ -103,13 +103,24 @@ class PieceMaker:
         for k, storages in enumerate(kept):
             for x in storages:
                 first.setdefault(x, k)
+        entered = self._entered()
         units = self.liveness.units(self.activity) if self.passes else None
         modes: list[tuple[Mode, ...]] = []
         arriving = Arriving.of((self.ledger.program.loss,), self.ledger.program)
         for k in reversed(range(len(every))):
-            before = {x for x in kept[k] if first[x] < k}
+            entering = (x for x in self.liveness.entering(every[k].span) if entered.get(x, k) < k)
+            before = {x for x in kept[k] if first[x] < k} | {*entering}
             modes.append(self._modes(every[k], owned[k], before, units, arriving))
-        return self._received(kept, first), [self._sent(k, first) for k in range(len(every))], modes[::-1]
+        return self._received(kept, entered | first), [self._sent(k, first) for k in range(len(every))], modes[::-1]
+
+    def _entered(self) -> dict[str, int]:
+        """Storage -> the first segment that it enters of those whose operators may run again: where they do they keep what enters them,
+        though without that they need not."""
+        found: dict[str, int] = {}
+        for k, x in enumerate(self.segments.segments):
+            for name in self.liveness.entering(x.span) if x.block >= 0 else ():
+                found.setdefault(name, k)
+        return found
 
     def _copied(self, value: str) -> int:
         """Bytes beside a gradient while a bucket at the end of a step is sent: the copy, and the part that is made of it."""
