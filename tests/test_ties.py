@@ -148,6 +148,17 @@ def test_a_tie_is_taken_in_the_plan_and_named(monkeypatch: pytest.MonkeyPatch) -
     assert plan.tie in " ".join(plan_text(plan).split())
 
 
+def test_a_simpler_plan_that_turns_out_faster_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft may be priced with strategies of another size, and be slower than what runs."""
+    search = searched("pair", 4)
+    first, *others = list(search.candidates())
+    other = dataclasses.replace(others[-1], step_time_s=0.9 * first.step_time_s)
+    monkeypatch.setattr("autopar.planner.search.simplest", lambda first, *_: Tie(fastest=first, chosen=other, spread_s=other.step_time_s))
+    plan = searched("pair", 4).best()
+    assert plan.mesh == other.mesh.sizes() and plan.objective_s == plan.step_time_s == other.step_time_s
+    assert not plan.tie and plan.bound_s <= plan.objective_s
+
+
 # ------------------------------------------------------------------------------------------------------- the upper end
 @pytest.mark.parametrize("slack", [0.0, 0.04, 0.2])
 @pytest.mark.parametrize("context", [0.0, 7e8])

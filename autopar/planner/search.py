@@ -13,12 +13,12 @@ splits the most work; on the tensor axis the assignments that its program finds 
 recompute, does not fit or sends much from stage to stage, Megatron's forms, one that splits all work, and the best ones at prices of
 memory that recompute sets (`Estimator.prices`), unless that one with all that it keeps and sends in parts would be slower than the plan;
 every cut between pieces and every mode of each (modes.py: all kept, parts of a block run again as a few points of its Pareto set have it,
-or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone:
-that is the decomposition. Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and
-transfers, which `bound_s` counts at their least, and by which cuts that could be as good are compared as far as a budget reaches
-(`_Stages.nearby`); and memory is that of single pieces, which liveness counts one by one: what several share is found out when the plan
-is priced exactly, and its stages are then cut anew with what they were short of. `python -m benchmarks joint` compares the answers of
-small problems with those of trying every plan, every assignment included.
+or the whole). An assignment is decided before stages and modes are, and sees them through these prices alone: that is the decomposition.
+Within it the stages are exact but for two things: their objective leaves out reduction, optimizer and transfers, which `bound_s` counts at
+their least, and by which cuts that could be as good are compared as far as a budget reaches (`_Stages.nearby`); and memory is that of
+single pieces, which liveness counts one by one: what several share is found out when the plan is priced exactly, and its stages are then
+cut anew with what they were short of. `python -m benchmarks joint` compares the answers of small problems with those of trying every plan,
+every assignment included.
 """
 
 from __future__ import annotations
@@ -337,7 +337,8 @@ class Search(Question):
         if self.measure == "live":
             return plan_of(self, self.measured(found)[0])
         tie = simplest(found[0], self._waiting(), self.cluster)
-        return plan_of(self, found[0] if tie is None else tie.chosen, tie)
+        best = found[0] if tie is None else tie.chosen
+        return plan_of(self, best, None if best.step_time_s <= found[0].step_time_s else tie)  # it may be faster than it was drafted
 
     def _waiting(self) -> Iterator[Waiting]:
         """What was priced by its pieces, and is behind the fastest candidate."""
