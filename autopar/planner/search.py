@@ -179,8 +179,7 @@ class Search(Question):
 
     def _so_far(self, queue: list[_Entry]) -> str:
         """For people who wait."""
-        best_s = _fastest_s(queue)
-        best = f", best so far {best_s * 1e3:,.4g} ms a step" if best_s < math.inf else ""
+        best = f", best so far {best_s * 1e3:,.4g} ms a step" if (best_s := _fastest_s(queue)) < math.inf else ""
         return f"{self.said.explored} of {self.said.choices} choices priced{best}"
 
     def _exchange(self, entry: _Entry, queue: list[_Entry]) -> None:
@@ -426,8 +425,7 @@ def _costs(p: Piece, alone: bool) -> tuple[float, ...]:
     pass needs counts as far as it is more."""
     held = (p.rest_bytes, p.passing_bytes, p.gradient_bytes, p.update_bytes, p.received_bytes, p.sent_bytes)
     forward = [max(m.forward_bytes, m.later_bytes) if alone else m.forward_bytes for m in p.modes]
-    modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.backward_bytes, m.later_bytes)]
-    modes += [x.temporary for m in p.modes for x in m.unsure]
+    modes = [x for m in p.modes for x in (m.again_s, m.kept_bytes, m.backward_bytes, m.later_bytes, *(u.temporary for u in m.unsure))]
     return (p.forward_s, p.backward_s, *held, *forward, *modes)
 
 
