@@ -31,6 +31,7 @@ from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
 from benchmarks.trap_programs import parts as _parts
+from benchmarks.trap_programs import questions as _questions
 from benchmarks.trap_programs import random as _random
 from benchmarks.trap_programs import reads as _reads
 from benchmarks.trap_programs import recapture as _recapture
@@ -50,5 +51,5 @@ __all__ = ["PROGRAMS"]
 
 del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
 del _given, _gradients, _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects
-del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures, _together, _tools, _training
-del _turns, _varied, _wrapped
+del _optimizers, _outputs, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures, _together
+del _tools, _training, _turns, _varied, _wrapped

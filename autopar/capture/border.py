@@ -140,7 +140,7 @@ def _sets_up(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: 
         first = traced(model, loss, copied(inputs), start, outputs=outputs)
         with seeded(0, inputs), torch.enable_grad(), as_exported():
             args, kwargs = copied(inputs)
-            with as_called():
+            with as_called((args, kwargs)):
                 objective_of(model(*args, **kwargs), loss, outputs)
         later = State.take(model, loss, start)
         if [str(c) for c in start.changes(later)] != [str(c) for c in found.changes]:

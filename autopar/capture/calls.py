@@ -143,7 +143,7 @@ def call_twice(
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
-                with watch, moving, as_called():
+                with watch, moving, as_called(given):
                     output = model(*given[0], **given[1])
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
@@ -195,7 +195,7 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:
     """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
     given = copied(inputs)
-    with torch.enable_grad(), seeded(1, inputs), as_called(checkpointed=True):
+    with torch.enable_grad(), seeded(1, inputs), as_called(given, checkpointed=True):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, None)
         gradients_of(result, [*(p for p in model.parameters() if p.requires_grad), *differentiated(given)])
@@ -240,7 +240,7 @@ def _computed(
         others = {name: b for name, b in held.items() if name not in paths}
         moving = [b for name, b in others.items() if not b.is_meta and not torch.equal(b, call.buffers[name])]
         watch = Followed([*pytree.tree_leaves(given), *(p for p in model.parameters() if p.requires_grad), *moving])
-        with torch.enable_grad(), seeded(0, inputs), watch, as_called():
+        with torch.enable_grad(), seeded(0, inputs), watch, as_called(given):
             model(*given[0], **given[1])
         made = {**dict(model.named_buffers(remove_duplicate=False)), **frozen, **State.take(model, loss, start).tensors}
         return [path for path in paths if watch.has(made.get(path))]
@@ -460,4 +460,3 @@ def _own_errors(model: nn.Module, number: int) -> Iterator[None]:
         if "backward through the graph a second time" in str(e):
             remedy = "detach what the forward keeps for the next call: self.ema = 0.9 * self.ema + x.detach()"
         raise CaptureError(f"{type(model).__name__} itself{which} fails: {first_line(e)}\n  what to do: {remedy}") from e
-

@@ -85,7 +85,7 @@ class Step(nn.Module):
                 registries = Registries(model)
                 tape.begin(model)
             try:
-                with hidden.watched(), self.border, as_called():
+                with hidden.watched(), self.border, as_called((args, kwargs)):
                     output = model(*args, **kwargs)
                     left = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left)

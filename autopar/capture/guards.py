@@ -24,6 +24,7 @@ from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
 from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
+from autopar.run.asked import NAMES
 from autopar.run.grad_mode import GradMode, as_called
 
 __all__ = ["Guards"]
@@ -32,14 +33,13 @@ _SETTINGS = {
     name: getattr(torch, name)
     for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "get_num_threads")
 }  # of the process, which a forward may ask for
-_LIES = frozenset({"is_contiguous", "stride", "storage_offset", "data_ptr"})  # how a tensor lies in memory
 _SAID = 3  # changes that a message names
 _UNWATCHED = TABLES | {"training"}
 
 
 class Guards:
-    """The picture of a model and its loss at the moment of capture. asks: whether their code may ask which inputs are one tensor, and how
-    they lie in memory."""
+    """The picture of a model and its loss at the moment of capture. asks: whether their code may ask which inputs are one tensor, and the
+    names of what it may ask of each (`run.asked`)."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State) -> None:
         self._model, self._loss, self._state = model, loss, state
@@ -52,7 +52,7 @@ class Guards:
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
         names = self._read_names = state.reached.names | state.reached.asked
-        self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), not _LIES.isdisjoint(names)
+        self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), NAMES & names
         self._index(state)
 
     @staticmethod
