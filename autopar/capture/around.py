@@ -17,16 +17,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.reach import is_foreign
+from autopar.capture.said import Said, heard
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
-from autopar.run.asked import NAMES
+from autopar.ir import Program, refs
+from autopar.run.asked import NAMES, said_of
 from autopar.run.autocast import Autocast, ambient, under, without
 from autopar.run.checkpointed import without_checkpointing
 from autopar.run.grad_mode import GradMode
 from autopar.run.grad_mode import as_called as called_in
 from autopar.run.objects import key_name
+from autopar.run.region import REGION
 
-__all__ = ["OF_GRADIENTS", "Around", "as_called", "asking", "capturing"]
+__all__ = ["OF_GRADIENTS", "Around", "as_called", "asking", "capturing", "check_told", "said_otherwise"]
 
 
 @dataclass(slots=True)
@@ -135,17 +138,33 @@ def capturing() -> Iterator[Around]:
 
 
 @contextlib.contextmanager
-def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[None]:
+def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[list[Said]]:
     """Inside, the user's model runs, in the autocast state of the call that is captured, is told whether that call wants gradients (it
     always has them), and keeps what its operators keep. inputs: (args, kwargs) that it is given here, copies of those of that call.
-    checkpointed: but for what it wraps in torch.utils.checkpoint."""
+    checkpointed: but for what it wraps in torch.utils.checkpoint. What it prints and logs is kept in the list that this gives."""
     around = _AROUND.get()
     keeping = contextlib.nullcontext() if checkpointed else without_checkpointing()
     told: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if around is not None and ((without := around.asks and not around.mode.grad) or around.given):
         told = _Told(_by_copy(around.given, inputs), gradients=not without)
-    with under(around.autocast if around else ()), keeping, _told(around), told:
-        yield
+    with under(around.autocast if around else ()), keeping, _told(around), told, heard() as said:
+        yield said
+
+
+def said_otherwise(given: object, asks: frozenset[str]) -> dict[tuple[Any, ...], Tensor]:
+    """By path, the tensors among (args, kwargs) that say of themselves what copies do not say. asks: what the model's code may ask."""
+    leaves = ((tuple(map(key_name, path[1:])), leaf) for path, leaf in pytree.tree_leaves_with_path(given)) if asks else ()
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and said_of(leaf, asks)}
+
+
+def check_told(program: Program, told: Mapping[tuple[Any, ...], Tensor]) -> None:
+    """CaptureError if what runs as it is written is given an input of which code is told what a copy does not say. told: by path."""
+    values = {i.value for i in program.inputs if i.path in told}
+    if any(op.target == REGION and not values.isdisjoint(refs(op)) for op in program.ops):
+        raise CaptureError(
+            f"the forward of {program.name} asks an input how it was made or lies in memory, and a part of it runs as it is written, on a "
+            f"copy\n  what to do: give the model a plain tensor (x.detach().clone()), or what it asks as an argument of its own"
+        )
 
 
 def _by_copy(given: Mapping[tuple[Any, ...], Tensor], inputs: object) -> dict[int, Tensor]:

@@ -28,6 +28,7 @@ from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
+from autopar.capture.said import Said
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
@@ -59,7 +60,8 @@ class Call:
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
     and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three.
-    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was."""
+    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was. said:
+    what each prints and logs."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -67,6 +69,7 @@ class Calls:
     counted: tuple[str, ...]
     left: Left
     set_back: frozenset[str] = frozenset()
+    said: tuple[Sequence[Said], ...] = ((), ())
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -129,7 +132,7 @@ def call_twice(
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
     frozen = frozen or {}
-    calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
+    calls, states, writes, into, said = [], [start], [_writes(model)], list[frozenset[str]](), list[Sequence[Said]]()
     first_values = _copies(_held(model, frozen, answers.names))
     set_back = frozenset[str]()
     moved_before = {name: p for name, p in model.named_parameters() if name in answers.written_names}
@@ -143,7 +146,8 @@ def call_twice(
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
-                with watch, moving, as_called(given):
+                with watch, moving, as_called(given) as heard:
+                    said.append(heard)
                     output = model(*given[0], **given[1])
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
@@ -181,7 +185,10 @@ def call_twice(
     once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
-    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back)
+    return Calls(
+        calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back,
+        said=tuple(said),
+    )  # fmt: skip
 
 
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:

@@ -157,7 +157,8 @@ class AtTheBorder(TorchFunctionMode):
 
     Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
     constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
-    there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds.
+    there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds. shows: a line that makes
+    text of a tensor's values; "" if there is none.
     """
 
     def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
@@ -165,13 +166,15 @@ class AtTheBorder(TorchFunctionMode):
         decides."""
         super().__init__()
         self._names, self._ask, self._tape = names, ask, tape
-        self.differentiates = ""
+        self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.__repr__:
+            self.shows = running_line()
         if func is torch.autograd.grad:
             self.differentiates = running_line()
         if func == _READS_GRAD and isinstance(args[0], nn.Parameter) and not in_library(asking(1).f_code.co_filename):

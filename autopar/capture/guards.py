@@ -22,6 +22,7 @@ from autopar.capture.by_value import by_value
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
+from autopar.capture.said import Sayings
 from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
 from autopar.run.asked import NAMES
@@ -48,6 +49,7 @@ class Guards:
         self._answers_of_state = NONE
         self._given: Mapping[str, str] = {}
         self._left: Left | None = None
+        self._sayings = Sayings()
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
@@ -85,12 +87,18 @@ class Guards:
         """The model's code asks whether gradients are wanted, and was told so."""
         self._mode = mode
 
+    def said(self, sayings: Sayings) -> None:
+        """What calls print and log."""
+        self._sayings = sayings
+
     def given(self, names: Mapping[str, str]) -> None:
         """The places of tensors that the forward leaves, and the outputs of the program that they are."""
         self._given = names
 
     def leave(self, outputs: Mapping[str, torch.Tensor]) -> None:
-        """After a call: what the forward leaves in attributes and containers is there. outputs: of the program, by name."""
+        """After a call: what the forward leaves in attributes and containers is there, and what it prints and logs is said. outputs: of
+        the program, by name."""
+        self._sayings.again()
         if self._left is not None:
             self._left.put({path: outputs[name] for path, name in self._given.items() if name in outputs})
 

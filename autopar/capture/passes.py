@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.around import OF_GRADIENTS, capturing
+from autopar.capture.around import OF_GRADIENTS, capturing, check_told, said_otherwise
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
@@ -51,12 +51,12 @@ from autopar.capture.own_gradients import OwnGradients, other_backward, own_grad
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
+from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
-from autopar.run.asked import said_of
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
 from autopar.run.outputs import Returned
@@ -177,7 +177,7 @@ def _captured(
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         if any(map(guards.reads, OF_GRADIENTS)):
             around.ask_activations()
-        around.given = told = _said_otherwise(asked_of, asks)
+        around.given = told = said_otherwise(asked_of, asks)
         with held_back():
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
@@ -196,7 +196,7 @@ def _captured(
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
             program = _program(as_reshapes(trace), mutations, trains=trains)
         _check_written(program, found.answers, dtype)
-        _check_told(program, {i.value for i in program.inputs if i.path in told})
+        check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())
@@ -233,6 +233,7 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
+        guards.said(sayings_of(program, found.shows, () if calls is None else calls.said))
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
     guards.given(dict(zip(places, ours, strict=True)))
@@ -261,21 +262,6 @@ def _check_written(program: Program, answers: Answers, dtype: torch.dtype | None
         raise CaptureError(
             f"the forward of {program.name} writes to {', '.join(sorted(answers.written_names))}, which {why}\n  what to do: change "
             f"parameters after optimizer.step()"
-        )
-
-
-def _said_otherwise(given: Inputs, asks: frozenset[str]) -> dict[tuple[str | int, ...], torch.Tensor]:
-    """By path, the tensors of a call that say of themselves what copies do not say. asks: what the model's code may ask."""
-    leaves = ((leaf_path(path), leaf) for path, leaf in pytree.tree_leaves_with_path(given)) if asks else ()
-    return {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and said_of(leaf, asks)}
-
-
-def _check_told(program: Program, told: set[str]) -> None:
-    """CaptureError if what runs as it is written is given an input of which code is told what a copy does not say."""
-    if any(op.target == REGION and not told.isdisjoint(refs(op)) for op in program.ops):
-        raise CaptureError(
-            f"the forward of {program.name} asks an input how it was made or lies in memory, and a part of it runs as it is written, on a "
-            f"copy\n  what to do: give the model a plain tensor (x.detach().clone()), or what it asks as an argument of its own"
         )
 
 

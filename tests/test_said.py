@@ -1,0 +1,78 @@
+"""What a forward prints and logs is said by the calls of the program, and not while the model is captured."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.capture.said import Logged, Sayings, Written, heard
+from autopar.errors import CaptureError
+
+pytestmark = pytest.mark.pure
+
+_LOG = logging.getLogger("test.said")
+
+
+class Talks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(3, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.seen:
+            print("hello")
+            self.seen = True
+        print("samples:", len(x))
+        _LOG.warning("%d samples", len(x))
+        return self.layer(x).sum()
+
+
+class Shows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(f"mean: {x.mean(0)}")
+        return self.layer(x).sum()
+
+
+def test_calls_say_what_the_first_and_later_ones_say(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    guards = capture(Talks(), (torch.randn(4, 3),)).guards
+    assert guards is not None
+    assert capsys.readouterr().out == "" and not caplog.messages
+    for said in ("hello\nsamples: 4\n", "samples: 4\n", "samples: 4\n"):
+        caplog.clear()
+        guards.leave({})
+        assert capsys.readouterr().out == said
+        assert caplog.messages == ["4 samples"]
+
+
+def test_values_that_are_printed_are_refused() -> None:
+    with pytest.raises(CaptureError, match="prints or logs a tensor"):
+        capture(Shows(), (torch.randn(4, 3),))
+
+
+def test_other_threads_are_not_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    with heard() as said:
+        print("a", end="")
+        print("b")
+        _LOG.warning("c")
+        thread = threading.Thread(target=print, args=("d",))
+        thread.start()
+        thread.join()
+    assert capsys.readouterr().out == "d\n"
+    assert said[0] == Written("ab\n")
+    assert isinstance(said[1], Logged) and (said[1].logger, said[1].message) == ("test.said", "c")
+
+
+def test_sayings_begin_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    sayings = Sayings([Written("1")], [Written("2")])
+    for _ in range(3):
+        sayings.again()
+    assert capsys.readouterr().out == "122"
