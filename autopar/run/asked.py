@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from autopar.run.grad_mode import as_called
 from autopar.run.parts import is_part
 
-__all__ = ["NAMES", "QUESTIONS", "kinds_of", "said_of"]
+__all__ = ["NAMES", "QUESTIONS", "kinds_of", "said_of", "transformed"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -72,6 +73,13 @@ def said_of(tensor: Tensor, names: Collection[str]) -> tuple[str, ...]:
         names = {"grad"} & set(names)
     with _plain():
         return tuple(dict.fromkeys(said for name in sorted(names) if (said := QUESTIONS[name](tensor))))
+
+
+def transformed(tensor: Tensor) -> str:
+    """Which transform of functions a tensor stands in, that a program does not go through; "" if there is none."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "torch.func (vmap, jvp, jacfwd)"
+    return "forward-mode differentiation" if forward_ad.unpack_dual(tensor).tangent is not None else ""
 
 
 def kinds_of(tensor: Tensor) -> tuple[str, ...]:
