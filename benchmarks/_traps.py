@@ -17,6 +17,7 @@ from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import given as _given
 from benchmarks.trap_programs import gradients as _gradients
 from benchmarks.trap_programs import habits as _habits
+from benchmarks.trap_programs import heard as _heard
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import hooked as _hooked
 from benchmarks.trap_programs import idioms as _idioms
@@ -50,6 +51,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 __all__ = ["PROGRAMS"]
 
 del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
-del _given, _gradients, _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects
-del _optimizers, _outputs, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures, _together
-del _tools, _training, _turns, _varied, _wrapped
+del _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named
+del _objects, _optimizers, _outputs, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures
+del _together, _tools, _training, _turns, _varied, _wrapped
