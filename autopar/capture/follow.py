@@ -173,7 +173,7 @@ class AtTheBorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.__repr__:
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             self.shows = running_line()
         if func is torch.autograd.grad:
             self.differentiates = running_line()

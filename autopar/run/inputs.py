@@ -115,7 +115,7 @@ class Batch:
         """This rank's part of each input, on the device."""
         parts: dict[str, Tensor] = {}
         for spec in self._manifest.inputs:
-            value = bound[spec.name]
+            value = bound[spec.name].resolve_conj().resolve_neg()
             for name in cut_order():
                 axis = self._mesh.axis(name)
                 if not (name == BATCH and self.local):
@@ -373,5 +373,5 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
