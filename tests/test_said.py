@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +77,26 @@ def test_sayings_begin_with_the_first(capsys: pytest.CaptureFixture[str]) -> Non
     for _ in range(3):
         sayings.again()
     assert capsys.readouterr().out == "122"
+
+
+class Files(nn.Module):
+    """Its calls are written to a file."""
+
+    def __init__(self, path: Path, by_path: bool) -> None:
+        super().__init__()
+        self.layer, self.path, self.by_path = nn.Linear(3, 2), path, by_path
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_path:
+            self.path.write_text("called")
+        else:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write("called")
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_files_that_a_forward_writes_are_refused(tmp_path: Path, by_path: bool) -> None:
+    with pytest.raises(CaptureError, match="writes to a file"):
+        capture(Files(tmp_path / "log", by_path), (torch.randn(4, 3),))
+    assert not (tmp_path / "log").exists()

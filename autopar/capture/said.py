@@ -3,7 +3,9 @@ parallel module, which does not run it, says what the original says in a call.""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import logging
 import sys
 import threading
@@ -12,11 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.capture.reach import is_foreign
+from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 from autopar.ir import Program
 from autopar.run.region import REGION
 
 __all__ = ["Logged", "Said", "Sayings", "Written", "heard", "sayings_of"]
+
+_WRITES = frozenset("awx+")  # in the mode of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,29 @@ def sayings_of(program: Program, shows: str, said: Sequence[Sequence[Said]]) -> 
 
 
 @contextlib.contextmanager
+def _no_files_written() -> Iterator[None]:
+    """Inside, CaptureError where code of the model, in this thread, opens a file to write to it: no call of a program would."""
+    thread, real = threading.get_ident(), builtins.open
+
+    def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        asker = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if _WRITES & set(mode) and threading.get_ident() == thread and (asker == "pathlib" or not is_foreign(asker)):
+            raise CaptureError(
+                f"the forward writes to a file, {file}, which a graph does not\n  at {running_line()}\n  what to do: return what is to be "
+                f"written (with outputs='all'), or keep it in an attribute, and write it in the loop"
+            )
+        return real(file, mode, *args, **options)
+
+    builtins.open = io.open = opened
+    try:
+        yield
+    finally:
+        builtins.open = io.open = real
+
+
+@contextlib.contextmanager
 def heard() -> Iterator[list[Said]]:
-    """Inside, what this thread prints and logs is kept in the list, in order, and not said."""
+    """Inside, what this thread prints and logs is kept in the list, in order, and not said; CaptureError where it writes to a file."""
     said: list[Said] = []
     thread, handle = threading.get_ident(), logging.Logger.handle
 
@@ -116,7 +143,7 @@ def heard() -> Iterator[list[Said]]:
 
     logging.Logger.handle = kept  # type: ignore[assignment, method-assign]
     try:
-        with contextlib.redirect_stdout(_Heard(sys.stdout, said)):
+        with contextlib.redirect_stdout(_Heard(sys.stdout, said)), _no_files_written():
             yield said
     finally:
         logging.Logger.handle = handle  # type: ignore[method-assign]

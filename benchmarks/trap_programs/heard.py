@@ -7,6 +7,8 @@ import contextlib
 import inspect
 import io
 import logging
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -80,6 +82,26 @@ def sizes_that_are_logged(compile: Compile) -> Results:
     losses = train(model, steps=2)
     _LOG.setLevel(logging.WARNING)
     return {"losses": losses + train(model, steps=1), "messages": kept.messages}
+
+
+class _Noting(Net):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("called; ")
+        return super().forward(x, y)
+
+
+@program("elsewhere")
+def file_that_is_written(compile: Compile) -> Results:
+    """Each call adds a line to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "calls"
+        model = compile(seeded(_Noting, path), example_inputs=batch())
+        return {"losses": train(model), "calls": path.read_text(encoding="utf-8")}
 
 
 @program("modules")
