@@ -398,7 +398,7 @@ def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = 
             for buffer, value in buffers:  # all of them: batch norm writes without raising their versions
                 buffer.detach().copy_(value)
             for tensor, version, value in others:
-                if tensor._version != version:
+                if tensor._version != version or (tensor.layout == torch.strided and not tensor.is_meta and not tensor.equal(value)):
                     tensor.detach().copy_(value)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autopar.capture.answers import NONE, Answers, Whole
-from autopar.capture.by_value import by_value
+from autopar.capture.by_value import by_value, mark_of
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
@@ -154,7 +154,7 @@ class Guards:
             and all(map(dict.__contains__, self._registries, self._names))
             and all(map(operator.is_, map(operator.getitem, self._lists, self._positions), self._elements))
             and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
-            and [(t._version, t.requires_grad) for t in self._tensors] == self._versions
+            and list(map(mark_of, self._tensors)) == self._versions
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
             and all(map(operator.eq, self._sets, self._members))
             and list(map(by_value, self._arrays)) == self._held_by_them
