@@ -31,6 +31,7 @@ from benchmarks.trap_programs import named as _named
 from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
+from benchmarks.trap_programs import padded as _padded
 from benchmarks.trap_programs import parts as _parts
 from benchmarks.trap_programs import questions as _questions
 from benchmarks.trap_programs import random as _random
@@ -52,5 +53,5 @@ __all__ = ["PROGRAMS"]
 
 del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
 del _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named
-del _objects, _optimizers, _outputs, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures
-del _together, _tools, _training, _turns, _varied, _wrapped
+del _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state
+del _structures, _together, _tools, _training, _turns, _varied, _wrapped

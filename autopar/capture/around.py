@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.padded import left_out_as_evaluated
 from autopar.capture.reach import is_foreign
 from autopar.capture.said import Said, heard
 from autopar.capture.source import running_line
@@ -185,9 +186,14 @@ def _told(around: Around | None) -> Iterator[None]:
     def is_inference_mode_enabled() -> bool:
         return around.answer(around.mode.inference, _INFERENCE, sys._getframe(1).f_globals.get("__name__", ""))
 
+    def wanted() -> bool:
+        around.asked = True
+        return around.mode.grad
+
     before = torch.is_grad_enabled, torch.is_inference_mode_enabled
     torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
     try:
-        yield
+        with left_out_as_evaluated(wanted):
+            yield
     finally:
         torch.is_grad_enabled, torch.is_inference_mode_enabled = before
