@@ -2,6 +2,7 @@
 
 from benchmarks._traps_kit import PROGRAMS
 from benchmarks.trap_programs import across as _across
+from benchmarks.trap_programs import aliased as _aliased
 from benchmarks.trap_programs import asked as _asked
 from benchmarks.trap_programs import batch_objects as _batch_objects
 from benchmarks.trap_programs import becomes as _becomes
@@ -51,7 +52,7 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
-del _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named
-del _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state
+del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
+del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum
+del _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state
 del _structures, _together, _tools, _training, _turns, _varied, _wrapped
