@@ -1,6 +1,6 @@
-"""nn.TransformerEncoder in evaluation without gradients: torch leaves padding out of what it computes, so that padded positions of its
-result are zero, where they are not in training. It asks for values of the mask, and whether gradients are wanted; here both follow from
-operators."""
+"""nn.TransformerEncoder in evaluation without gradients, or frozen: torch leaves padding out of what it computes, so that padded positions
+of its result are zero, where they are not in training. It asks for values of the mask, and whether gradients are wanted; here both follow
+from operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def left_out_as_evaluated(wanted: Callable[[], bool]) -> Iterator[None]:
         encoder: Any, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool | None = None
     ) -> Tensor:
         found: Tensor = forward(encoder, src, mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
-        if src_key_padding_mask is None or not _may_leave_out(encoder, src, mask) or wanted():
+        if src_key_padding_mask is None or not _may_leave_out(encoder, src, mask) or (_has_gradients(encoder, src) and wanted()):
             return found
         padded = src_key_padding_mask if src_key_padding_mask.dtype == torch.bool else src_key_padding_mask != 0
         at_the_end = ~(padded[:, :-1] & ~padded[:, 1:]).any() if getattr(encoder, "mask_check", True) else padded.new_ones(())
@@ -34,6 +34,11 @@ def left_out_as_evaluated(wanted: Callable[[], bool]) -> Iterator[None]:
 
     with mock.patch.object(nn.TransformerEncoder, "forward", evaluated):
         yield
+
+
+def _has_gradients(encoder: Any, src: Tensor) -> bool:
+    """Whether it would have gradients in a call that wants them."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (src, *encoder.layers[0].parameters()))
 
 
 def _may_leave_out(encoder: Any, src: Tensor, mask: Tensor | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import Compile, Results, program, seeded, sgd, train
+from benchmarks._traps_kit import Compile, Results, program, seeded, sgd, train, trained
 
 
 class _Encoder(nn.Module):
@@ -60,3 +60,34 @@ def predictions_where_padding_is(compile: Compile) -> Results:
     model.eval()
     with torch.no_grad():
         return {"logits": model(_words(5)), "others": model(_words(6, at_the_end=False))}
+
+
+class _OnTop(nn.Module):
+    """A head that is trained on an encoder that is not, which is in evaluation mode always. within: under no_grad in the forward."""
+
+    def __init__(self, *, within: bool) -> None:
+        super().__init__()
+        self.encoder, self.top, self.within = _Encoder(True), nn.Linear(4, 4), within
+        self.encoder.requires_grad_(within)
+
+    def train(self, mode: bool = True) -> _OnTop:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, words: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.within):
+            found = self.encoder(words).mean(1)
+        return self.top(found).square().mean()
+
+
+@program("evaluation")
+def padding_of_a_frozen_encoder(compile: Compile) -> Results:
+    model = compile(seeded(_OnTop, within=False).train(), example_inputs=(_words(0),))
+    return trained(model, inputs=[(_words(index),) for index in range(3)])
+
+
+@program("evaluation")
+def padding_of_an_encoder_without_gradients(compile: Compile) -> Results:
+    model = compile(seeded(_OnTop, within=True).train(), example_inputs=(_words(0),))
+    return trained(model, inputs=[(_words(index),) for index in range(3)])
