@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -70,6 +72,47 @@ def test_other_threads_are_not_heard(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "d\n"
     assert said[0] == Written("ab\n")
     assert isinstance(said[1], Logged) and (said[1].logger, said[1].message) == ("test.said", "c")
+
+
+class Notes(nn.Module):
+    """Writes to a file that is open."""
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__()
+        self.layer, self.file = nn.Linear(3, 2), file
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.file.write("called")
+        return self.layer(x).sum()
+
+
+def test_a_file_that_is_open_is_watched(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="utf-8") as file, pytest.raises(CaptureError, match="from file at 12 to file at 18"):
+        capture(Notes(file), (torch.randn(4, 3),))
+
+
+class Errs(nn.Module):
+    """Writes to standard error, and asks how often its weight was written to."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.layer, self.asks = nn.Linear(3, 2), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("to", file=sys.stderr)
+        return self.layer(x).sum() * (2 if self.asks and self.layer.weight._version > 1 else 1)
+
+
+def test_standard_error_is_heard_too(capsys: pytest.CaptureFixture[str]) -> None:
+    guards = capture(Errs(False), (torch.randn(4, 3),)).guards
+    assert guards is not None and capsys.readouterr().err == ""
+    guards.leave({})
+    assert capsys.readouterr().err == "to\n"
+
+
+def test_versions_of_weights_are_refused() -> None:
+    with pytest.raises(CaptureError, match="how often one of its own parameters or buffers was written to"):
+        capture(Errs(True), (torch.randn(4, 3),))
 
 
 def test_sayings_begin_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from autopar.capture.held import Value, is_plain
 __all__ = ["Mark", "by_value", "changes_in_place", "mark_of"]
 
 _LARGEST = 1 << 20  # bytes of an array or a tensor that are compared
+_FILES = (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase)
 _FEW = 4096  # entries of a larger one
 Mark = tuple[int, bool, bytes | None]  # of a tensor: how often it was written to, whether it requires a gradient, what it holds
 
@@ -61,6 +62,8 @@ def by_value(value: Any) -> Value | None:
         return Value(f"event that is {'' if value.is_set() else 'not '}set", value.is_set())
     if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
         return Value(f"stream at {value.tell()}", (value.tell(), value.getvalue()))
+    if isinstance(value, _FILES) and not value.closed and value.writable() and value.seekable():
+        return Value(f"file at {value.tell()}", value.tell())
     if isinstance(value, bytearray | array.array | ctypes.Array) and len(value) <= _LARGEST:
         return Value(f"{type(value).__name__} of {len(value)}", bytes(value))
     if type(value).__module__.startswith(("ctypes", "multiprocessing.")) and hasattr(type(value), "value"):

@@ -139,6 +139,7 @@ def _trained(module: nn.Module) -> frozenset[str]:
 Ask = Callable[[torch.Tensor, bool, str], torch.Tensor]
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_READS_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -181,6 +182,11 @@ class AtTheBorder(TorchFunctionMode):
             raise CaptureError(
                 f"the forward reads the gradient of a parameter, {_type(args[0])}, which a graph holds as it was when it was traced\n"
                 f"  at {running_line()}\n  what to do: keep what it needs of gradients in a buffer, which is written after backward()"
+            )
+        if func == _READS_VERSION and (isinstance(args[0], nn.Parameter) or self._tape.knows(args[0])):
+            raise CaptureError(
+                f"the forward asks how often one of its own parameters or buffers was written to (._version), which a graph holds as it "
+                f"was when it was traced\n  at {running_line()}\n  what to do: count steps in a buffer"
             )
         if func == _READS_GRAD_FN and ".register_" in running_line():
             raise CaptureError(

@@ -1,5 +1,5 @@
-"""What code of a model writes to standard output and to logs. Capture runs it several times, and says nothing of that; a call of the
-parallel module, which does not run it, says what the original says in a call."""
+"""What code of a model writes to standard output, to standard error and to logs. Capture runs it several times, and says nothing of that; a
+call of the parallel module, which does not run it, says what the original says in a call."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _WRITES = frozenset("awx+")  # in the mode of a file
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Text on standard output."""
+    """Text on standard output, or on standard error."""
 
     text: str
+    stream: str = "stdout"
 
     def again(self) -> None:
         """Write it."""
-        sys.stdout.write(self.text)
+        getattr(sys, self.stream).write(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,19 @@ class Sayings:
 
 
 class _Heard:
-    """In the place of standard output: keeps what the thread that has put it there writes."""
+    """In the place of a standard stream: keeps what the thread that has put it there writes, but for warnings."""
 
-    def __init__(self, stream: Any, said: list[Said]) -> None:
-        self._stream, self._said, self._thread = stream, said, threading.get_ident()
+    def __init__(self, name: str, said: list[Said]) -> None:
+        self._stream, self._name, self._said, self._thread = getattr(sys, name), name, said, threading.get_ident()
 
     def write(self, text: str) -> int:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or sys._getframe(1).f_globals.get("__name__") == "warnings":
             return int(self._stream.write(text))
-        before = self._said.pop().text if self._said and isinstance(self._said[-1], Written) else ""  # type: ignore[union-attr]
-        self._said.append(Written(before + text))
+        last = self._said[-1] if self._said else None
+        if isinstance(last, Written) and last.stream == self._name:
+            self._said[-1] = Written(last.text + text, self._name)
+        else:
+            self._said.append(Written(text, self._name))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +147,8 @@ def heard() -> Iterator[list[Said]]:
 
     logging.Logger.handle = kept  # type: ignore[assignment, method-assign]
     try:
-        with contextlib.redirect_stdout(_Heard(sys.stdout, said)), _no_files_written():
+        out, errors = _Heard("stdout", said), _Heard("stderr", said)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), _no_files_written():
             yield said
     finally:
         logging.Logger.handle = handle  # type: ignore[method-assign]
