@@ -6,6 +6,7 @@ Where a parallel module is made without the original (from an emitted file and t
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -175,6 +176,8 @@ class Tree:
     def _tell_of_moved(self) -> None:
         """Warns of memory that parameters had, and that something else holds still."""
         moved, self._moved = self._moved, {}
+        if not all(storage.expired() for storage in moved.values()):
+            gc.collect()  # what capture and planning have left may be held by nothing but itself
         if held := [name for name, storage in moved.items() if not storage.expired()]:
             more = f" and {len(held) - 3} more" if len(held) > 3 else ""
             warnings.warn(
