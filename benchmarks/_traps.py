@@ -2,6 +2,7 @@
 
 from benchmarks._traps_kit import PROGRAMS
 from benchmarks.trap_programs import across as _across
+from benchmarks.trap_programs import aliased as _aliased
 from benchmarks.trap_programs import asked as _asked
 from benchmarks.trap_programs import batch_objects as _batch_objects
 from benchmarks.trap_programs import becomes as _becomes
@@ -17,6 +18,7 @@ from benchmarks.trap_programs import evaluation as _evaluation
 from benchmarks.trap_programs import given as _given
 from benchmarks.trap_programs import gradients as _gradients
 from benchmarks.trap_programs import habits as _habits
+from benchmarks.trap_programs import heard as _heard
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import hooked as _hooked
 from benchmarks.trap_programs import idioms as _idioms
@@ -30,7 +32,9 @@ from benchmarks.trap_programs import named as _named
 from benchmarks.trap_programs import objects as _objects
 from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
+from benchmarks.trap_programs import padded as _padded
 from benchmarks.trap_programs import parts as _parts
+from benchmarks.trap_programs import questions as _questions
 from benchmarks.trap_programs import random as _random
 from benchmarks.trap_programs import reads as _reads
 from benchmarks.trap_programs import recapture as _recapture
@@ -48,7 +52,7 @@ from benchmarks.trap_programs import wrapped as _wrapped
 
 __all__ = ["PROGRAMS"]
 
-del _across, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere, _evaluation
-del _given, _gradients, _habits, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum, _named, _objects
-del _optimizers, _outputs, _parts, _random, _reads, _recapture, _rules, _settings, _sizes, _state, _structures, _together, _tools, _training
-del _turns, _varied, _wrapped
+del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
+del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum
+del _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _reads, _recapture, _rules, _settings, _sizes, _state
+del _structures, _together, _tools, _training, _turns, _varied, _wrapped

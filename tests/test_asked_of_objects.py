@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.capture.calls import copied
 from autopar.capture.guards import Guards
+from autopar.errors import CaptureError
 from autopar.ir import refs
 
 pytestmark = pytest.mark.pure
@@ -69,9 +70,9 @@ class AsksHowItLies(nn.Module):
 
 
 def test_code_that_asks_about_inputs_is_known() -> None:
-    assert Guards.take(ComparesInputs()).asks == (True, False)
-    assert Guards.take(ComparesNothing()).asks == (False, False)
-    assert Guards.take(AsksHowItLies()).asks == (False, True)
+    assert Guards.take(ComparesInputs()).asks == (True, frozenset())
+    assert Guards.take(ComparesNothing()).asks == (False, frozenset())
+    assert Guards.take(AsksHowItLies()).asks == (False, {"is_contiguous"})
 
 
 def test_copies_of_inputs_are_one_tensor_where_these_are_and_lie_as_they_do() -> None:
@@ -106,3 +107,66 @@ def test_inputs_that_are_one_tensor_in_the_example_alone_stay_two() -> None:
     (read,) = (op for op in program.ops if op.target == "aten.embedding.default")
     (clamped,) = (op for op in program.ops if "clamp" in op.target)
     assert refs(read)[1] == program.inputs[0].value and refs(clamped) == (program.inputs[1].value,)
+
+
+class Asks(nn.Module):
+    """Computes another thing where its input answers a question with yes."""
+
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.scale, self.question = nn.Parameter(torch.ones(3)), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * self.scale).sum()
+        return 2 * h if self.question(x) else h
+
+
+def _computed(x: Tensor) -> Tensor:
+    return x.requires_grad_() * 1
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    x.requires_grad_().sum().backward()
+    return x
+
+
+class OfTheUser(Tensor):
+    """A class of tensors."""
+
+
+QUESTIONS: dict[str, tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]] = {
+    "is_leaf": (lambda x: not x.is_leaf, _computed),
+    "grad_fn": (lambda x: x.grad_fn is not None, _computed),
+    "output_nr": (lambda x: x.output_nr > 0, lambda x: torch.cat((x, x)).requires_grad_().chunk(2)[1]),
+    "version": (lambda x: x._version > 0, lambda x: x.mul_(2)),
+    "stride": (lambda x: x.stride(0) == 0, lambda x: x[:1].expand(4, 3)),
+    "is_contiguous": (lambda x: not x.is_contiguous(), lambda x: x[:1].expand(4, 3)),
+    "storage_offset": (lambda x: x.storage_offset() > 0, lambda x: torch.cat((x, x))[4:]),
+    "untyped_storage": (lambda x: x.untyped_storage().nbytes() > 48, lambda x: torch.cat((x, x))[:4]),
+    "is_view": (lambda x: x._is_view(), lambda x: x[:]),
+    "is_shared": (lambda x: x.is_shared(), lambda x: x.share_memory_()),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_code_that_asks_an_input_is_told_what_the_input_says(name: str) -> None:
+    question, made = QUESTIONS[name]
+    for x in (torch.randn(4, 3), made(torch.randn(4, 3))):
+        program = capture(Asks(question), (x,)).program  # which compares it with the model
+        assert len(program.ops) == (3 if question(x) else 2)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor], str]] = {
+    "gradient": (lambda x: x.grad is not None, _with_gradient, "tensor that it has beside its values"),
+    "base": (lambda x: x._base is not None, lambda x: x[:], "tensor that it has beside its values"),
+    "parameter": (lambda x: isinstance(x, nn.Parameter), nn.Parameter, "is a Parameter, for which its code may ask"),
+    "class": (lambda x: isinstance(x, OfTheUser), lambda x: x.as_subclass(OfTheUser), "is a OfTheUser, for which its code may ask"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_copy_of_an_input_cannot_be_is_refused_where_code_asks_for_it(name: str) -> None:
+    question, made, says = REFUSED[name]
+    capture(Asks(question), (torch.randn(4, 3),))
+    with pytest.raises((CaptureError, TypeError), match=says):
+        capture(Asks(question), (made(torch.randn(4, 3)),))

@@ -176,6 +176,10 @@ class Tape:
                 if isinstance(t, nn.Parameter) and t.requires_grad:
                     self._trained[_memory(t)] = number
 
+    def knows(self, x: Tensor) -> bool:
+        """Whether a traced tensor is of the state, or made of it alone."""
+        return self._number(x) is not None
+
     def moves(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether a function that is about to be called writes to a trained parameter what the state alone decides, before the parameter is
         used: it is not to be called, since the parameter holds that already."""

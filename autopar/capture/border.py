@@ -36,7 +36,8 @@ Loss = Callable[[Any], torch.Tensor] | None
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
-    that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state."""
+    that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
+    prints or logs a tensor; "" if there is none."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -45,6 +46,7 @@ class TracedCall:
     returns: str = ""
     returned: Returned | None = None
     answers: Answers = NONE
+    shows: str = ""
 
     @property
     def hooks(self) -> list[str]:
@@ -77,7 +79,7 @@ def traced(
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
-        returned=ends[-1].returned, answers=ends[-1].answers,
+        returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows,
     )  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def _sets_up(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: 
         first = traced(model, loss, copied(inputs), start, outputs=outputs)
         with seeded(0, inputs), torch.enable_grad(), as_exported():
             args, kwargs = copied(inputs)
-            with as_called():
+            with as_called((args, kwargs)):
                 objective_of(model(*args, **kwargs), loss, outputs)
         later = State.take(model, loss, start)
         if [str(c) for c in start.changes(later)] != [str(c) for c in found.changes]:

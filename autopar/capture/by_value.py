@@ -1,4 +1,5 @@
-"""Objects of Python and numpy that are told apart by what they hold: generators, arrays, queues, events, streams, shared numbers."""
+"""Objects of Python and numpy that are told apart by what they hold: generators, arrays, queues, events, streams, shared numbers; and what
+tensors hold, to which may be written without their knowing it."""
 
 from __future__ import annotations
 
@@ -15,9 +16,28 @@ import torch
 
 from autopar.capture.held import Value, is_plain
 
-__all__ = ["by_value", "changes_in_place"]
+__all__ = ["Mark", "by_value", "changes_in_place", "mark_of"]
 
-_LARGEST = 1 << 20  # bytes of an array that is compared
+_LARGEST = 1 << 20  # bytes of an array or a tensor that are compared
+_FILES = (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase)
+_FEW = 4096  # entries of a larger one
+Mark = tuple[int, bool, bytes | None]  # of a tensor: how often it was written to, whether it requires a gradient, what it holds
+
+
+def mark_of(tensor: torch.Tensor) -> Mark:
+    """What is another one where a tensor that is no inference tensor has been written to, through `.data` or an array of numpy that has its
+    memory too. Of what is larger than 1 MiB some thousand entries are looked at, of what is not in the CPU's memory none."""
+    return tensor._version, tensor.requires_grad, _held_by(tensor)
+
+
+def _held_by(tensor: torch.Tensor) -> bytes | None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return None
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        every = max(1, tensor.numel() // _FEW) if tensor.numel() * tensor.element_size() > _LARGEST else 1
+        part = tensor.detach().resolve_conj().resolve_neg()
+        part = part.reshape(-1) if every == 1 else part.flatten()[::every]
+        return part.contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b""
 
 
 def changes_in_place(value: object) -> bool:
@@ -42,6 +62,8 @@ def by_value(value: Any) -> Value | None:
         return Value(f"event that is {'' if value.is_set() else 'not '}set", value.is_set())
     if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
         return Value(f"stream at {value.tell()}", (value.tell(), value.getvalue()))
+    if isinstance(value, _FILES) and not value.closed and value.writable() and value.seekable():
+        return Value(f"file at {value.tell()}", value.tell())
     if isinstance(value, bytearray | array.array | ctypes.Array) and len(value) <= _LARGEST:
         return Value(f"{type(value).__name__} of {len(value)}", bytes(value))
     if type(value).__module__.startswith(("ctypes", "multiprocessing.")) and hasattr(type(value), "value"):

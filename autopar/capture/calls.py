@@ -28,6 +28,7 @@ from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
+from autopar.capture.said import Said
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
@@ -59,7 +60,8 @@ class Call:
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
     and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three.
-    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was."""
+    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was. said:
+    what each prints and logs."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -67,6 +69,7 @@ class Calls:
     counted: tuple[str, ...]
     left: Left
     set_back: frozenset[str] = frozenset()
+    said: tuple[Sequence[Said], ...] = ((), ())
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -129,7 +132,7 @@ def call_twice(
     Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
     """
     frozen = frozen or {}
-    calls, states, writes, into = [], [start], [_writes(model)], list[frozenset[str]]()
+    calls, states, writes, into, said = [], [start], [_writes(model)], list[frozenset[str]](), list[Sequence[Said]]()
     first_values = _copies(_held(model, frozen, answers.names))
     set_back = frozenset[str]()
     moved_before = {name: p for name, p in model.named_parameters() if name in answers.written_names}
@@ -143,7 +146,8 @@ def call_twice(
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
-                with watch, moving, as_called():
+                with watch, moving, as_called(given) as heard:
+                    said.append(heard)
                     output = model(*given[0], **given[1])
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
@@ -181,7 +185,10 @@ def call_twice(
     once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
-    return Calls(calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back)
+    return Calls(
+        calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back,
+        said=tuple(said),
+    )  # fmt: skip
 
 
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
@@ -195,7 +202,7 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:
     """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
     given = copied(inputs)
-    with torch.enable_grad(), seeded(1, inputs), as_called(checkpointed=True):
+    with torch.enable_grad(), seeded(1, inputs), as_called(given, checkpointed=True):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, None)
         gradients_of(result, [*(p for p in model.parameters() if p.requires_grad), *differentiated(given)])
@@ -240,7 +247,7 @@ def _computed(
         others = {name: b for name, b in held.items() if name not in paths}
         moving = [b for name, b in others.items() if not b.is_meta and not torch.equal(b, call.buffers[name])]
         watch = Followed([*pytree.tree_leaves(given), *(p for p in model.parameters() if p.requires_grad), *moving])
-        with torch.enable_grad(), seeded(0, inputs), watch, as_called():
+        with torch.enable_grad(), seeded(0, inputs), watch, as_called(given):
             model(*given[0], **given[1])
         made = {**dict(model.named_buffers(remove_duplicate=False)), **frozen, **State.take(model, loss, start).tensors}
         return [path for path in paths if watch.has(made.get(path))]
@@ -391,7 +398,7 @@ def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = 
             for buffer, value in buffers:  # all of them: batch norm writes without raising their versions
                 buffer.detach().copy_(value)
             for tensor, version, value in others:
-                if tensor._version != version:
+                if tensor._version != version or (tensor.layout == torch.strided and not tensor.is_meta and not tensor.equal(value)):
                     tensor.detach().copy_(value)
 
 
@@ -460,4 +467,3 @@ def _own_errors(model: nn.Module, number: int) -> Iterator[None]:
         if "backward through the graph a second time" in str(e):
             remedy = "detach what the forward keeps for the next call: self.ema = 0.9 * self.ema + x.detach()"
         raise CaptureError(f"{type(model).__name__} itself{which} fails: {first_line(e)}\n  what to do: {remedy}") from e
-

@@ -44,12 +44,14 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 @dataclass(frozen=True, slots=True)
 class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
-    structure, where that was asked for. answers: what it asked of the model's state."""
+    structure, where that was asked for. answers: what it asked of the model's state. shows: a line that prints or logs a tensor; "" if
+    there is none."""
 
     state: State
     returns: str
     returned: Returned | None
     answers: Answers
+    shows: str = ""
 
 
 class Step(nn.Module):
@@ -85,7 +87,7 @@ class Step(nn.Module):
                 registries = Registries(model)
                 tape.begin(model)
             try:
-                with hidden.watched(), self.border, as_called():
+                with hidden.watched(), self.border, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
                     left = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left)
@@ -96,7 +98,8 @@ class Step(nn.Module):
                     if outputs or not own:
                         containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
-                    ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers()))
+                    shows = self.border.shows if said else ""
+                    ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers(), shows))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")

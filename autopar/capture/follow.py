@@ -139,6 +139,7 @@ def _trained(module: nn.Module) -> frozenset[str]:
 Ask = Callable[[torch.Tensor, bool, str], torch.Tensor]
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_READS_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -157,7 +158,8 @@ class AtTheBorder(TorchFunctionMode):
 
     Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
     constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
-    there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds.
+    there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds. shows: a line that makes
+    text of a tensor's values; "" if there is none.
     """
 
     def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
@@ -165,19 +167,26 @@ class AtTheBorder(TorchFunctionMode):
         decides."""
         super().__init__()
         self._names, self._ask, self._tape = names, ask, tape
-        self.differentiates = ""
+        self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            self.shows = running_line()
         if func is torch.autograd.grad:
             self.differentiates = running_line()
         if func == _READS_GRAD and isinstance(args[0], nn.Parameter) and not in_library(asking(1).f_code.co_filename):
             raise CaptureError(
                 f"the forward reads the gradient of a parameter, {_type(args[0])}, which a graph holds as it was when it was traced\n"
                 f"  at {running_line()}\n  what to do: keep what it needs of gradients in a buffer, which is written after backward()"
+            )
+        if func == _READS_VERSION and (isinstance(args[0], nn.Parameter) or self._tape.knows(args[0])):
+            raise CaptureError(
+                f"the forward asks how often one of its own parameters or buffers was written to (._version), which a graph holds as it "
+                f"was when it was traced\n  at {running_line()}\n  what to do: count steps in a buffer"
             )
         if func == _READS_GRAD_FN and ".register_" in running_line():
             raise CaptureError(

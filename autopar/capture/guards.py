@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from autopar.capture.answers import NONE, Answers, Whole
-from autopar.capture.by_value import by_value
+from autopar.capture.by_value import by_value, mark_of
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
+from autopar.capture.said import Sayings
 from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
+from autopar.run.asked import NAMES
 from autopar.run.grad_mode import GradMode, as_called
 
 __all__ = ["Guards"]
@@ -32,14 +34,13 @@ _SETTINGS = {
     name: getattr(torch, name)
     for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "get_num_threads")
 }  # of the process, which a forward may ask for
-_LIES = frozenset({"is_contiguous", "stride", "storage_offset", "data_ptr"})  # how a tensor lies in memory
 _SAID = 3  # changes that a message names
 _UNWATCHED = TABLES | {"training"}
 
 
 class Guards:
-    """The picture of a model and its loss at the moment of capture. asks: whether their code may ask which inputs are one tensor, and how
-    they lie in memory."""
+    """The picture of a model and its loss at the moment of capture. asks: whether their code may ask which inputs are one tensor, and the
+    names of what it may ask of each (`run.asked`)."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State) -> None:
         self._model, self._loss, self._state = model, loss, state
@@ -48,11 +49,12 @@ class Guards:
         self._answers_of_state = NONE
         self._given: Mapping[str, str] = {}
         self._left: Left | None = None
+        self._sayings = Sayings()
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
         names = self._read_names = state.reached.names | state.reached.asked
-        self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), not _LIES.isdisjoint(names)
+        self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), NAMES & names
         self._index(state)
 
     @staticmethod
@@ -85,12 +87,18 @@ class Guards:
         """The model's code asks whether gradients are wanted, and was told so."""
         self._mode = mode
 
+    def said(self, sayings: Sayings) -> None:
+        """What calls print and log."""
+        self._sayings = sayings
+
     def given(self, names: Mapping[str, str]) -> None:
         """The places of tensors that the forward leaves, and the outputs of the program that they are."""
         self._given = names
 
     def leave(self, outputs: Mapping[str, torch.Tensor]) -> None:
-        """After a call: what the forward leaves in attributes and containers is there. outputs: of the program, by name."""
+        """After a call: what the forward leaves in attributes and containers is there, and what it prints and logs is said. outputs: of
+        the program, by name."""
+        self._sayings.again()
         if self._left is not None:
             self._left.put({path: outputs[name] for path, name in self._given.items() if name in outputs})
 
@@ -146,7 +154,7 @@ class Guards:
             and all(map(dict.__contains__, self._registries, self._names))
             and all(map(operator.is_, map(operator.getitem, self._lists, self._positions), self._elements))
             and all(map(operator.is_, map(_content, self._cells), self._cell_contents))
-            and [(t._version, t.requires_grad) for t in self._tensors] == self._versions
+            and list(map(mark_of, self._tensors)) == self._versions
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
             and all(map(operator.eq, self._sets, self._members))
             and list(map(by_value, self._arrays)) == self._held_by_them

@@ -62,7 +62,7 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
         functions.add((innermost(paths) or "", cls))
         return apply(*args, **kwargs)
 
-    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
+    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs):
         with _asked_by(note), hooks_told(hooked), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     if line := found.get("", ""):
@@ -90,7 +90,7 @@ def other_backward(
             calls.append(copied((args, kwargs)))
         return apply(*args, **kwargs)
 
-    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(), applied_by(noted):
+    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs), applied_by(noted):
         objective_of(model(*inputs[0], **inputs[1]), loss, None)
     for cls, calls in seen.items():
         for args, kwargs in calls:

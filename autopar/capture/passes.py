@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.around import OF_GRADIENTS, capturing
+from autopar.capture.around import OF_GRADIENTS, capturing, check_told, said_otherwise
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
@@ -51,13 +51,14 @@ from autopar.capture.own_gradients import OwnGradients, other_backward, own_grad
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
+from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
-from autopar.run.inputs import Arguments, arguments_of, check_attributes, not_dense
+from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region
@@ -117,7 +118,10 @@ def capture(
     """
     example = _beside(model, arguments_of(example_inputs))
 
-    once = functools.partial(_captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains)
+    asked_of = given_as(example_inputs)
+    once = functools.partial(
+        _captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, asked_of=asked_of
+    )  # fmt: skip
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
@@ -146,10 +150,10 @@ def _alike(one: Captured, other: Captured) -> bool:
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, as_written: OwnGradients | None = None,
-    places: tuple[str, ...] = (),
+    places: tuple[str, ...] = (), asked_of: Inputs,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: what runs as it is written. places: those of which the program gives the tensors that a call
-    leaves there; without them, those that it could give are in `given`."""
+    leaves there; without them, those that it could give are in `given`. asked_of: the example as the user gave it."""
     args, kwargs = example
     if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
         raise CaptureError(
@@ -165,14 +169,15 @@ def _captured(
             _check_dense(type(model).__name__, fqn, tensor)
         _check_buffers(model)
         guards = Guards.take(model, loss, before)
-        for leaf in _tensors(example):
+        for leaf in _tensors(asked_of):
             check_attributes(leaf, guards.reads)
-    asks_which_are_one, _ = guards.asks
+    asks_which_are_one, asks = guards.asks
     given = (args, kwargs) if asks_which_are_one else apart((args, kwargs))
     inputs = inputs_in(dtype, given)
     with without_key_value_cache(model), capturing() as around, explained(dtype), computing_in(dtype, model) as at_rest:
         if any(map(guards.reads, OF_GRADIENTS)):
             around.ask_activations()
+        around.given = told = said_otherwise(asked_of, asks)
         with held_back():
             start = State.take(model, loss, before)
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
@@ -191,6 +196,7 @@ def _captured(
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
             program = _program(as_reshapes(trace), mutations, trains=trains)
         _check_written(program, found.answers, dtype)
+        check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
         trainable = trainable_tensors(program, trace.tensors) if check and real else None
         compared = None if trainable is None else tuple(trainable.values())
@@ -227,6 +233,7 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     if calls is not None:
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
+        guards.said(sayings_of(program, found.shows, () if calls is None else calls.said))
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
     guards.given(dict(zip(places, ours, strict=True)))

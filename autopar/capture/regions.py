@@ -207,7 +207,8 @@ class Regions:
     def _call_model(self, watched: contextlib.AbstractContextManager[object]) -> None:
         """Call the model once on copies of its inputs, and leave it as it was."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
-        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
+        drawn, told = torch.random.fork_rng(devices=[]), as_called((args, kwargs))
+        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), drawn, told:
             torch.manual_seed(0)
             objective_of(self.model(*args, **kwargs), self.loss, None)
 

@@ -170,7 +170,7 @@ def repeated(
         with seeded(0, inputs), torch.enable_grad(), as_exported(), own_gradients() as unseen:
             with forwards_replaced({path: noted(path, m.forward, m) for path, m in model.named_modules() if path}, model), record:
                 args, kwargs = copied(inputs)
-                with as_called():
+                with as_called((args, kwargs)):
                     objective_of(model(*args, **kwargs), loss, outputs)
         changes = tuple(start.changes(State.take(model, loss, start)))
     except FAILURES:  # which the trace of it as it is explains

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.by_value import Mark
 from autopar.capture.held import ABSENT, Held, Value, describe, put_back, same
 from autopar.capture.reach import Reached, Reads, Search
 from autopar.capture.walk import CODE, DEPTH, Walk
@@ -44,13 +45,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """leaves: path -> value. versions: of the plain tensors among them, and whether they require a gradient. held: every container, with
+    """leaves: path -> value. versions: marks of the plain tensors among them. held: every container, with
     its contents. arrays: those of numpy, queues and the like, which are compared by what they hold. reached: the code that was looked at.
     buffers: the names of the buffers that hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if
     nothing else is in the picture; None if all is."""
 
     leaves: Mapping[str, object]
-    versions: Mapping[str, tuple[int, bool]]
+    versions: Mapping[str, Mark]
     held: tuple[Held, ...]
     arrays: tuple[Any, ...]
     reached: Reached

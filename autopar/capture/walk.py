@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.by_value import by_value, changes_in_place
+from autopar.capture.by_value import Mark, by_value, changes_in_place, mark_of
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
@@ -51,7 +51,7 @@ class Walk:
         self.found: dict[int, object] = {}  # of what the model and the loss hold
         self.arrays: list[Any] = []
         self.leaves: dict[str, object] = {}
-        self.versions: dict[str, tuple[int, bool]] = {}
+        self.versions: dict[str, Mark] = {}
         self.held: list[Held] = []
         self.modules = list(model.named_modules())
         self.seen: set[int] = {id(m) for _, m in self.modules}
@@ -206,7 +206,7 @@ class Walk:
     def _tensor(self, path: str, value: torch.Tensor) -> None:
         self.leaves[path] = value
         if not value.is_inference():
-            self.versions[path] = value._version, value.requires_grad
+            self.versions[path] = mark_of(value)
 
     def _is_open(self, value: Any) -> bool:
         """Whether the attributes of an object are looked at: those of Python's and torch's own are where code reads them."""

@@ -185,7 +185,7 @@ class Gathering:
             wholes = []
             for held, part in zip(bucket.held, rows.split(bucket.numels, dim=1), strict=True):
                 assert held.zero is not None
-                wholes.append(joined(part.view(-1, *held.shape), held.zero).contiguous())
+                wholes.append(joined(part.view(n, *held.shape), held.zero).contiguous())
         found = {held.spec.name: whole for held, whole in zip(bucket.held, wholes, strict=True)}
         return {name: whole.to(self._computes.get(name, rows.dtype)) for name, whole in found.items()} if self._computes else found
 

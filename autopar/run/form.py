@@ -39,10 +39,10 @@ class Emitted(Protocol):
 
 class Guards(Protocol):
     """What capture has frozen of the user's program, and what its forward leaves behind. asks: whether its code may ask which inputs are
-    one tensor, and how they lie in memory."""
+    one tensor, and the names of what it may ask of each (`run.asked`)."""
 
     @property
-    def asks(self) -> tuple[bool, bool]: ...
+    def asks(self) -> tuple[bool, frozenset[str]]: ...
 
     def reads(self, name: str) -> bool: ...
 

@@ -19,7 +19,7 @@ from autopar.run import record, state, watchdog
 from autopar.run.autocast import Autocast, ambient
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.grad_mode import with_gradients
-from autopar.run.inputs import Shapes, Structure, arguments_of, as_example, structure_of
+from autopar.run.inputs import Shapes, Structure, arguments_of, as_example, given_as, structure_of
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
 from autopar.run.outputs import Returned
@@ -36,11 +36,13 @@ MANY = 16  # of which its user hears: it is some value that changes at every ste
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A call of the module. args, kwargs: those of the original. modes: of the module and each of its submodules, whether it trains.
-    compared: all ranks compare how they are called. outputs: 'all' where the original may compute what cannot run as planned."""
+    """A call of the module. args, kwargs: those of the original. given: both, as the user gave them. modes: of the module and each of
+    its submodules, whether it trains. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
+    cannot run as planned."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
+    given: tuple[tuple[object, ...], dict[str, object]]
     modes: bytes
     compared: bool
     outputs: str
@@ -76,7 +78,7 @@ class Forms:
         structure: Structure | None = ()
         if example is not None:
             args, kwargs = arguments_of(example)
-            beside, structure = self._asked_of(args, kwargs), self._structure(args, kwargs)
+            beside, structure = self._asked_of(*given_as(example)), self._structure(args, kwargs)
         self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or ()): [first]}
 
     def of(self, call: Call) -> Form | None:
@@ -88,7 +90,7 @@ class Forms:
         structure = self._structure(call.args, call.kwargs)
         if structure is None:
             return first  # which says what is missing or not known
-        given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(call.args, call.kwargs)
+        given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(*call.given)
         key = call.modes, (around := ambient()), given, structure
         if mesh.talks:
             record.given(self._number(key))
@@ -110,7 +112,7 @@ class Forms:
                 self._decides(key, again=False)
                 return None
             self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
-            inputs = as_example(*first.batch.whole(call.args, call.kwargs))
+            inputs = as_example(*first.batch.whole(call.args, call.kwargs), given=call.given)
             start = time.perf_counter()
             try:
                 emitted, tensors, guards, returned = self.another(inputs, changed or "")
@@ -154,8 +156,8 @@ class Forms:
         guards = self.first.guards
         if guards is None or not any(guards.asks):
             return ()
-        same, lies = guards.asks
-        return self.first.batch.beside(args, kwargs, same=same, lies=lies)
+        same, asks = guards.asks
+        return self.first.batch.beside(args, kwargs, same=same, asks=asks)
 
     def _runs(self, form: Form) -> None:
         """Note which form ran last."""

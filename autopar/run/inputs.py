@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.axes import BATCH, TIME, cut_order
 from autopar.errors import LaunchError
 from autopar.ir import Layout
 from autopar.run import comm, record
+from autopar.run.asked import kinds_of, said_of, transformed
 from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
@@ -27,8 +28,8 @@ from autopar.run.parts import is_part, whole_of
 from autopar.run.slices import joined, local_slice
 
 __all__ = [
-    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "micro_batch",
-    "not_dense", "structure_of",
+    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "given_as",
+    "micro_batch", "not_dense", "structure_of",
 ]  # fmt: skip
 
 Path = tuple[str | int, ...]
@@ -64,6 +65,11 @@ class Batch:
             if isinstance(leaf, Tensor) and (lies := not_dense(leaf)):
                 name = _text(self._by_name(path))
                 raise ValueError(f"{self._manifest.model} was given a {lies[0]} tensor for its input {name}: {lies[1]}")
+            if isinstance(leaf, Tensor) and (inside := transformed(leaf)):
+                raise ValueError(
+                    f"{self._manifest.model} is called inside of {inside}, which its program does not go through. Call it outside; or call "
+                    f"its original (model.original) inside of `with model.full_parameters():`"
+                )
         found = (
             (path, (leaf.dtype, tuple(leaf.shape), on and leaf.requires_grad) if isinstance(leaf, Tensor) else _value(leaf))
             for path, leaf in leaves
@@ -71,9 +77,9 @@ class Batch:
         )
         return _sorted((self._by_name(path), what) for path, what in found)
 
-    def beside(self, args: Sequence[object], kwargs: Mapping[str, object], *, same: bool, lies: bool) -> Shapes:
-        """What else a forward may ask of the tensors of a call. same: which inputs are the same tensor as one before (`a is b`). lies:
-        which do not lie in memory as their shape says (`x.is_contiguous()`)."""
+    def beside(self, args: Sequence[object], kwargs: Mapping[str, object], *, same: bool, asks: Collection[str]) -> Shapes:
+        """What else a forward may ask of the tensors of a call. same: which inputs are the same tensor as one before (`a is b`). asks: the
+        names of what it asks of each (`x.is_contiguous()`), of which what a copy would not say is found."""
         first: dict[int, str] = {}
         found: list[tuple[Path, str]] = []
         for path, leaf in self._leaves(args, kwargs):
@@ -81,8 +87,7 @@ class Batch:
                 name = _text(self._by_name(path))
                 if same and (before := first.setdefault(id(leaf), name)) != name:
                     found.append((self._by_name(path), f"the same tensor as {before}"))
-                if lies and not leaf.is_contiguous():
-                    found.append((self._by_name(path), f"with strides {leaf.stride()}"))
+                found += [(self._by_name(path), said) for said in said_of(leaf, asks)]
         return _sorted(found)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
@@ -110,7 +115,7 @@ class Batch:
         """This rank's part of each input, on the device."""
         parts: dict[str, Tensor] = {}
         for spec in self._manifest.inputs:
-            value = bound[spec.name]
+            value = bound[spec.name].resolve_conj().resolve_neg()
             for name in cut_order():
                 axis = self._mesh.axis(name)
                 if not (name == BATCH and self.local):
@@ -220,18 +225,26 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Of one call, some by position and some by name: not all may be given by name."""
+    """Of one call, some by position and some by name: not all may be given by name. given: as the user's call had them, if that is not
+    known of these."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
-def as_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | dict[str, Any] | Arguments:
-    """The arguments of a call as example inputs; detached where gradients are off."""
+def as_example(args: tuple[Any, ...], kwargs: dict[str, Any], given: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Arguments:
+    """The arguments of a call as example inputs; detached where gradients are off. given: as of `Arguments`, by default these."""
     make_known((args, kwargs))
+    given = given or (args, kwargs)
     if not torch.is_grad_enabled():
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-    return Arguments(args, kwargs) if args and kwargs else kwargs or args
+    return Arguments(args, kwargs, given)
+
+
+def given_as(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of example inputs as the user gave them, of which code may ask what it does not ask of a copy."""
+    return inputs.given if isinstance(inputs, Arguments) and inputs.given is not None else arguments_of(inputs)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -252,9 +265,17 @@ def as_programs_take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_part(leaf) or _is_of_numpy(leaf)}
     if not found:
         return args, kwargs
-    taken = {key: whole_of(leaf) if is_part(leaf) else leaf.item() for key, leaf in found.items()}
+    taken = {key: _whole(leaf) if is_part(leaf) else leaf.item() for key, leaf in found.items()}
     with_these: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda leaf: taken.get(id(leaf), leaf), (args, kwargs))
     return with_these
+
+
+def _whole(part: Any) -> Tensor:
+    """The whole of a part, which is a parameter to `isinstance` where that is one."""
+    whole = whole_of(part)
+    if isinstance(part, torch.nn.Parameter):
+        whole._is_param = True
+    return whole
 
 
 def _is_of_numpy(leaf: object) -> bool:
@@ -292,11 +313,17 @@ def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
 
 
 def check_attributes(tensor: Tensor, reads: Callable[[str], bool]) -> None:
-    """TypeError for an attribute of the user's that code may read. reads: as of `structure_of`."""
+    """TypeError for an attribute of the user's that code may read, and for a class of the tensor's that it may ask for. reads: as of
+    `structure_of`."""
     if read := [name for name in vars(tensor) if not name.startswith("_") and reads(name)]:
         raise TypeError(
             f"a tensor that the model is given has the attribute {read[0]}, which its code may read, and which a copy of the tensor has "
             f"not: give it to the model as an input of its own"
+        )
+    if asked := [kind for kind in kinds_of(tensor) if reads(kind)]:
+        raise TypeError(
+            f"a tensor that the model is given is a {asked[0]}, for which its code may ask, and which a copy of the tensor is not: give "
+            f"the model a plain tensor (x.view_as(x), x.as_subclass(torch.Tensor)), and what it shall know of it as an argument of its own"
         )
 
 
@@ -346,5 +373,5 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

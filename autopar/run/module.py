@@ -180,9 +180,10 @@ class ParallelModule(StandIn):
         record.step(self._calls + 1)
         record.phase(record.FORWARD)
         self._tree.begin_step()
+        given = args, kwargs
         args, kwargs = as_programs_take(args, kwargs)
         compared = self.debug or self._calls < CHECKED
-        form = self._forms.of(Call(args=args, kwargs=kwargs, modes=self._modes(), compared=compared, outputs=self._outputs))
+        form = self._forms.of(Call(args=args, kwargs=kwargs, given=given, modes=self._modes(), compared=compared, outputs=self._outputs))
         self.__dict__["_calls"] += 1
         if form is None:
             returned = self._of_the_original(args, kwargs)

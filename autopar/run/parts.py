@@ -82,6 +82,8 @@ class _Parted:
                 return func(torch.empty(first._lies.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
+        if name in ("expand_as", "view_as") and is_part(first) and len(args) == 2 and args[1] is first:
+            return _seen_as_itself(func, first)
         if name.startswith("_foreach_"):
             return _foreach(func, name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -182,6 +184,21 @@ def part_like(x: Tensor, lies: Lies) -> PartTensor:
     """A plain tensor as the part of something that lies so; it shares memory and autograd's graph."""
     found = x.as_subclass(PartTensor)
     found._lies = lies
+    return found
+
+
+def _seen_as_itself(func: Callable[..., Any], x: AnyPart) -> Tensor:
+    """x.expand_as(x): by what autograd records of it, and of nothing else, the node is found that adds a leaf's gradient up. TypeError
+    where gradients are to be asked for by that node: they would be of a part."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in ("__torch_function__", "_get_grad_fn_or_grad_acc"):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name == "get_gradient_edge":
+        raise TypeError(f"{x._lies.name} is held in parts: ask torch.autograd.grad for the parameter itself, instead of its gradient edge")
+    with _plain():
+        found = func(x, x)
+    found.__class__ = PartTensor
+    found._lies = x._lies
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import html
 import importlib
+import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -75,9 +76,8 @@ def _into_a_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -
                 inner._refuse_wrapping()
 
 
-@functools.cache
-def _with_methods(kind: type, names: tuple[str, ...]) -> type:
-    """The class with these methods of the original's."""
+def _with_methods(kind: Any, names: Iterable[str], forward: inspect.Signature) -> type:
+    """The class with these methods of the original's, and a forward of which code is told that it has the arguments of the original's."""
 
     def of_the_original(name: str) -> Any:
         def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,13 @@ def _with_methods(kind: type, names: tuple[str, ...]) -> type:
 
         return method
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: of_the_original(name) for name in names}})
+    def as_it_runs(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    as_it_runs.__signature__ = forward.replace(parameters=[itself, *forward.parameters.values()])  # type: ignore[attr-defined]
+    methods = {"forward": as_it_runs, **{name: of_the_original(name) for name in names}}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 
 
 class StandIn(nn.Module):
@@ -131,8 +137,8 @@ class StandIn(nn.Module):
         self.__dict__.update((name, original.__dict__[name]) for name in hooks.OF_STATE)
         kind: Any = type(self)
         of_container = [name for name in _OF_CONTAINERS if hasattr(type(original), name)]
-        if found := (*of_container, *_overridden(type(original), _ITS_OWN)):
-            self.__class__ = _with_methods(kind, found)
+        found = (*of_container, *_overridden(type(original), _ITS_OWN))
+        self.__class__ = _with_methods(kind, found, inspect.signature(original.forward))
 
     def _repr_html_(self) -> str:
         """In a notebook: the plan, where there is one."""

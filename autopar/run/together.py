@@ -45,7 +45,8 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
             raise LaunchError(f"{what} failed on rank {rank}: {kind}: {text}")
         if text != found[0][1]:
             raise LaunchError(
-                f"{what}: rank {rank} has another result than rank 0. Give every rank the same model and a global batch of the same shapes"
+                f"{what}: rank {rank} has another result than rank 0. Give every rank the same model and a global batch of the same "
+                f"shapes, and make its forward ask for no rank (os.environ, torch.distributed)"
             )
     return made
 

@@ -6,6 +6,8 @@ Where a parallel module is made without the original (from an emitted file and t
 from __future__ import annotations
 
 import contextlib
+import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
-from autopar.run.given import check_given
+from autopar.run.given import GRAD, check_given, note
 from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -57,6 +60,16 @@ class _OfGradients:
         return None if grad is None else self._hook(grad)
 
 
+def _in_its_memory(known: Tensor, here: Tensor) -> Tensor:
+    """What rests here, in the tensor that the user has, where it is the whole: others may hold that too, as a state_dict does."""
+    fits = (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype)
+    if not fits or known.is_inference() or isinstance(here, FakeTensor):
+        return here
+    with torch.no_grad():
+        known.copy_(here)
+    return known
+
+
 def _tell_of_gradients_alone(hooks: dict[int, Any]) -> None:
     """hooks: of a parameter, as torch keeps them."""
     for key, hook in hooks.items():
@@ -88,6 +101,7 @@ class Tree:
             for path, module in root.named_modules(remove_duplicate=False)
             for key, child in module._modules.items()
         ]
+        self._moved: dict[str, StorageWeakRef] = {}  # by name, the memory that a parameter had before
         self.leaves = Leaves()
         self.whole = False  # the parameters are whole for the moment
         self._writing = False
@@ -123,10 +137,18 @@ class Tree:
         known = place.registry.get(place.key)
         param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=trainable)
         lies.home = param.device
-        grad = None if param.grad is None else lies.cut(param.grad).to(self._device)
+        given = param.grad
+        grad = None if given is None else lies.cut(given).to(self._device)
+        before = local(param)
+        here = _in_its_memory(before, here) if before.is_contiguous() else here
+        if here is not before and not (isinstance(before, FakeTensor) or before.is_meta) and before.numel():
+            self._moved[names[0]] = StorageWeakRef(before.untyped_storage())
+        del before
         self._become(param, here, lies)
-        if grad is not None:
+        if grad is not None and given is not None:
             param.grad = part_like(grad, lies) if is_part(param) else grad
+            if lies.split:
+                note(param, GRAD, given)
         self.lies[names[0]], self.params[names[0]] = lies, param
         for name in names:
             place = self._place(name, "_parameters")
@@ -141,10 +163,8 @@ class Tree:
         known = place.registry.get(place.key)
         lies.home = known.device if isinstance(known, Tensor) else self._device
         split = lies.split and not isinstance(here, FakeTensor)
-        if not split and isinstance(known, Tensor) and (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype):
-            with torch.no_grad():
-                known.copy_(here)
-            here = known
+        if isinstance(known, Tensor) and not is_part(known):
+            here = _in_its_memory(known, here)
         place.put(part_like(here, lies) if split else here)
         for name in () if spec.persistent else names:
             path, _, last = name.rpartition(".")
@@ -152,6 +172,20 @@ class Tree:
         self.lies[spec.name], self.buffers[spec.name] = lies, place
         if place.others:
             self._joined[spec.name] = place
+
+    def _tell_of_moved(self) -> None:
+        """Warns of memory that parameters had, and that something else holds still."""
+        moved, self._moved = self._moved, {}
+        if not all(storage.expired() for storage in moved.values()):
+            gc.collect()  # what capture and planning have left may be held by nothing but itself
+        if held := [name for name, storage in moved.items() if not storage.expired()]:
+            more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+            warnings.warn(
+                f"something holds the memory that {', '.join(held[:3])}{more} of {self.model} had before it was compiled (a state_dict(), "
+                f".data, an array of numpy, a graph), where it does not follow training, and does not reach the model: take it anew, or a "
+                f"copy of it before compiling",
+                stacklevel=4,
+            )
 
     def _become(self, param: nn.Parameter, here: Tensor, lies: Lies) -> None:
         if isinstance(here, FakeTensor):  # which has no memory, and a class of its own
@@ -197,7 +231,10 @@ class Tree:
             return found
         lies = self.lies[name]
         if found.shape != lies.shape:
-            raise ValueError(f"buffer {name} has shape {tuple(lies.shape)} in the plan, and has been given shape {tuple(found.shape)}")
+            raise ValueError(
+                f"buffer {name} has shape {tuple(lies.shape)} in the plan, and has been given shape {tuple(found.shape)}: compile the "
+                f"changed model"
+            )
         if lies.split:
             here = lies.cut(found).clone(memory_format=torch.contiguous_format)
             place.put(part_like(here, lies))
@@ -229,6 +266,8 @@ class Tree:
     def begin_step(self) -> None:
         """Look at what may have been done to the parameters since the last call. Raises ValueError, LaunchError."""
         self._check_here()
+        if self._moved:
+            self._tell_of_moved()
         if self.whole:
             raise LaunchError(f"{self.model} was called within full_parameters(): leave that context first")
         for registry, key, child, path in self._children:
