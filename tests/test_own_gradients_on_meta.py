@@ -1,4 +1,4 @@
-"""Autograd functions of a model on the meta device: they are tried on small tensors of numbers, and the program is that of the model with data."""
+"""Autograd functions of a model on the meta device: tried on small tensors, and the program is that of the model with data."""
 
 from __future__ import annotations
 
@@ -101,6 +101,16 @@ def test_who_looks_at_values_is_refused_with_a_remedy() -> None:
 
     with torch.device("meta"), pytest.raises(CaptureError, match="build the model with data"):
         capture(Looks(OfAWidth), (torch.ones(16, 32),))
+
+
+def test_a_submodule_that_no_graph_holds_may_be_one_with_data() -> None:
+    class Finite(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if torch.isfinite(x).all() else x.clamp(-1, 1)
+
+    with torch.device("meta"), pytest.raises(CaptureError, match="or: build the model with data, not on the meta device: 1, or"):
+        capture(nn.Sequential(nn.Linear(8, 8), Finite()), (torch.ones(4, 8),), loss=torch.mean)
+    assert capture(nn.Sequential(nn.Linear(8, 8), Finite()), (torch.ones(4, 8),), loss=torch.mean).program.notes
 
 
 def _on_meta(function: type[torch.autograd.Function]) -> tuple[nn.Module, tuple[Tensor]]:

@@ -270,9 +270,14 @@ class Regions:
     def why_not(self, error: CaptureError | None = None) -> str:
         """Lines to add to an error of capture."""
         lines = [f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items()]
-        if error is None or lines or not self._has_data() or "torch.func" in str(error):  # which no submodule may call
+        if error is None or lines or "torch.func" in str(error):  # which no submodule may call
             return "".join(lines)
-        if self._innermost(error.__cause__, users=True) == "":
+        inside = self._innermost(error.__cause__, users=True)
+        if inside and not self._has_data():
+            lines.append(
+                f"\n  or: build the model with data, not on the meta device: {inside}, or what is around it, may run as it is written then"
+            )
+        elif inside == "" and self._has_data():
             lines.append(
                 "\n  or: move that line, and what it needs, into a submodule of its own that takes and returns tensors, of shapes that do "
                 "not depend on values: what no graph holds runs as it is written there"
