@@ -113,6 +113,16 @@ def test_a_submodule_that_no_graph_holds_may_be_one_with_data() -> None:
     assert capture(nn.Sequential(nn.Linear(8, 8), Finite()), (torch.ones(4, 8),), loss=torch.mean).program.notes
 
 
+def test_sizes_that_depend_on_values_may_be_there_with_data() -> None:
+    class Selects(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x).masked_select(mask).square().mean()
+
+    with torch.device("meta"), pytest.raises(CaptureError, match="or: build the model with data, not on the meta device: what computes it"):
+        capture(Selects(8, 8), (torch.ones(4, 8), torch.ones(4, 8).bool()))
+    assert capture(Selects(8, 8), (torch.ones(4, 8), torch.ones(4, 8).bool())).program.notes
+
+
 def _on_meta(function: type[torch.autograd.Function]) -> tuple[nn.Module, tuple[Tensor]]:
     with torch.device("meta"):
         return Model(function), (torch.ones(16, 32),)

@@ -32,7 +32,7 @@ from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import is_linear, run_small, works_by_samples
 from autopar.capture.source import first_line, module_of, paths_of, running_line
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, DependsOnValues
 from autopar.run.autocast import ambient
 from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
@@ -273,10 +273,9 @@ class Regions:
         if error is None or lines or "torch.func" in str(error):  # which no submodule may call
             return "".join(lines)
         inside = self._innermost(error.__cause__, users=True)
-        if inside and not self._has_data():
-            lines.append(
-                f"\n  or: build the model with data, not on the meta device: {inside}, or what is around it, may run as it is written then"
-            )
+        part = "what computes it" if isinstance(error, DependsOnValues) else f"{inside}, or what is around it," if inside else ""
+        if part and not self._has_data():
+            lines.append(f"\n  or: build the model with data, not on the meta device: {part} may run as it is written then")
         elif inside == "" and self._has_data():
             lines.append(
                 "\n  or: move that line, and what it needs, into a submodule of its own that takes and returns tensors, of shapes that do "
