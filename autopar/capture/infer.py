@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import _decomp as decomposed
@@ -58,11 +59,8 @@ def states_of_lstms() -> Iterator[None]:
         made, last = layer(x, first, *args, **kwargs)
         return made, tuple(b.reshape(a.shape) for a, b in zip(first, last, strict=True))
 
-    decomposed.decompositions.one_layer_lstm = shaped
-    try:
+    with mock.patch.object(decomposed.decompositions, "one_layer_lstm", shaped):
         yield
-    finally:
-        decomposed.decompositions.one_layer_lstm = layer
 
 
 class Inference:
