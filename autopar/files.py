@@ -12,7 +12,9 @@ from pathlib import Path
 
 from autopar.errors import AutoparError
 
-__all__ = ["OutputError", "check_writable", "is_file", "write_file"]
+__all__ = ["OutputError", "check_writable", "in_line", "is_file", "write_file"]
+
+MOST_SAID = 300  # characters of a file in an error
 
 
 class OutputError(AutoparError, OSError):
@@ -25,6 +27,13 @@ def is_file(path: str | os.PathLike[str]) -> bool:
         return Path(path).is_file()
     except OSError:
         return False
+
+
+def in_line(found: object) -> str:
+    """What stands in a file, or what another package says of it, as a part of an error: on one line, printable and not long."""
+    text = " ".join(str(found).split())
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:

@@ -14,6 +14,7 @@ import msgspec
 
 from autopar.axes import AXES, LAYERS, levels_of
 from autopar.errors import AutoparError
+from autopar.files import in_line
 from autopar.planner.account import BUBBLE
 from autopar.planner.plan import Plan
 from autopar.planner.plan_account import SentAccount
@@ -102,7 +103,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         try:
             found = msgspec.json.decode(data, type=Run)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RunError(f"{os.fspath(path)} is no measured run (model.profile(...).save(path) writes one): {error}") from error
+            raise RunError(f"{os.fspath(path)} is no measured run (model.profile(...).save(path) writes one): {in_line(error)}") from error
         if found.format != FORMAT or found.version != VERSION:
             raise RunError(f"{os.fspath(path)} is a run of version {found.version!r}; this autopar reads version {VERSION}. Measure again")
         return found

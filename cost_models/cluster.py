@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ _DTYPES = {
 }  # fmt: skip
 MOST = 1e18  # of any figure in its unit; what is larger is a slip of the hand
 MOST_GPUS = 10**6  # that anything is planned for
+MOST_SHOWN = 200  # characters of a file in an error
 LINK_TABLES = ("slower", "slower_bytes")  # of a link, by kind of collective
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
@@ -250,34 +252,60 @@ class _Table:
             return default
         value = self.data[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.fail(key, f"must be a {kind.__name__}, found {value!r}")
+            raise self.fail(key, f"must be a {kind.__name__}, found {_shown(value)}")
         return value
 
     def number(self, key: str, *, least: float = 0.0, most: float = MOST) -> float:
         """The value of `key = { value = number, source = "kind: text" }`, which may also state its spread."""
         entry = self.plain(key, dict)
         value, source, spread = entry.get("value"), entry.get("source"), entry.get("spread", 0.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.fail(key, f"needs a number as its `value`, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            raise self.fail(key, f"needs a number as its `value`, found {_shown(value)}")
         if not least <= value <= most:
-            raise self.fail(key, f"must lie between {least:g} and {most:g}, found {value:g}")
+            raise self.fail(key, f"must lie between {least:g} and {most:g}, found {_shown(value)}")
         if not isinstance(source, str) or not source.startswith(tuple(f"{kind}: " for kind in KINDS)):
-            raise self.fail(key, f"needs a `source` that begins with one of {', '.join(KINDS)} and a colon, found {source!r}")
+            raise self.fail(key, f"needs a `source` that begins with one of {', '.join(KINDS)} and a colon, found {_shown(source)}")
         if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 <= spread <= 1:
-            raise self.fail(key, f"has a `spread` that is no share of its value between 0 and 1: {spread!r}")
+            raise self.fail(key, f"has a `spread` that is no share of its value between 0 and 1: {_shown(spread)}")
         if extra := set(entry) - {"value", "source", "spread"}:
-            raise self.fail(key, f"has unknown parts {', '.join(sorted(extra))}")
+            raise self.fail(key, f"has unknown parts {_listed(extra)}")
         self.sources.append((self.prefix + key, source))
         if "spread" in entry:
             self.spreads.append((self.prefix + key, float(spread)))
         return float(value)
+
+    def count(self, key: str) -> int:
+        """As `number`, of what comes in whole pieces: 1 to MOST_GPUS."""
+        value = self.number(key, least=1, most=MOST_GPUS)
+        if not value.is_integer():
+            raise self.fail(key, f"must be a whole number, found {value:g}")
+        return int(value)
 
     def sub(self, key: str) -> _Table:
         return _Table(self.plain(key, dict), self.where, f"{self.prefix}{key}.")
 
     def done(self) -> None:
         if extra := set(self.data) - self.seen:
-            raise self.fail(", ".join(sorted(extra)), "is not known here; " + _near(extra.pop(), self.seen))
+            raise self.fail(_listed(extra), "is not known here; " + _near(min(extra), self.seen))
+
+
+def _shown(value: object) -> str:
+    """A value of a file in an error: on one line, and not long."""
+    try:
+        text = repr(value)
+    except ValueError:  # of more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names of a file in an error, as `_shown`."""
+    text = ", ".join(map(_printable, sorted(names)))
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -345,21 +373,21 @@ def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
             return of_table(_Table(value, f"{table.where}, [{key}]"), f"{name}.{key}")
         if isinstance(value, str):
             return of_name(folder / value if value.endswith(".toml") else value)
-        raise table.fail(key, f"must be a name of the catalogue, a TOML file or a table, found {value!r}")
+        raise table.fail(key, f"must be a name of the catalogue, a TOML file or a table, found {_shown(value)}")
 
     rings = table.plain("rings_by_ranks", dict, {}, required=False)
     ring_table = _Table(rings, table.where, "rings_by_ranks.")
-    if bad := [key for key in rings if not key.isdecimal()]:
-        raise table.fail("rings_by_ranks", f"has keys that are not numbers of ranks: {', '.join(bad)}")
+    if bad := [key for key in rings if not key.isdecimal() or len(key) > len(str(MOST_GPUS))]:
+        raise table.fail("rings_by_ranks", f"has keys that are not numbers of ranks: {_listed(bad)}")
     cluster = Cluster(
         name=name,
         gpu=part("gpu", _gpu, load_gpu),
-        gpus_per_node=int(table.number("gpus_per_node")),
-        nodes=int(table.number("nodes")) if "nodes" in table.data else None,
+        gpus_per_node=table.count("gpus_per_node"),
+        nodes=table.count("nodes") if "nodes" in table.data else None,
         intra=part("intra", _link, load_link),
         inter=part("inter", _link, load_link),
-        links_per_gpu=int(table.number("links_per_gpu")),
-        links_per_node=int(table.number("links_per_node")),
+        links_per_gpu=table.count("links_per_gpu"),
+        links_per_node=table.count("links_per_node"),
         rings_by_ranks=tuple(sorted((int(key), ring_table.number(key, least=1e-3)) for key in rings)),
         sources=(("title", title), *table.sources, *ring_table.sources),
         spreads=(*table.spreads, *ring_table.spreads),
@@ -368,11 +396,17 @@ def _cluster(table: _Table, name: str, folder: Path) -> Cluster:
     return cluster
 
 
-def _is_file(path: Path) -> bool:
+def _no_file(path: Path) -> str:
+    """Why nothing can be read at a path; '' if it is a file."""
     try:
-        return path.is_file()
-    except OSError:  # a name that no file can have
-        return False
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # or a name that no file can have
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if stat.S_ISREG(mode):
+        return ""
+    return f"is {'a folder' if stat.S_ISDIR(mode) else 'a device, a pipe or a socket'}, and a TOML file is needed"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -384,6 +418,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise HardwareFileError(f"{path} is not UTF-8 text: {error}") from error
     except RecursionError as error:
         raise HardwareFileError(f"{path} is nested too deeply") from error
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise HardwareFileError(f"{path} has a number of thousands of digits") from error
     except OSError as error:
         raise HardwareFileError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -404,14 +440,14 @@ def _find(kind: str, name: str | Path) -> tuple[dict[str, Any], str, Path]:
     text = str(name)
     if isinstance(name, Path) or text.endswith(".toml") or "/" in text:
         path = Path(name)
-        if not _is_file(path):
-            raise UnknownHardware(f"{kind.removesuffix('s')} file {text} does not exist")
+        if problem := _no_file(path):
+            raise UnknownHardware(f"{kind.removesuffix('s')} file {_printable(text)} {problem}")
     elif text.lower() in _names(kind):
         path = CATALOGUE / kind / f"{text.lower()}.toml"
     else:
         index = _index(kind)
         if text.lower() not in index:
-            raise UnknownHardware(f"there is no {kind.removesuffix('s')} {text!r} in the catalogue; {_near(text, index)}")
+            raise UnknownHardware(f"there is no {kind.removesuffix('s')} {_shown(text)} in the catalogue; {_near(text, index)}")
         path = index[text.lower()]
     return _read(path), path.stem, path
 
@@ -419,13 +455,13 @@ def _find(kind: str, name: str | Path) -> tuple[dict[str, Any], str, Path]:
 def load_gpu(name: str | Path) -> Gpu:
     """A GPU by catalogue name ('h100-sxm'), alias ('h100') or TOML file. Raises UnknownHardware, HardwareFileError."""
     data, stem, path = _find("gpus", name)
-    return _gpu(_Table(data, str(path)), stem)
+    return _gpu(_Table(data, _printable(str(path))), stem)
 
 
 def load_link(name: str | Path) -> Link:
     """A link by catalogue name, alias or TOML file. Raises UnknownHardware, HardwareFileError."""
     data, stem, path = _find("links", name)
-    return _link(_Table(data, str(path)), stem)
+    return _link(_Table(data, _printable(str(path))), stem)
 
 
 def load_cluster(name: str | Path) -> Cluster:
@@ -435,7 +471,7 @@ def load_cluster(name: str | Path) -> Cluster:
     Raises UnknownHardware (with near matches) and HardwareFileError.
     """
     data, stem, path = _find("clusters", name)
-    return _cluster(_Table(data, str(path)), stem, path.parent)
+    return _cluster(_Table(data, _printable(str(path))), stem, path.parent)
 
 
 def _names(kind: str) -> tuple[str, ...]:

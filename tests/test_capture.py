@@ -296,8 +296,9 @@ def hooked(m: Function, x: torch.Tensor) -> torch.Tensor:
 def test_gradients_that_the_graph_does_not_show_are_no_operators(fn: Callable[..., torch.Tensor], source: str) -> None:
     program = capture(Function(fn), (torch.randn(BATCH, DIM),)).program
     assert [op.source.split(": ")[1] for op in program.ops if op.target == REGION] == [source]
-    with torch.device("meta"), pytest.raises(CaptureError, match="gradients of its own"):
-        capture(Function(fn), (torch.randn(BATCH, DIM),))
+    if fn is hooked:  # functions are tried on small tensors (tests/test_own_gradients_on_meta.py)
+        with torch.device("meta"), pytest.raises(CaptureError, match="gradients of its own"):
+            capture(Function(fn), (torch.randn(BATCH, DIM),))
 
 
 def test_hooks_on_parameters_and_modules_are_refused() -> None:

@@ -275,6 +275,7 @@ def test_help_names_every_command(run) -> None:
         (["explain", "cut.json"], "not JSON"),
         (["explain", "damaged.json"], "damaged"),
         (["explain", "newer.json"], "version 99"),
+        (["explain", "odd.json"], "contains unknown field `a b\\x1b[31mkkk"),
         (["explain", "good.json", "--gpus", "8"], "is a plan for 4 GPUs, and --gpus says 8"),
         (["explain", "good.json", "--pin", "tp=2"], "--pin is for a TARGET"),
         (["explain", "good.json", "--time-limit", "3"], "--time-limit is for a TARGET"),
@@ -313,6 +314,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
     for name, data in {
         "text.json": b"hello", "foreign.json": b"{}", "good.json": good, "cut.json": good[:100],
         "damaged.json": good.replace(b'"gpus":4', b'"gpus":"four"'), "newer.json": good.replace(b'"version":5', b'"version":99'),
+        "odd.json": good[:-1] + b',"a\\nb\\u001b[31m' + b"k" * 9000 + b'":1}',
     }.items():  # fmt: skip
         (models.parent / name).write_bytes(data)
     for json_flag in ([], ["--json"] if argv[0] != "nosuch" else []):
@@ -320,6 +322,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
         assert ran.code == 2, ran
         assert says in ran.err, ran.err
         assert "Traceback" not in ran.err
+        assert "odd.json" not in argv or (ran.err.count("\n") == 1 and len(ran.err) < 1000)
         if json_flag:
             assert ran.answer["exit_code"] == 2
 

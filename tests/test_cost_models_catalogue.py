@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -86,7 +87,14 @@ def test_unlike_anything_lists_what_there_is(tmp_path: Path) -> None:
         ('gpu = "a100-40gb"', 'gpu = "a100-41gb"', "a100-40gb"),
         ('gpu = "a100-40gb"', "gpu = 3", "gpu must be a name"),
         ('gpu = "a100-40gb"', "gpu = ", "not valid TOML"),
-        ("gpus_per_node = { value = 8,", "gpus_per_node = { value = 0,", "at least 1"),
+        ("gpus_per_node = { value = 8,", "gpus_per_node = { value = 0,", "between 1 and"),
+        ("gpus_per_node = { value = 8,", "gpus_per_node = { value = 2.5,", "must be a whole number, found 2.5"),
+        ("gpus_per_node = { value = 8,", "gpus_per_node = { value = nan,", "needs a number as its `value`, found nan"),
+        ("gpus_per_node = { value = 8,", f"gpus_per_node = {{ value = 1{'0' * 400},", "must lie between"),
+        ("gpus_per_node = { value = 8,", f"gpus_per_node = {{ value = 1{'0' * 5000},", "a number of thousands of digits"),
+        ("gpus_per_node = {", f"gpus_per_node = 0x{'f' * 9000}\nx = {{", "must be a dict, found a number of thousands of digits"),
+        ('gpu = "a100-40gb"', f'gpu = "a100-40gb"\n"{"k" * 9000}" = 1', r"kkk\.\.\. is not known"),
+        ('gpu = "a100-40gb"', 'gpu = "a100-40gb"\n"a\\n\\u001b[31m" = 1', r"'a\\n\\x1b\[31m' is not known"),
         ("gpus_per_node = { value = 8,", 'gpus_per_node = { value = "8",', "needs a number"),
         ("gpus_per_node = { value = 8,", "gpus_per_node = { value = 1e308,", "must lie between"),
         ("gpus_per_node = {", "gpu_per_node = {", "gpus_per_node is missing"),
@@ -106,6 +114,26 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path, old: str, new: str, message
     with pytest.raises((HardwareFileError, UnknownHardware), match=message) as raised:
         load_cluster(path)
     assert "mine.toml" in str(raised.value) or message == "a100-40gb" or "mine" in str(raised.value)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000
+
+
+def test_what_is_no_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    os.mkfifo(tmp_path / "pipe.toml")
+    said = {"folder.toml": "is a folder", "loop.toml": "symbolic links", "pipe.toml": "is a device", "a\nb.toml": r"a\\nb.toml' does not"}
+    for name, message in said.items():
+        with pytest.raises(UnknownHardware, match=message):
+            load_cluster(tmp_path / name)
+
+
+def test_a_file_that_may_not_be_read_is_no_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(UnknownHardware, match=r"mine\.toml cannot be read: Permission denied"):
+        load_cluster(tmp_path / "mine.toml")
 
 
 def test_a_cluster_file_may_hold_or_name_its_own_parts(tmp_path: Path) -> None:

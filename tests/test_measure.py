@@ -13,6 +13,7 @@ import pytest
 import torch
 from planner_programs import program_of
 
+from autopar.capture import capture
 from autopar.errors import PlanError
 from autopar.ir import Op, Program, Ref, TensorType, refs
 from autopar.measure import Counts, Live, Pricer, count
@@ -364,6 +365,47 @@ def test_counts_of_attention() -> None:
     forward = 2 * 2 * 2 * 3 * 8 * 8 * 4  # q k^T and its product with v: 2 b h s s d each
     assert (c.flops, c.backward_flops) == (forward, 2.5 * forward)
     assert set(c.saved_inputs) == {0, 1, 2}
+
+
+def bf16(*shape: int) -> TensorType:
+    return TensorType(shape, torch.bfloat16, True)
+
+
+@pytest.mark.parametrize(
+    "local, a, b, out, sorted_rows",
+    [
+        (False, bf16(48, 16), bf16(4, 16, 32), bf16(48, 32), True),
+        (True, bf16(48, 16), bf16(4, 16, 32), bf16(48, 32), True),
+        (False, bf16(4, 12, 16), bf16(4, 16, 32), bf16(4, 12, 32), False),
+        (False, bf16(4, 48, 16), bf16(16, 32), bf16(48, 32), True),
+        (False, bf16(48, 16), bf16(16, 32), bf16(4, 48, 32), True),
+    ],
+)
+def test_a_row_of_a_grouped_product_meets_the_matrix_of_its_group(
+    local: bool, a: TensorType, b: TensorType, out: TensorType, sorted_rows: bool
+) -> None:
+    ends = (TensorType((4,), torch.int32),) if sorted_rows else ()
+    args = (X, W, *[Ref("ends") for _ in ends])
+    own = {"axis": "dp", "operator": "aten._grouped_mm.default"} if local else {}
+    found = count(op_of("autopar.L.grouped_rows" if local else "aten._grouped_mm.default", *args, **own), (a, b, *ends), (out,))
+    assert (found.op_class, found.flops, found.backward_flops) == ("matmul", 2 * 48 * 16 * 32, 4 * 48 * 16 * 32)
+    assert set(found.saved_inputs) >= {0, 1}
+
+
+@pytest.mark.parametrize("kind, gates", [(torch.nn.LSTM, 4), (torch.nn.GRU, 3)])
+def test_a_step_of_a_recurrent_network_meets_every_matrix(kind: type[torch.nn.Module], gates: int) -> None:
+    class Read(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(8, 16, num_layers=2, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)[0].square().mean()
+
+    program = capture(Read(), (torch.randn(5, 12, 8),), check=False).program
+    (op,) = [op for op in program.ops if op.target.endswith(".input")]
+    weights = gates * 16 * (2 * (8 + 16) + 2 * (32 + 16))
+    assert count(op, *_types(program, op)).flops == 2 * 5 * 12 * weights
 
 
 def test_counts_of_layer_norm() -> None:

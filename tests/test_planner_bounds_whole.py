@@ -88,6 +88,23 @@ def test_no_plan_around_an_operator_of_op_db_is_faster_than_its_bound(monkeypatc
     _hold(op_db(divisible=True)[::16])
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 4), (8, 2, 4)])
+def test_micro_batches_of_one_sample_may_pass_gradients_of_parameters_on(shape: tuple[int, ...]) -> None:
+    """A parameter that is as large as a sample is no sum over the samples then, and there is nothing to launch for it."""
+    whole, own = TensorType(shape, torch.float32, True), TensorType(shape[1:], torch.float32, True)
+    types = {"x": dataclasses.replace(whole, grad=False), "scale": own, "scaled": whole, "total": TensorType((), torch.float32, True)}
+    ops = (
+        Op(target="aten.add.Tensor", args=(Ref("x"), Ref("scale")), outputs=("scaled",)),
+        Op(target="aten.sum.default", args=(Ref("scaled"),), outputs=("total",)),
+    )
+    program = Program(
+        name="around", inputs=(Input(value="x", path=(0,)),), params=(Param(value="scale", fqn="scale"),), buffers=(), ops=ops,
+        loss="total", types=types, batch_size=8,
+    )  # fmt: skip
+    priced, wrong = compared(program, "h200")
+    assert priced and not wrong, wrong
+
+
 def _hold(entries: list[Any]) -> None:
     gpus, wrong, priced, operators = list_gpus(), list[str](), 0, 0
     for info in entries:

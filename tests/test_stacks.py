@@ -154,6 +154,8 @@ def test_a_shell_script_is_read_and_not_run(tmp_path):
         ("parallelism: {dp: 1, tp: 1, pp: 1, pp_engine: zigzag}", ".yaml", "1f1b or afab"),
         ("a: &a [x, x]\nb: [" + ", ".join(["*a"] * 200) + "]", ".yaml", "aliases"),
         ("[" * 100_000, ".json", "cannot be parsed"),
+        (f"[parallelism]\ntensor_parallel_degree = 0x{'f' * 9000}", ".toml", "cannot be parsed: Exceeds the limit"),
+        (f"parallelism: {{dp: 0x{'f' * 9000}, tp: &a [*a]}}", ".yaml", "cannot be parsed: Exceeds the limit"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_said(text, suffix, says, tmp_path):

@@ -25,6 +25,7 @@ from autopar.capture.around import as_called
 from autopar.capture.cumulative import weighed_by_tensors
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
+from autopar.capture.infer import states_of_lstms
 from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NoLoss, OtherGradients
@@ -189,7 +190,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     try:
         with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
-            with _themselves(), weighed_by_tensors():
+            with _themselves(), weighed_by_tensors(), states_of_lstms():
                 exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except FAILURES as e:
         if line := step.border.differentiates:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -153,6 +154,17 @@ def follow(assigned: Sequence[Assigned]) -> None:
             a.old.copy_(value)
 
 
+_OF_TARGETS = (F.cross_entropy, F.nll_loss)
+
+
+def _check_sizes(input: torch.Tensor, target: torch.Tensor, **_: object) -> None:  # noqa: A002  (the name of the argument)
+    """A loss wants as many targets as inputs. Where values decide how many there are, loss(out[mask], y[mask]), torch 2.11 asks a trace,
+    which cannot know; torch 2.13 does not ask."""
+    sizes = input.shape[:1] + target.shape[:1]
+    if len(sizes) == 2 and all(isinstance(size, torch.SymInt) for size in sizes):
+        torch._check(sizes[0] == sizes[1])
+
+
 class AtTheBorder(TorchFunctionMode):
     """What a trace would not see or get wrong, of the torch functions that the code inside calls.
 
@@ -229,6 +241,8 @@ class AtTheBorder(TorchFunctionMode):
                 return WRITTEN_OUT[func](*args, **kwargs)
         if self._tape.moves(func, args, kwargs):
             return args[0]
+        if func in _OF_TARGETS:
+            _check_sizes(*args[:2], **kwargs)
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import _decomp as decomposed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.interpret import run_op
@@ -13,7 +17,7 @@ from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.ir import Op, Ref, TensorType, call_text, map_refs, refs
 
-__all__ = ["Inference", "Meta", "meta_of"]
+__all__ = ["Inference", "Meta", "meta_of", "states_of_lstms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,20 @@ def meta_of(tensor: torch.Tensor, grad: bool = False) -> Meta:
     return Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype, grad)
 
 
+@contextlib.contextmanager
+def states_of_lstms() -> Iterator[None]:
+    """Inside, the last states of an LSTM of fake tensors have the shapes of its first ones: torch 2.11 gives those that are trained a
+    dim of 1 more. (The function is private; there is no other way.)"""
+    layer = decomposed.decompositions.one_layer_lstm
+
+    def shaped(x: torch.Tensor, first: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        made, last = layer(x, first, *args, **kwargs)
+        return made, tuple(b.reshape(a.shape) for a, b in zip(first, last, strict=True))
+
+    with mock.patch.object(decomposed.decompositions, "one_layer_lstm", shaped):
+        yield
+
+
 class Inference:
     """infer(op, metas): the Meta of every output of an operator, None for outputs that it does not have.
 
@@ -72,7 +90,7 @@ class Inference:
         return found
 
     def _run(self, op: Op, metas: list[Meta]) -> tuple[Meta | None, ...]:
-        with self._mode, torch.enable_grad():
+        with self._mode, torch.enable_grad(), states_of_lstms():
             env = {
                 str(i): torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu").requires_grad_(m.grad)
                 for i, m in enumerate(metas)

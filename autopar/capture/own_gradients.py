@@ -19,12 +19,13 @@ from torch.utils import _pytree as pytree
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
-from autopar.capture.export import objective_of
-from autopar.capture.samples import gives_the_same
-from autopar.capture.source import module_of, paths_of, running_line
+from autopar.capture.export import FAILURES, as_exported, objective_of
+from autopar.capture.samples import gives_the_same, stand_ins
+from autopar.capture.source import first_line, module_of, paths_of, running_line
+from autopar.errors import CaptureError
 from autopar.run.region import Applied, AsAutograd, Place, Region
 
-__all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients"]
+__all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients", "without_values"]
 
 
 MOST = 4  # calls of a function that are tried
@@ -63,7 +64,7 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
         return apply(*args, **kwargs)
 
     with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs):
-        with _asked_by(note), hooks_told(hooked), applied_by(noted):
+        with without_values(model, inputs), _asked_by(note), hooks_told(hooked), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     if line := found.get("", ""):
         name = type(model).__name__
@@ -90,20 +91,41 @@ def other_backward(
             calls.append(copied((args, kwargs)))
         return apply(*args, **kwargs)
 
-    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs), applied_by(noted):
-        objective_of(model(*inputs[0], **inputs[1]), loss, None)
+    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs):
+        with without_values(model, inputs), applied_by(noted):
+            objective_of(model(*inputs[0], **inputs[1]), loss, None)
     for cls, calls in seen.items():
         for args, kwargs in calls:
             given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            meta = any(t.is_meta for t in given)
+            given = stand_ins(given) if meta else given
             arguments = pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs))
             one, two = (
                 Region(path=cls.__name__, module=kind(cls), state=(), arguments=arguments, modes=(True,)) for kind in (Applied, AsAutograd)
             )
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), torch.device("cpu") if meta else contextlib.nullcontext():
                 warnings.simplefilter("ignore")  # of a forward that takes values of tensors, which now need gradients
                 if not gives_the_same(one, two, given):
                     return cls.__qualname__
     return ""
+
+
+@contextlib.contextmanager
+def without_values(model: nn.Module, inputs: object) -> Iterator[None]:
+    """Around a call that is not traced: where it is on the meta device, code that asks whether it is exported is told so, since it takes no
+    values of tensors into Python then. CaptureError if it does all the same."""
+    tensors = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs))
+    if not any(isinstance(x, Tensor) and x.is_meta for x in tensors):
+        yield
+        return
+    try:
+        with as_exported():
+            yield
+    except FAILURES as error:
+        raise CaptureError(
+            f"{type(model).__name__} has gradients of its own, and cannot be called on the meta device to look at these: "
+            f"{first_line(error)}\n  what to do: build the model with data, not on the meta device"
+        ) from error
 
 
 def innermost(paths: Mapping[int, str]) -> str | None:

@@ -202,9 +202,10 @@ def _captured(
         compared = None if trainable is None else tuple(trainable.values())
         if as_written is None and trainable is not None and found.hooks:
             raise OtherGradients(f"{program.name} registers {found.hooks[0]} on an activation in its forward")
-        if as_written is None and trainable is not None and found.own_gradients:
-            modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
-            as_regions = {m.function for m in modules if isinstance(m, Applied)}
+        modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
+        as_regions = {m.function for m in modules if isinstance(m, Applied)}
+        unseen = [name for name in dict.fromkeys(found.own_gradients) if name not in {f.__qualname__ for f in as_regions}]
+        if as_written is None and (trainable is not None or not real) and found.own_gradients:
             if function := other_backward(model, loss, copied(inputs), as_regions):
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
@@ -220,11 +221,11 @@ def _captured(
                 checked, calls, dict(trace.tensors) | leaves, _inputs_by_value(program.inputs, *copied(given)), trace.returned, dtype=dtype,
                 answers=found.answers,
             )  # fmt: skip
-        elif found.own_gradients:
+        elif unseen and (real or found.hooks or as_written is not None):
+            remedy = "capture with check=True" if real else "build the model with data, not on the meta device"
             raise CaptureError(
-                f"the forward of {program.name} computes gradients of its own ({', '.join(dict.fromkeys(found.own_gradients))}), which a "
-                f"graph of operators does not show\n  what to do: capture with real (not meta) tensors and check=True, so that they are "
-                f"compared"
+                f"the forward of {program.name} computes gradients of its own ({', '.join(unseen)}), which a "
+                f"graph of operators does not show\n  what to do: {remedy}, so that they are compared"
             )
     could = _given(program.name, found, left)
     left_out = tuple(path for path in left if path not in places)

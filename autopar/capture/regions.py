@@ -27,12 +27,12 @@ from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import IN_A_PART, Call, Outside, hooked
-from autopar.capture.own_gradients import OwnGradients, below, innermost
+from autopar.capture.own_gradients import OwnGradients, below, innermost, without_values
 from autopar.capture.reach import is_foreign
 from autopar.capture.repeats import forwards_replaced
-from autopar.capture.samples import is_linear, works_by_samples
+from autopar.capture.samples import is_linear, run_small, works_by_samples
 from autopar.capture.source import first_line, module_of, paths_of, running_line
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, DependsOnValues
 from autopar.run.autocast import ambient
 from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
@@ -210,7 +210,8 @@ class Regions:
         drawn, told = torch.random.fork_rng(devices=[]), as_called((args, kwargs))
         with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), drawn, told:
             torch.manual_seed(0)
-            objective_of(self.model(*args, **kwargs), self.loss, None)
+            with without_values(self.model, self.inputs):
+                objective_of(self.model(*args, **kwargs), self.loss, None)
 
     def _note(self, path: str, call: Call | str, found: dict[str, list[Call]]) -> None:
         """One of its calls, or why it cannot be a region."""
@@ -270,9 +271,13 @@ class Regions:
     def why_not(self, error: CaptureError | None = None) -> str:
         """Lines to add to an error of capture."""
         lines = [f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items()]
-        if error is None or lines or not self._has_data() or "torch.func" in str(error):  # which no submodule may call
+        if error is None or lines or "torch.func" in str(error):  # which no submodule may call
             return "".join(lines)
-        if self._innermost(error.__cause__, users=True) == "":
+        inside = self._innermost(error.__cause__, users=True)
+        part = "what computes it" if isinstance(error, DependsOnValues) else f"{inside}, or what is around it," if inside else ""
+        if part and not self._has_data():
+            lines.append(f"\n  or: build the model with data, not on the meta device: {part} may run as it is written then")
+        elif inside == "" and self._has_data():
             lines.append(
                 "\n  or: move that line, and what it needs, into a submodule of its own that takes and returns tensors, of shapes that do "
                 "not depend on values: what no graph holds runs as it is written there"
@@ -437,12 +442,20 @@ def _observed(
         region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
         structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,
     )  # fmt: skip
-    with forwards_replaced({"": forward}, module):
+    tried, made = list(copies), list(call.results)
+    meta = any(t.is_meta for t in (*given, *own.values()))
+    with forwards_replaced({"": forward}, module), torch.device("cpu") if meta else contextlib.nullcontext():
+        if meta:
+            small = None if own else run_small(call.region, given, results)
+            if small is None:
+                return output, "it lies on the meta device, and cannot be tried on small tensors of numbers: build the model with data"
+            tried, made, draws = small
+            call = dataclasses.replace(call, draws=draws)
         steady, rows = works_by_samples(
-            call.region, copies, tuple(own.values()), call.results, draws=draws, own_backward=bool(own_backward or hooks)
+            call.region, tried, tuple(own.values()), made, draws=draws, own_backward=bool(own_backward or hooks)
         )
         leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
-        if leaves or ((own_backward or hooks) and not is_linear(call.region, copies, tuple(own.values()), draws=draws)):
+        if leaves or ((own_backward or hooks) and not is_linear(call.region, tried, tuple(own.values()), draws=draws)):
             call = dataclasses.replace(call, region=dataclasses.replace(call.region, linear=False))
         rows = () if leaves else rows
     return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"

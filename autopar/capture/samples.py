@@ -16,13 +16,50 @@ from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
 
-__all__ = ["gives_the_same", "is_linear", "works_by_samples"]
+__all__ = ["gives_the_same", "is_linear", "run_small", "stand_ins", "works_by_samples"]
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 AT_ONCE = 4  # tensors of which every subset is tried
 FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
+LEAST_SIZE, SIZE_STEP = 8, 4  # larger sizes are reduced to 12, 16, 20 ..., distinct where they were distinct
 LARGE = 1 << 26  # elements of parameters and buffers, beyond which it is not copied in order to be tried
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
+
+
+def stand_ins(given: Sequence[Tensor]) -> list[Tensor]:
+    """Small random tensors on the CPU in the place of such that have no numbers, on the meta device; integers are below every size."""
+    reduced = _reduced(given)
+    shapes = [[reduced.get(size, size) for size in t.shape] for t in given]
+    least = min((size for shape in shapes for size in shape if size > 1), default=2)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(t: Tensor, shape: list[int]) -> Tensor:
+        if t.dtype.is_floating_point or t.dtype.is_complex:
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(t.dtype)
+        most = 2 if t.dtype == torch.bool else least
+        return torch.randint(most, shape, generator=generator, device="cpu").to(t.dtype)
+
+    return [drawn(t, shape) for t, shape in zip(given, shapes, strict=True)]
+
+
+def _reduced(given: Sequence[Tensor]) -> dict[int, int]:
+    """Size -> a smaller one, which differs from those of other sizes."""
+    large = sorted({size for t in given for size in t.shape if size > LEAST_SIZE})
+    return {size: min(size, LEAST_SIZE + SIZE_STEP * k) for k, size in enumerate(large, start=1)}
+
+
+def run_small(region: Region, given: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], bool] | None:
+    """A region without a state on `stand_ins` of what it was given on the meta device: these, its results, whether it draws random
+    numbers. None if it does not take them, or makes of them other shapes than `results` say."""
+    small, reduced = stand_ins(given), _reduced(given)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        found = _results(region, small, ())
+        draws = not torch.equal(before, torch.get_rng_state())
+    expected = [tuple(reduced.get(size, size) for size in r.shape) for r in results]
+    if found is None or [tuple(r.shape) for r in found] != expected:
+        return None
+    return small, list(found), draws
 
 
 def works_by_samples(

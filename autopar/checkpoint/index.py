@@ -26,6 +26,7 @@ import torch
 from autopar.checkpoint.boxes import not_a_tiling
 from autopar.checkpoint.safetensors_file import itemsize
 from autopar.errors import CheckpointError
+from autopar.files import in_line
 
 __all__ = ["INDEX", "Chunk", "Contents", "File", "Group", "Index", "Stream", "TensorEntry", "commit", "data_file", "read_index"]
 
@@ -168,9 +169,10 @@ def read_index(folder: Path) -> Index:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not the index of a checkpoint, or is damaged: {error}") from error
+        raise CheckpointError(f"{path} is not the index of a checkpoint, or is damaged: {in_line(error)}") from error
     if index.format != FORMAT or index.version != VERSION:
-        raise CheckpointError(f"{path} says {index.format!r} version {index.version}; this autopar reads {FORMAT!r} version {VERSION}")
+        says = f"{in_line(repr(index.format))} version {index.version}"
+        raise CheckpointError(f"{path} says {says}; this autopar reads {FORMAT!r} version {VERSION}")
     for file in index.files:
         if not _DATA.fullmatch(file.name):
             raise CheckpointError(f"{path} names a data file {file.name[:80]!r}, which no checkpoint has")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import CheckpointError
+from autopar.files import in_line
 
 __all__ = ["Entry", "Placed", "itemsize", "read_elements", "read_header", "write"]
 
@@ -156,7 +157,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         found = {name: _entry(path, name, msgspec.json.decode(one, type=_Header), 8 + length, size) for name, one in raw.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read ({error})") from error
+        raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read ({in_line(error)})") from error
     end = 8 + length
     for entry in sorted(found.values(), key=lambda e: (e.start, e.nbytes)):
         if entry.start != end:

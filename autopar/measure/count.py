@@ -2,8 +2,8 @@
 
 Nothing is computed and nothing is allocated: the operator runs on fake tensors once for each distinct signature (target,
 arguments, operand types); where it is the same on every device on the meta device, which takes a tenth of the time. FLOPs come
-from torch.utils.flop_counter, of attention from its sizes; saved tensors from saved_tensors_hooks, by storage, so that a view of
-an operand counts as the operand.
+from torch.utils.flop_counter, of attention and of what it does not know from sizes; saved tensors from saved_tensors_hooks, by storage,
+so that a view of an operand counts as the operand.
 """
 
 from __future__ import annotations
@@ -172,10 +172,11 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
             return t
 
         apart = cls == "attention" or (on_meta and cls in _STREAMING)  # whose products are counted below, in less time, or that have none
-        counter = None if apart else FlopCounterMode(display=False)
+        known = _FLOPS.get(function_of(target))
+        counter = None if apart or known else FlopCounterMode(display=False)
         with counter or contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             results = run_op(op, env)
-        flops = float(counter.get_total_flops()) if counter else 0.0
+        flops = float(counter.get_total_flops()) if counter else known(target, ins) if known else 0.0
         where_in: dict[int, int] = {}
         for k, t in enumerate(tensors):
             where_in.setdefault(_storage(t), k)
@@ -240,12 +241,15 @@ _ROW_BY_ROW: dict[str, Callable[[tuple[Any, ...], TensorType], int]] = {
 }
 
 # Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
-_SAME_WORK = {_LOCAL_ATTENTION: _ATTENTION, "autopar.L.dropout": "aten.dropout.default"}
+_SAME_WORK = {
+    _LOCAL_ATTENTION: _ATTENTION, "autopar.L.dropout": "aten.dropout.default", "autopar.L.grouped_rows": "aten._grouped_mm.default",
+}  # fmt: skip
 
 
 def _as_plain(same: str, op: Op, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...]) -> Counts:
     args = (*op.args, op.kwarg("p"), True) if same.startswith("aten.dropout") else op.args
-    kwargs = tuple((k, v) for k, v in op.kwargs if k not in ("axis", "p"))
+    kwargs = tuple((k, v) for k, v in op.kwargs if k not in ("axis", "p", "operator"))
+    same = str(op.kwarg("operator", same))
     return _count(same, args, kwargs, op.no_grad, ins, outs)
 
 
@@ -256,6 +260,26 @@ def _as_counted(op: Op, read: int, written: int, kept: int) -> Counts:
         op_class="matmul" if flops else "pointwise", flops=flops, backward_flops=2 * flops if kept else 0.0, bytes_read=read,
         bytes_written=written, saved_inputs=tuple(range(1, kept)), saved_other_bytes=int(saved) if kept else 0,
     )  # fmt: skip
+
+
+def _grouped_flops(target: str, ins: tuple[TensorType, ...]) -> float:
+    """Rows sorted by group and a matrix for each group, [rows, in] and [groups, in, out]: each row meets one matrix. Also stacks of both;
+    and one of both for all, of which each group has its own columns."""
+    a, b = ins[0].shape, ins[1].shape
+    return 2.0 * math.prod(a) * b[-1] / (a[0] if len(a) > len(b) and a[0] else 1)
+
+
+def _recurrent_flops(target: str, ins: tuple[TensorType, ...]) -> float:
+    """Each step of x [steps, batch, in], or row of a packed one, meets every matrix of every layer. Between x and these stand the sizes of
+    a packed x, and the states."""
+    first = 1 + target.endswith(".data") + (2 if function_of(target) == "lstm" else 1)
+    return 2.0 * math.prod(ins[0].shape[:-1]) * sum(t.numel for t in ins[first:] if len(t.shape) == 2)
+
+
+# What torch's counter does not know: function -> FLOPs of a target and the types of its operands.
+_FLOPS: dict[str, Callable[[str, tuple[TensorType, ...]], float]] = {
+    "_grouped_mm": _grouped_flops, "grouped_mm_fallback": _grouped_flops, "lstm": _recurrent_flops, "gru": _recurrent_flops,
+}  # fmt: skip
 
 
 def _attention_flops(op: Op, ins: tuple[TensorType, ...]) -> float:

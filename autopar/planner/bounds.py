@@ -71,7 +71,9 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
     flops, backward = flops / speed, backward / speed
     trained = any(t.grad for t in outs) and not op.no_grad
     again = trained and pricer.in_backward(counts)
-    launches = 0.0 if recipe.fuses else gpu.launch_s * (1 + again) if gpu.host else sum(pricer.launches_s(op, ins, outs))
+    single = [tuple(_of_one_sample(t, program.batch_size) for t in of) for of in (ins, outs)]  # nothing is summed over it in backward
+    launched = min(sum(pricer.launches_s(op, *types)) for types in ((ins, outs), single))
+    launches = 0.0 if recipe.fuses else gpu.launch_s * (1 + again) if gpu.host else launched
 
     def moved_s(whole: float, nbytes: float) -> tuple[float, float]:
         parts = max(0.0, nbytes - whole), min(whole, nbytes)
@@ -84,6 +86,10 @@ def least_op_s(op: Op, program: Program, cluster: Cluster, recipe: Recipe, fixed
         backward_flops_s=kernel_time_s(cls, backward, 0.0, dtype, gpu) if again else 0.0,
         backward_moved_s=behind[0], backward_whole_s=behind[1], launches_s=launches,
     )
+
+
+def _of_one_sample(t: TensorType, batch: int | None) -> TensorType:
+    return dataclasses.replace(t, shape=(1, *t.shape[1:])) if t.shape[:1] == (batch,) else t
 
 
 class OpLeast(NamedTuple):

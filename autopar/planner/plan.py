@@ -14,7 +14,7 @@ import msgspec
 
 from autopar.axes import AXES, BATCH, LAYERS
 from autopar.errors import PlanError
-from autopar.files import write_file
+from autopar.files import in_line, write_file
 from autopar.ir import Layout, Strategy
 from autopar.planner.modes import RECOMPUTES
 from autopar.planner.plan_account import Account, Count, Positive, Seconds
@@ -335,15 +335,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         try:
             head = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise PlanError(f"{name} is not JSON: {e}") from e
+            raise PlanError(f"{name} is not JSON: {in_line(e)}") from e
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise PlanError(f"{name} is not an autopar plan (it has no format: {FORMAT!r})")
         if head.get("version") != VERSION:
-            raise PlanError(f"{name} is a plan of version {head.get('version')!r}; this autopar reads version {VERSION}. Plan again.")
+            found = in_line(repr(head.get("version")))
+            raise PlanError(f"{name} is a plan of version {found}; this autopar reads version {VERSION}. Plan again.")
         try:
             plan = msgspec.convert(head, Plan)
         except msgspec.ValidationError as e:
-            raise PlanError(f"{name} is a damaged plan: {e}") from e
+            raise PlanError(f"{name} is a damaged plan: {in_line(e)}") from e
         plan.check(name)
         return plan
 

@@ -25,6 +25,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.closed import over_tensors
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
+from autopar.run.parametrized import class_of, pickled
 
 __all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
@@ -99,13 +100,13 @@ class Region:
 
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
         """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""
-        names = {type(m).__module__ for m in self.module.modules()} - {"__main__"}
+        names = {class_of(m).__module__ for m in self.module.modules()} - {"__main__"}
         names |= {m.function.__module__ for m in self.module.modules() if isinstance(m, Applied)} - {"__main__"}
         files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
         try:
-            return _loaded, (tuple(files), sys.path[:], pickle.dumps(fields))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return _loaded, (tuple(files), sys.path[:], pickled(fields))
+        except (pickle.PicklingError, AttributeError, RuntimeError, TypeError) as error:
             raise LaunchError(
                 f"{self.name} runs as it is written, and cannot be given to another process: {error}\n  what to do: define its classes and "
                 f"functions (hooks too) at the top of a file"

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from autopar.files import in_line
 from autopar.stacks.stack import StackError
 
 __all__ = ["ShellWords", "count", "mapping_of", "parsed", "size", "toml_text"]
@@ -39,16 +40,29 @@ def parsed(path: Path) -> Any:
         text = data.decode()
         match path.suffix.lower():
             case ".toml":
-                return tomllib.loads(text)
+                return _with_numbers(tomllib.loads(text))
             case ".json":
                 return json.loads(text)
             case ".yaml" | ".yml":
                 _check_aliases(text, path)
-                return yaml.safe_load(text)
+                return _with_numbers(yaml.safe_load(text))
             case _:
                 return _shell(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise StackError(f"{path} cannot be parsed: {' '.join(str(error).split())[:300]}") from error
+        raise StackError(f"{path} cannot be parsed: {in_line(error)}") from error
+
+
+def _with_numbers(found: Any) -> Any:
+    """The values of a file. ValueError for a number in hexadecimal that Python does not write in decimals, as an error about it would."""
+    left, seen = [found], set[int]()  # aliases: a list may be in itself
+    while left:
+        value = left.pop()
+        if isinstance(value, int):
+            str(value)
+        elif isinstance(value, dict | list) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+    return found
 
 
 def _check_aliases(text: str, path: Path) -> None:
