@@ -23,6 +23,7 @@ from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Inputs, apart, copied, of_a_module, refuse_changing
 from autopar.capture.casts import cast_before_use
+from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.effects import changed_in_place
@@ -183,6 +184,7 @@ def _captured(
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             trace, mutations = in_one_order(trace, mutations)
+            trace = with_known_masks(trace)
             frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
             _check_precision(model, at_rest, frozen)
             trace = split_label_means(trace)
