@@ -21,7 +21,7 @@ from autopar.capture.trace import Trace
 from autopar.ir import Op, Ref, TensorType, refs
 from autopar.run.region import REGION
 
-__all__ = ["with_known_masks"]
+__all__ = ["is_causal", "with_known_masks"]
 
 ATTENTION: Final = "aten.scaled_dot_product_attention.default"
 EXPAND: Final = "aten.expand.default"
@@ -43,7 +43,7 @@ def with_known_masks(trace: Trace) -> Trace:
     ops = []
     for traced in trace.ops:
         op = traced.op
-        if op.target == ATTENTION and len(op.args) > 3 and isinstance(op.args[3], Ref) and not _is_causal(op):
+        if op.target == ATTENTION and len(op.args) > 3 and isinstance(op.args[3], Ref) and not is_causal(op):
             key = op.args[3].name, _is_square(op, trace)
             if key not in known:
                 known[key] = masks.is_causal(*key)
@@ -53,7 +53,8 @@ def with_known_masks(trace: Trace) -> Trace:
     return dataclasses.replace(trace, ops=tuple(ops)) if any(x is not None for x in known.values()) else trace
 
 
-def _is_causal(op: Op) -> bool:
+def is_causal(op: Op) -> bool:
+    """Whether an attention is told to be causal."""
     return bool(op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False))
 
 

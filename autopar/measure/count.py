@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.capture.causal import is_causal
 from autopar.capture.interpret import run_op
 from autopar.ir import Op, TensorType, call_text, nameless
 from autopar.measure.traffic import MASKED, OF_IMAGES, Moves, Traffic, function_of, moves, narrow, of_depthwise
@@ -194,7 +195,7 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     cls = "other" if depthwise else cls
     keys = 0
     if cls == "attention":
-        flops, keys = _attention_flops(op, ins), ins[1].shape[-2] if _is_causal(op) else 0
+        flops, keys = _attention_flops(op, ins), ins[1].shape[-2] if is_causal(op) else 0
     passes = sum(t.grad for t in _factors(ins))  # one product of the forward's size makes the gradient of each factor
     backward = flops * {"attention": 2.5, "matmul": min(passes, 2), "conv": min(passes, 2)}.get(cls, 2.0) if differentiable else 0.0
     return Counts(
@@ -286,11 +287,7 @@ def _attention_flops(op: Op, ins: tuple[TensorType, ...]) -> float:
     """q k^T and its product with v. q: [..., length, e], k: [..., keys, e], v: [..., keys, f]. Of a causal mask the kernels skip the
     upper half, of any other nothing. The flop counter does not know all of the kernels that a device may choose."""
     q, k, v = (t.shape for t in ins[:3])
-    return (1.0 if _is_causal(op) else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-def _is_causal(op: Op) -> bool:
-    return bool(op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False))
+    return (1.0 if is_causal(op) else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _is_depthwise(ins: tuple[TensorType, ...]) -> bool:
