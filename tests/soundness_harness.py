@@ -143,6 +143,11 @@ def leaves(values: Iterable[torch.Tensor], fixed: Collection[int] = ()) -> list[
     return [v.detach().clone().requires_grad_(differentiable(v) and k not in fixed) for k, v in enumerate(values)]
 
 
+def on_ranks(named: Arg, axes: dict[str, Axis]) -> Axis | tuple[Axis, ...]:
+    """The axis, or the axes, that an operator of autopar's own names."""
+    return tuple(axes.get(str(name), ONE) for name in named) if isinstance(named, tuple) else axes.get(str(named), ONE)
+
+
 def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], axis: Axis | None = None) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     """Run operators one after another: the results of the last, and the operands as they are then. The operands are copied
     first, so that operators may write to them. axis: what autopar's own operators are given as axis "a"; any other axis that
@@ -162,7 +167,7 @@ def run_ops(ops: tuple[Op, ...], operands: list[torch.Tensor], axis: Axis | None
             function = getattr(collectives if kind == "C" else local_ops, name)
         else:
             function = resolve(op.target)
-        result = function(*map(value, op.args), **{k: axes.get(v, ONE) if k == "axis" else value(v) for k, v in op.kwargs})
+        result = function(*map(value, op.args), **{k: on_ranks(v, axes) if k == "axis" else value(v) for k, v in op.kwargs})
         results = tuple(result) if isinstance(result, (list, tuple)) else (result,)
         env.update({k: v for k, v in zip(op.outputs, results) if k is not None})
     return results, [env[f"x{k}"] for k in range(len(operands))]

@@ -127,6 +127,9 @@ def attentions() -> Iterator[tuple[Any, ...]]:
     q, k, v = x(4, 8, 4, 5), x(4, 8, 6, 5), x(4, 8, 6, 5)
     yield name, q, k, v
     yield name, q, q, q, None, 0.0, True
+    yield name, q, q, q, None, 0.0, True, {"scale": 0.3}
+    yield name, x(8, 4, 5), x(8, 4, 5), x(8, 4, 6), None, 0.0, True
+    yield name, x(4, 8, 8, 5), x(4, 2, 8, 5), x(4, 2, 8, 5), None, 0.0, True, {"enable_gqa": True}
     for mask in ((4, 8, 4, 6), (4, 1, 1, 6), (1, 8, 4, 6), (4, 6), (1, 6), (4, 1, 4, 6), (8, 4, 6)):
         yield name, q, k, v, x(*mask)
     yield name, q, k, v, x(4, 1, 4, 6) > -1
@@ -179,6 +182,9 @@ def local_code() -> Iterator[tuple[Any, ...]]:
     yield "autopar.L.sync_batch_norm", x(4, 8, 3), x(8), x(8), x(8), positive(8), {"axis": "b", "momentum": 0.1, "eps": 1e-5}
     yield "autopar.L.masked_embedding", integers(8, 4, 8), x(8, 16), {"axis": "b"}
     yield "autopar.L.cross_entropy_sum_vocab", x(8, 12), integers(12, 8), {"axis": "b"}
+    for heads in (4, 8):
+        keys = x(4, heads, 8, 5)
+        yield "autopar.L.causal_rows", x(4, 8, 8, 5), keys, keys, {"axis": "b", "scale": None, "enable_gqa": heads == 4}
 
 
 def cases(calls: Iterable[tuple[Any, ...]]) -> Iterator[Case]:

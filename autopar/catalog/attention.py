@@ -9,17 +9,25 @@ from autopar.catalog.dims import split_names
 from autopar.catalog.rule import OpView, draws, local_code, over_axes, register
 from autopar.ir import Layout, Op, R, S, Strategy
 
-__all__: list[str] = []
+__all__ = ["BY_ROWS", "CAUSAL_ROWS", "LOCAL_ATTENTION", "of_last_rows"]
+
+LOCAL_ATTENTION, CAUSAL_ROWS = "autopar.L.attention", "autopar.L.causal_rows"
+BY_ROWS = "causal_rows"  # the code of some of the queries of a causal attention
+
+
+def of_last_rows(n: float) -> float:
+    """What the rank with the last queries of causal attention computes, over the mean of n ranks: they read most keys."""
+    return 2 - 1 / n
 
 
 def attention(view: OpView) -> Iterable[Strategy]:
     """q [*, H, L, E], k [*, K, T, E], v [*, K, T, F], mask that broadcasts to [*, H, L, T] -> [*, H, L, F].
 
     With enable_gqa, query head h reads key head h // (H / K): the same cut of both leaves them together. A causal
-    attention numbers its queries from 0, so that their dim stays whole.
+    attention numbers its queries from 0: where these are split, code of its own knows from where on.
     """
     bound, tensors = view.args(), view.tensors()
-    if view.op.target == "autopar.L.attention":
+    if view.op.target in (LOCAL_ATTENTION, CAUSAL_ROWS):
         tensors = {"query": 0, "key": 1, "value": 2, "attn_mask": 3 if len(view.ins) > 3 else None}
     ndim = len(view.outs[0].shape)
     batch = tuple(f"b{k}" for k in range(ndim - 2))  # the last of them is the heads
@@ -29,7 +37,8 @@ def attention(view: OpView) -> Iterable[Strategy]:
         index = tensors[name]
         if index is not None:
             operands[index] = (*batch, rows, cols)[ndim - len(view.ins[index].shape) :]
-    fixed = {"e", "t", "f"} | ({"l"} if bound["is_causal"] else set())
+    causal = view.op.target == CAUSAL_ROWS or bool(bound["is_causal"])
+    fixed = {"e", "t", "f"} | ({"l"} if causal else set())
     found: list[Strategy] = []
     if bound["enable_gqa"] and batch:
         found += _grouped_heads(view, operands, batch[-1])
@@ -37,15 +46,32 @@ def attention(view: OpView) -> Iterable[Strategy]:
     found += split_names(view, operands, [(*batch, "l", "f")], [False] * len(view.ins), lambda name: name in fixed)
     for s in found:
         yield dataclasses.replace(s, local="attention") if draws(view.op) else s
+    if causal and not draws(view.op) and (view.op.target == CAUSAL_ROWS or _is_square(view)):
+        queries = S(ndim - 2)
+        yield view.strategy([queries, R, R], [queries], local=BY_ROWS)
 
 
 @local_code("attention")
 def _attention(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
     """Attention with dropout draws from a stream of the shard's own."""
     bound = view.args()
-    operands = op.args[:4] if op.target == "autopar.L.attention" else tuple(bound[n] for n in ("query", "key", "value", "attn_mask"))
+    operands = op.args[:4] if op.target == LOCAL_ATTENTION else tuple(bound[n] for n in ("query", "key", "value", "attn_mask"))
     rest = tuple((name, bound[name]) for name in ("dropout_p", "is_causal", "scale", "enable_gqa"))
-    return (dataclasses.replace(op, target="autopar.L.attention", args=operands, kwargs=(("axis", over_axes(op, axis)), *rest)),)
+    return (dataclasses.replace(op, target=LOCAL_ATTENTION, args=operands, kwargs=(("axis", over_axes(op, axis)), *rest)),)
+
+
+@local_code(BY_ROWS)
+def _causal_rows(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
+    """Some of the queries, which read the keys up to their own places."""
+    bound = view.args()
+    operands = op.args[:3] if op.target == CAUSAL_ROWS else tuple(bound[n] for n in ("query", "key", "value"))
+    rest = tuple((name, bound[name]) for name in ("scale", "enable_gqa"))
+    return (dataclasses.replace(op, target=CAUSAL_ROWS, args=operands, kwargs=(("axis", over_axes(op, axis)), *rest)),)
+
+
+def _is_square(view: OpView) -> bool:
+    """Whether a causal attention has as many keys as queries, and no mask besides."""
+    return len(view.ins) == 3 and view.ins[0].shape[-2] == view.ins[1].shape[-2]
 
 
 def _grouped_heads(view: OpView, operands: list[tuple[str, ...]], heads: str) -> Iterable[Strategy]:
@@ -58,4 +84,4 @@ def _grouped_heads(view: OpView, operands: list[tuple[str, ...]], heads: str) ->
         yield view.strategy(ins, [S(len(view.outs[0].shape) - 3, g)])
 
 
-register("aten.scaled_dot_product_attention autopar.L.attention", attention)
+register(f"aten.scaled_dot_product_attention {LOCAL_ATTENTION} {CAUSAL_ROWS}", attention)

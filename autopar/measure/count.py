@@ -20,14 +20,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.capture.causal import is_causal
+from autopar.capture.causal import ATTENTION, is_causal
 from autopar.capture.interpret import run_op
+from autopar.catalog.attention import CAUSAL_ROWS, LOCAL_ATTENTION, of_last_rows
 from autopar.ir import Op, TensorType, call_text, nameless
 from autopar.measure.traffic import MASKED, OF_IMAGES, Moves, Traffic, function_of, moves, narrow, of_depthwise
 
 __all__ = ["FUSED_DROPOUT", "OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu", "count", "op_class"]
 
-_ATTENTION, _LOCAL_ATTENTION = "aten.scaled_dot_product_attention.default", "autopar.L.attention"
 _DROPOUT_AT = 4  # of the arguments of the first
 FUSED_DROPOUT = "aten.native_dropout.default"  # returns its mask besides
 
@@ -96,8 +96,8 @@ def as_on_gpu(op: Op, ins: tuple[TensorType, ...]) -> Op:
     dropout, whose fused kernels draw again in backward what they drew (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp asks nothing
     of dropout) and keep what they keep without it, of which there are none in float64; dropout, whose fused kernel keeps a byte for each
     number (aten/src/ATen/native/Dropout.cpp)."""
-    if op.target in (_ATTENTION, _LOCAL_ATTENTION) and ins[0].dtype != torch.float64:
-        args = tuple(0.0 if k == _DROPOUT_AT and op.target == _ATTENTION else a for k, a in enumerate(op.args))
+    if op.target in (ATTENTION, LOCAL_ATTENTION) and ins[0].dtype != torch.float64:
+        args = tuple(0.0 if k == _DROPOUT_AT and op.target == ATTENTION else a for k, a in enumerate(op.args))
         return dataclasses.replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
     if op.target == "aten.dropout.default":
         p, training = (op.args[k] if len(op.args) > k else op.kwarg(name) for k, name in ((1, "p"), (2, "train")))
@@ -149,7 +149,9 @@ def _count(target: str, args: tuple, kwargs: tuple, no_grad: bool, ins: tuple[Te
     differentiable = any(t.grad for t in ins) and any(t.grad for t in outs)
     same = _SAME_WORK.get(target)
     if same is not None:
-        return dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
+        plain = dataclasses.replace(_as_plain(same, op, ins, outs), op_class=op_class(same))
+        share = of_last_rows(ins[1].shape[-2] / ins[0].shape[-2]) / 2 if target == CAUSAL_ROWS else 1.0
+        return dataclasses.replace(plain, flops=share * plain.flops, backward_flops=share * plain.backward_flops)
     if target == "autopar.L.region":
         return _as_counted(op, read, written, len(ins) if differentiable else 0)
     if target in _ROW_BY_ROW and (rows := math.prod(ins[0].shape[: (first := _ROW_BY_ROW[target](args, ins[0]))])) > 1:
@@ -229,7 +231,7 @@ SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
 def is_same_on_meta(target: str, ins: Sequence[TensorType]) -> bool:
     """Whether neither the work of an operator nor what it keeps and allocates depends on the device, so that it may run on meta, which
     takes a fraction of the time. Attention whose mask has a gradient is composed of others on the CPU too."""
-    return target in SAME_ON_META or (target in (_ATTENTION, _LOCAL_ATTENTION) and len(ins) > 3 and ins[3].grad)
+    return target in SAME_ON_META or (target in (ATTENTION, LOCAL_ATTENTION) and len(ins) > 3 and ins[3].grad)
 
 
 # Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
@@ -243,7 +245,8 @@ _ROW_BY_ROW: dict[str, Callable[[tuple[Any, ...], TensorType], int]] = {
 
 # Local code -> the operator that does the same work on the same operands, and which of the local code's arguments it takes.
 _SAME_WORK = {
-    _LOCAL_ATTENTION: _ATTENTION, "autopar.L.dropout": "aten.dropout.default", "autopar.L.grouped_rows": "aten._grouped_mm.default",
+    LOCAL_ATTENTION: ATTENTION, CAUSAL_ROWS: ATTENTION, "autopar.L.dropout": "aten.dropout.default",
+    "autopar.L.grouped_rows": "aten._grouped_mm.default",
 }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ gathered depends on whether neighbours are of neighbours: it is taken to be read
 PASSED_ON = frozenset({"add", "sub", "sum", "clone", "contiguous", "cat", "stack", "concat"})
 _SPLIT = frozenset({"sum", "cat", "stack", "concat"})
 _FACTORS = frozenset({"mul", "div"})
-_ATTENTION = frozenset({"scaled_dot_product_attention", "attention"})
+_ATTENTION = frozenset({"scaled_dot_product_attention", "attention", "causal_rows"})
 
 
 def function_of(target: str) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from autopar.catalog import needs_transition, transition
+from autopar.catalog.attention import BY_ROWS, of_last_rows
 from autopar.ir import Kind, L, Layout, Strategy, TensorType
 from autopar.measure import Pricer, count
 from autopar.measure.costs import dtype_of
@@ -181,9 +182,12 @@ def _work(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, int]:
     n = problem.n
     local_in = [local_bytes(t, x, n) for t, x in zip(group.ins, s.inputs, strict=True)]
     local_out = [local_bytes(t, x, n) for t, x in zip(group.outs, s.outputs, strict=True)]
-    parts = n if s.splits_work else 1
+    parts: float = n if s.splits_work else 1
     rows_alone = counts.op_class == "gather" and problem.pricer.cluster.gpu.host  # are read, as many as are written
     moved = problem.pricer.traffic_of(counts, local_out if rows_alone else local_in, local_out, parts)
+    saved_other = int(counts.saved_other_bytes // parts)
+    if s.local == BY_ROWS:
+        counts, parts = dataclasses.replace(counts, causal_keys=0), n / of_last_rows(n)
     forward, backward = problem.pricer.counted_s(counts, dtype_of(group.outs, group.ins), parts=parts, traffic=moved)
     if problem.work_first:
         gpu = problem.pricer.cluster.gpu
@@ -195,8 +199,7 @@ def _work(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, int]:
     exchange = exchange_s(problem, group, s)
     forward, backward = forward + exchange[0], backward + exchange[1]
     saved = sum(local_in[k] for k in counts.saved_inputs) + sum(local_out[k] for k in counts.saved_outputs)
-    saved += counts.saved_other_bytes // parts
-    return group.times * (forward + backward), saved
+    return group.times * (forward + backward), saved + saved_other
 
 
 def exchange_s(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, float]:

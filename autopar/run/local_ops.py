@@ -20,8 +20,8 @@ from autopar.run.random_numbers import seeded
 from autopar.run.region import region
 
 __all__ = [
-    "attention", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "quotient_of_sums", "region",
-    "sync_batch_norm",
+    "attention", "causal_rows", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "quotient_of_sums",
+    "region", "sync_batch_norm",
 ]  # fmt: skip
 
 
@@ -210,6 +210,33 @@ def attention(
         )
 
 
+def causal_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: Axis | tuple[Axis, ...],
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Causal attention with its queries split: query S [..., length/n, e] over the axis or axes (outermost first), key R [..., length, e],
+    value R [..., length, f] (their gradients are partial) -> S [..., length/n, f].
+
+    A rank reads the keys up to the place of its last query. On a GPU no mask is made: fused kernels take it as aligned to the last key.
+    """
+    rows = query.shape[-2]
+    first = _shard(axis) * rows
+    key, value = key[..., : first + rows, :], value[..., : first + rows, :]
+    if first == 0:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    if query.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # it imports much, which a CPU has no use for
+
+        mask: Tensor = causal_lower_right(rows, first + rows)
+    else:
+        mask = torch.ones(rows, first + rows, dtype=torch.bool, device=query.device).tril(first)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
 def draw(operator: str, *arguments: Any, axis: Axis | tuple[Axis, ...] | None = None, **options: Any) -> Any:
     """An operator that draws random numbers, on a shard: its tensors, then the axis or axes that they are S over, then its other
     arguments. Every shard has numbers of its own. Random numbers as in `dropout`. operator: 'namespace.name.overload'."""
@@ -230,11 +257,17 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
+def _shard(axis: Axis | tuple[Axis, ...]) -> int:
+    """Which part of what is split over the axis, or over several, outermost first."""
+    shard = 0
+    for a in axis if isinstance(axis, tuple) else (axis,):
+        shard = shard * a.size + a.rank
+    return shard
+
+
 def _seed_of_shard(axis: Axis | tuple[Axis, ...] | None) -> int:
     """A seed that is equal on the ranks that hold the same shard, and new at every call."""
-    shard = 0
-    for a in () if axis is None else axis if isinstance(axis, tuple) else (axis,):
-        shard = shard * a.size + a.rank
+    shard = 0 if axis is None else _shard(axis)
     # The seed is a digest of the state, which is equal on all ranks. A number drawn as a tensor could not be read on a GPU
     # without waiting for it, nor from a fake tensor at all.
     state = torch.get_rng_state()
