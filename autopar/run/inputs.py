@@ -262,6 +262,8 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def as_programs_take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with Python's numbers in the place of numpy's, and whole tensors in that of parts of parameters
     (`model(x, model.embed.weight)`), of which a stage takes what it reads: collective where there are such."""
+    if all(type(value) is Tensor for value in (*args, *kwargs.values())):  # as most batches are
+        return args, kwargs
     found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_part(leaf) or _is_of_numpy(leaf)}
     if not found:
         return args, kwargs
@@ -298,7 +300,8 @@ def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
-        check_attributes(value, reads)
+        if type(value) is not Tensor or vars(value):
+            check_attributes(value, reads)
         return ""
     if isinstance(value, str | float | int):
         return ""
@@ -340,7 +343,7 @@ def micro_batch(specs: Sequence[InputSpec], bound: Mapping[str, Tensor], index: 
 
 
 def _sorted(shapes: Iterable[tuple[Path, Shape | str]]) -> Shapes:
-    return tuple(sorted(shapes, key=repr))
+    return tuple(sorted(shapes, key=lambda shape: repr(shape[0])))
 
 
 def _value(leaf: object) -> str:
@@ -348,7 +351,9 @@ def _value(leaf: object) -> str:
 
 
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
         for key, child in value.items():
             yield from _walk((*path, key), child)
     elif isinstance(value, (list, tuple)):

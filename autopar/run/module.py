@@ -220,7 +220,7 @@ class ParallelModule(StandIn):
         for stage in form.stages.values():
             del stage.weights  # so that gathered copies live no longer than the step
         form.spread(tree.buffer)
-        if run is None:
+        if run is None and mesh.pp.size > 1:
             comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)
         if not differentiates:
             step.finish()
