@@ -12,7 +12,7 @@ import autopar
 from autopar.render import load
 from autopar.variants import tensors_of
 
-B, T, D, V, HEADS, LAYERS = 8, 4, 16, 32, 4, 4
+B, T, D, V, HEADS, LAYERS = 8, 5, 16, 32, 4, 4  # an odd length, so that attention is split by heads
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),

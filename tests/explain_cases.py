@@ -77,7 +77,7 @@ def _slow_link() -> Cluster:
 CASES: dict[str, Callable[[], Study]] = {
     "memory": lambda: study_of(program_of(4096, 4, 32, 32, 2048), 8, memory_limit_bytes=7 * GIB),
     "network": lambda: study_of(program_of(2048, 2, 16, 64, 1024), 16, _slow_link(), pins=Pins(dp=16, zero=0)),
-    "heads": lambda: study_of(program_of(2048, 2, 4, 8, 2048), 8, pins=Pins(tp=8)),
+    "heads": lambda: study_of(program_of(2048, 2, 4, 8, 2044), 8, pins=Pins(tp=8)),  # nor do the queries divide
     "batch": lambda: study_of(program_of(4096, 4, 32, 2, 2048), 16, pins=Pins(pp=4)),
     "launches": lambda: study_of(program_of(64, 2, 4, 8, 32, 256), 2),
     "nothing": lambda: study_of(program_of(4096, 2, 32, 64, 4096), 8, pins=Pins(dp=8)),
