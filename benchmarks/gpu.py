@@ -122,7 +122,7 @@ def _tests(args: argparse.Namespace) -> dict[str, Any]:
 
 def _profile(args: argparse.Namespace) -> dict[str, Any]:
     cluster = args.out.resolve().with_suffix(".toml")
-    ran = _run(sys.executable, "-m", "autopar.cli", "profile", "-o", str(cluster), "--json")
+    ran = _run(sys.executable, "-m", "autopar", "profile", "-o", str(cluster), "--json")
     figures = json.loads(ran["last_line"]) if ran["exit_code"] == 0 else None
     return {"command": ran["command"], "exit_code": ran["exit_code"], "figures": figures, "agreed": ran["exit_code"] == 0}
 

@@ -330,7 +330,7 @@ def test_wrong_usage_is_said_and_exits_with_2(models: Path, run, argv: list[str]
 def test_a_name_that_is_no_text_is_printed_escaped(models: Path, tmp_path: Path) -> None:
     """As the shell gives it, to a terminal that has no such character."""
     name = os.fsencode(models.parent) + b"/\xff.json"
-    command = [sys.executable, "-m", "autopar.cli", "plan", "models.py:net", "--gpus", "1", "--cluster", "cpu", "-o", name]
+    command = [sys.executable, "-m", "autopar", "plan", "models.py:net", "--gpus", "1", "--cluster", "cpu", "-o", name]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "AUTOPAR_CACHE": "off"}
     plain = subprocess.run(command, cwd=models.parent, env=environment, capture_output=True, timeout=200, check=False)
     assert plain.returncode == 0 and b"written to" in plain.stdout and b"udcff.json" in plain.stdout, plain.stderr
