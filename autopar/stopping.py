@@ -25,13 +25,18 @@ def stopped_by_user() -> Iterator[Callable[[], bool]]:
         yield asked.is_set
         return
 
+    # The signal may come while this thread holds a lock of what draws the bar, which would have to say it: so another thread says it.
+    said = threading.Thread(target=lambda: print(f"\n{SAID}", file=sys.stderr, flush=True), daemon=True)
+
     def note(number: int, frame: FrameType | None) -> None:
-        asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print(f"\n{SAID}", file=sys.stderr, flush=True)
+        asked.set()
+        said.start()
 
     signal.signal(signal.SIGINT, note)
     try:
         yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if asked.is_set():
+            said.join()

@@ -1,4 +1,4 @@
-"""Questions about plans: the explanation and its schema, why, why not, what if, sweep, fit, diff, Ctrl-C, notebooks."""
+"""Questions about plans: the explanation and its schema, why, why not, what if, sweep, fit, diff, notebooks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import dataclasses
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ import pytest
 from explain_cases import CASES, masked, program_of, study_of
 from planner_programs import captured_of
 
-from autopar import cli, plan_cache
+from autopar import cli
 from autopar.axes import AXES
-from autopar.compiler import wishes
 from autopar.errors import Infeasible, PlanError
 from autopar.explain import Refused
 from autopar.explain.asking import answer_text, what_if, why_not
@@ -43,7 +40,6 @@ from autopar.report.compare import compare, comparison_text
 from autopar.report.explanation import SCHEMA, Explanation, Family, OperatorView, explanation_of, in_words, mesh_words, schema
 from autopar.report.sweep import sweep_text
 from autopar.report.text import _other, document, explanation_text, plan_text
-from autopar.stopping import stopped_by_user
 from cost_models.cluster import load_cluster
 
 pytestmark = pytest.mark.pure
@@ -414,55 +410,6 @@ def test_a_diff_says_what_changed_in_words() -> None:
     assert compare(a, timed, ("a", "b")).equal and comparison_text(compare(a, timed, ("a", "b")), ("a", "b")) == "a and b are the same plan"
     dearer = msgspec.structs.replace(a, step_time_s=2 * a.step_time_s)
     assert "every decision is the same" in comparison_text(compare(a, dearer, ("a", "b")), ("a", "b"))
-
-
-# ---------------------------------------------------------------------------------------------------------------- Ctrl-C
-def test_a_search_that_is_stopped_has_its_best_with_an_honest_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    captured, _ = captured_of("pair")
-    cluster = load_cluster("dgx-h100")
-    whole = make_plan(captured.program, 8, cluster)
-    stopped = make_plan(captured.program, 8, cluster, stop=lambda: True)
-    assert stopped.searched["unexplored"] > 0 and any("interrupt from the keyboard" in note for note in stopped.notes)
-    assert stopped.bound_s <= whole.step_time_s <= stopped.step_time_s
-    assert "cut short" in explanation_of(stopped).verdict
-    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
-    monkeypatch.setattr("autopar.compiler.stopped_by_user", _pressed)
-    made = wishes(8, cluster="dgx-h100")(captured)
-    assert made.searched["unexplored"] > 0 and not list((tmp_path / "plans").glob("*.plan")), "it is not kept"
-    assert plan_cache.cache_folder() == tmp_path / "plans"
-
-
-class _pressed:  # noqa: N801  (it stands for a function)
-    def __enter__(self) -> Any:
-        return lambda: True
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_the_first_ctrl_c_is_noted_and_the_second_one_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with stopped_by_user() as stop:
-        assert not stop()
-        signal.raise_signal(signal.SIGINT)
-        assert stop() and "the best plan so far is the answer" in capsys.readouterr().err
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append(_handler_inside()))
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler], "another thread changes no handler"
-
-
-def _handler_inside() -> object:
-    with stopped_by_user():
-        return signal.getsignal(signal.SIGINT)
 
 
 # -------------------------------------------------------------------------------------------------------------- notebooks
