@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -346,6 +347,12 @@ def test_an_unexpected_error_keeps_its_traceback(models: Path, run, monkeypatch:
     monkeypatch.setattr("autopar.targets.load_target", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan", "models.py:net", "--gpus", "1"])
+
+
+def test_the_versions_are_said_without_torch() -> None:
+    code = "import sys, autopar.cli as cli\ntry: cli.main(['--version'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert re.fullmatch(r"autopar \d+\.\d+\.\d+, torch 2\.\S+, Python 3\.\d+\.\d+\nFalse\n", done.stdout)
 
 
 def test_the_command_line_starts_without_torch() -> None:

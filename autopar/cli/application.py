@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from importlib import metadata
+
 import typer
 
 from autopar.errors import AutoparError
@@ -16,3 +19,16 @@ app = typer.Typer(
 
 class UsageError(AutoparError, ValueError):
     """An option whose value makes no sense."""
+
+
+def _said(wanted: bool) -> None:
+    if wanted:
+        print(f"autopar {metadata.version('autopar')}, torch {metadata.version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: bool = typer.Option(False, "--version", callback=_said, is_eager=True, help="Print the versions of autopar and torch."),
+) -> None:
+    """Finds and runs the best parallel form of a PyTorch model."""
