@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pty
 import re
@@ -95,7 +96,9 @@ class Terminal:
             if ready:
                 try:
                     self.said += os.read(self.master, 65536).decode(errors="replace")
-                except OSError:  # Linux says so when the other side is closed
+                except OSError as error:
+                    if error.errno != errno.EIO:  # as Linux says when the other side is closed
+                        raise
                     return bool(seen(self.said))
         return True
 
