@@ -30,6 +30,7 @@ from autopar.run import function_names as F
 from autopar.run.given import DATA, GRAD, Memory, note
 from autopar.run.lies import Lies
 from autopar.run.reductions import Power, Root, Whole, any_of, extreme
+from autopar.run.sent import COLLECTIVES, finished, not_in_parts
 from autopar.run.views import Source, no_parameter_of, sharing, write_whole, writes
 
 __all__ = [
@@ -53,6 +54,7 @@ class _Parted:
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        first: Any = args[0] if args else None
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
         if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
@@ -62,10 +64,14 @@ class _Parted:
                 f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
                 f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
             )
+        if name in COLLECTIVES:
+            with torch.no_grad():
+                return _on_the_whole(func, name, args, kwargs)
+        if name == "is_complex":
+            not_in_parts(first._lies, sys._getframe(1))
         if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():
                 return func(*args, **kwargs)
-        first: Any = args[0] if args else None
         if name in F.NOT_COPIED:
             return _copied(func, name, args)
         if name == "detach":
@@ -500,9 +506,9 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         known: dict[int, Tensor] = {}
         whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=_is_size)
         versions = {key: w._version for key, w in known.items()}
-        found = func(*whole[0], **whole[1])
+        found = finished(func(*whole[0], **whole[1]))
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
-            unseen = name in F.WRITES_UNSEEN and not isinstance(x, Part)
+            unseen = name in COLLECTIVES or (name in F.WRITES_UNSEEN and not isinstance(x, Part))
             if (changed := known[id(x)])._version != versions[id(x)] or unseen:
                 write_whole(local(x), x._lies, changed)
                 found = x if found is changed else found

@@ -1,0 +1,60 @@
+"""Collectives of the user's own with parameters and gradients, and what rank 0 alone does with them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, program, seeded, state, trained
+
+KIND = "ranks"
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@program(KIND)
+def gradients_averaged_by_hand(compile: Compile) -> Results:
+    """As data parallelism is written by hand: an all-reduce of each gradient, which is divided by the number of ranks."""
+    model = compile(seeded(Net), example_inputs=batch())
+
+    def average() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            parameter.grad /= _world()
+
+    return trained(model, torch.optim.AdamW(model.parameters(), 1e-2), before_step=average)
+
+
+@program(KIND)
+def gradients_averaged_in_other_ways(compile: Compile) -> Results:
+    """Asynchronously through .data, through a view, and as one flat vector."""
+    model = compile(seeded(Net), example_inputs=batch())
+
+    def average() -> None:
+        for work in [dist.all_reduce(p.grad.data, async_op=True) for p in model.parameters()]:
+            work.wait()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad.view(-1))
+        flat = torch.cat([p.grad.view(-1) for p in model.parameters()])
+        dist.all_reduce(flat)
+        parts = flat.div_(_world() ** 3).split([p.numel() for p in model.parameters()])
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+
+    return trained(model, before_step=average)
+
+
+@program(KIND)
+def weights_sent_from_rank_0(compile: Compile) -> Results:
+    """Weights and buffers are broadcast before training, and those of all ranks gathered afterwards."""
+    model = compile(seeded(Normed), example_inputs=batch())
+    for tensor in [*(p.data for p in model.parameters()), *model.buffers()]:
+        dist.broadcast(tensor, 0)
+    results, sums = trained(model), []
+    for parameter in model.parameters():
+        found = [torch.empty_like(parameter) for _ in range(_world())]
+        dist.all_gather(found, parameter.detach())
+        sums.append(found[-1].sum().item())
+    return {**results, "sums": sums, "again": state(model)}
