@@ -135,3 +135,10 @@ def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert traps.main(["--names", "clipped_nrom"]) == 2
     assert "did you mean clipped_norm" in capsys.readouterr().err
     assert traps.main(["--plans", "tp3"]) == 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["norm_on_rank_0_alone_and_then_on_all", "norm_on_rank_0_alone"])
+def test_what_one_rank_reads_alone_is_refused(name: str, judge: Judge) -> None:
+    (found,) = judge.outcomes(name, ("zero3",))
+    assert found.outcome == "refused" and "which all ranks do together" in found.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, program, seeded, state, trained
+from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, program, seeded, state, train, trained
 
 KIND = "ranks"
 
@@ -58,3 +58,29 @@ def weights_sent_from_rank_0(compile: Compile) -> Results:
         dist.all_gather(found, parameter.detach())
         sums.append(found[-1].sum().item())
     return {**results, "sums": sums, "again": state(model)}
+
+
+def _is(rank: int) -> bool:
+    return not dist.is_initialized() or dist.get_rank() == rank
+
+
+@program(KIND)
+def norm_on_rank_0_alone(compile: Compile) -> Results:
+    """As one logs it: rank 0 asks for the norm of a gradient in each step, the others do not."""
+    model, logged = compile(seeded(Net), example_inputs=batch()), []
+
+    def log() -> None:
+        if _is(0):
+            logged.append(model.head.weight.grad.norm().item())
+
+    return trained(model, before_step=log)
+
+
+@program(KIND)
+def norm_on_rank_0_alone_and_then_on_all(compile: Compile) -> Results:
+    """The norm of one weight is asked for once more by rank 0, before all ask for those of all weights: none may get another's."""
+    model = compile(seeded(Net), example_inputs=batch())
+    losses = train(model)
+    if _is(0):
+        model.first.weight.norm()
+    return {"losses": losses, "norms": [p.norm().item() for p in model.parameters()]}
