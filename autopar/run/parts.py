@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.run import comm
 from autopar.run import function_names as F
+from autopar.run.by_memory import not_transformed, refuse_parts
 from autopar.run.given import DATA, GRAD, Memory, note
 from autopar.run.lies import Lies
 from autopar.run.reductions import Power, Root, Whole, any_of, extreme
@@ -136,6 +137,14 @@ def _asked_by_torch(frame: FrameType) -> bool:
 
 def is_part(x: object) -> bool:
     return isinstance(x, _Parted)
+
+
+def _held_in_parts(x: object) -> str | None:
+    """The name of what is a part, of which no rank has the whole."""
+    return x._lies.name if isinstance(x, _Parted) and x._lies.split else None
+
+
+refuse_parts(_held_in_parts)
 
 
 def local(x: Tensor) -> Tensor:
@@ -463,6 +472,7 @@ def _wide(x: AnyPart) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- on the whole
 def whole_of(x: AnyPart) -> Tensor:
     """Collective: all of it, in autograd's graph."""
+    not_transformed(x._lies.name)
     found: Tensor = Whole.apply(_here(x), x._lies)
     return found
 
