@@ -31,6 +31,7 @@ PROGRAMS_HERE = (
     "lamb", "lion", "loss_in_a_dict", "low_rank_adapters", "mask_taken_away", "methods_of_the_root_overridden", "momentum_contrast",
     "noise_in_new_tensors_of_its_size", "none_in_place_of_a_default", "norms_of_two_views", "one_norm_of_two_views",
     "one_tensor_in_the_example_alone", "optimizer_before_compile", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes",
+    "outputs_in_a_namespace",
     "own_weight_as_an_input", "padding_pooled_in_evaluation", "parts_of_a_sequence", "pointer_into_a_queue", "rates_tried_and_put_back",
     "reference_without_adapters", "rows_bounded_by_the_layer", "running_mean_under_two_names", "samples_repeated",
     "scale_annealed_from_one", "sizes_and_names_left", "sizes_of_blocks_in_a_loss_outside", "sizes_that_are_printed",
@@ -142,3 +143,10 @@ def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_one_rank_reads_alone_is_refused(name: str, judge: Judge) -> None:
     (found,) = judge.outcomes(name, ("zero3",))
     assert found.outcome == "refused" and "which all ranks do together" in found.reason
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["step_left_out_by_rank_1", "weights_shaken_by_each_rank", "loss_scaled_by_each_rank"])
+def test_what_ranks_write_otherwise_is_refused(name: str, judge: Judge) -> None:
+    (found,) = judge.outcomes(name, ("dp2",))
+    assert found.outcome == "refused" and "not equally often" in found.reason

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.run import comm
 from autopar.run import function_names as F
+from autopar.run.alike import note_written
 from autopar.run.by_memory import not_transformed, refuse_parts
 from autopar.run.given import DATA, GRAD, Memory, note
 from autopar.run.lies import Lies
@@ -388,6 +389,7 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     new_args, new_kwargs = pytree.tree_unflatten([operand(x) for x in leaves], tree)
     found = func(*new_args, **new_kwargs)
     if in_place:
+        note_written(name, lies.name, leaves)
         return args[0]
     if name in F.MAY_CHANGE_NOTHING and is_part(target) and found.dtype == target.dtype and found.device == target.device:
         return _alias_of(target, found) if not kwargs.get("copy") else part_like(found, lies)

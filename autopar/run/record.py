@@ -26,11 +26,12 @@ __all__ = [
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
     "WAITS", "WORKS", "Own", "Reads", "Seen", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered", "given",
     "inside", "left", "line", "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "write_to",
+    "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
-_BEGUN, _READS = 16, 17  # in this order: of two numbers, the second one is read later
-_NUMBERS, _TEXT, _SIZE = 18, 144, 4096  # int64 numbers; where text begins; bytes of a record
+_BEGUN, _READS, _WROTE = 16, 17, 18  # in this order: of two numbers, the second one is read later
+_NUMBERS, _TEXT, _SIZE = 19, 152, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -129,6 +130,12 @@ def reads(of: int) -> Reads:
     count = (_now[_READS] >> 32) + 1
     _now[_READS] = count << 32 | of  # both at once, for others to read
     return Reads(count=count, of=of, calls=_now[_BEGUN])
+
+
+def wrote(what: int) -> int:
+    """What this rank has written to parameters before the call that begins, as a number below 2**32; with the number of the call."""
+    _now[_WROTE] = _now[_BEGUN] << 32 | what
+    return _now[_WROTE]
 
 
 def phase(number: int) -> None:
@@ -313,6 +320,10 @@ class Other:
     def reads(self) -> Reads:
         numbers = memoryview(os.pread(self._file, 8 * _NUMBERS, 0).ljust(8 * _NUMBERS, b"\0")).cast("q")
         return Reads(count=numbers[_READS] >> 32, of=numbers[_READS] & 0xFFFFFFFF, calls=numbers[_BEGUN])
+
+    def wrote(self) -> int:
+        """As `wrote`, of this rank's last call."""
+        return int.from_bytes(os.pread(self._file, 8, 8 * _WROTE), sys.byteorder, signed=True)
 
     def close(self) -> None:
         os.close(self._file)

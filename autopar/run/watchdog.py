@@ -286,6 +286,15 @@ class Watchdog:
         """What the other ranks of this machine read together last, by rank."""
         return {rank: other.reads() for rank, other in self._others.items()}
 
+    def wrote_otherwise(self, mine: int) -> int | None:
+        """A rank of this machine that has begun the same call and has written something else to parameters before it (`record.wrote`), if
+        there is one: of two the later one finds out."""
+        for rank, other in self._others.items():
+            theirs = other.wrote()
+            if theirs >> 32 == mine >> 32 and theirs != mine:
+                return rank
+        return None
+
     def ended(self, rank: int) -> bool:
         """Whether a rank of this machine has ended well: of one that has not, the thread tells."""
         return self._others[rank].seen().state == record.ENDED

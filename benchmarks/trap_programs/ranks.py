@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, program, seeded, state, train, trained
+from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, batches, program, seeded, sgd, state, stepped, train, trained
 
 KIND = "ranks"
 
@@ -84,3 +84,37 @@ def norm_on_rank_0_alone_and_then_on_all(compile: Compile) -> Results:
     if _is(0):
         model.first.weight.norm()
     return {"losses": losses, "norms": [p.norm().item() for p in model.parameters()]}
+
+
+@program(KIND)
+def step_left_out_by_rank_1(compile: Compile) -> Results:
+    """As a loop does that looks at numbers of its own rank."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for index, given in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        if index != 1 or _is(0):
+            optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def weights_shaken_by_each_rank(compile: Compile) -> Results:
+    """By numbers that each rank draws from a seed of its own."""
+    model = compile(seeded(Net), example_inputs=batch())
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+            parameter.mul_(1 + torch.rand(()) / 10)
+    return trained(model)
+
+
+@program(KIND)
+def loss_scaled_by_each_rank(compile: Compile) -> Results:
+    """Each rank multiplies the loss by a number of its own before backward."""
+    model = compile(seeded(Net), example_inputs=batch())
+    return {"losses": stepped(model, lambda *given: model(*given) * (1.0 if _is(0) else 0.5)), "state": state(model)}
