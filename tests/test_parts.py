@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.run import ParallelModule, WorkerPool
 from autopar.run.lies import Lies
-from autopar.run.parts import Part, local
+from autopar.run.parts import Part, lies_of, local
 from tests import wrong_models as models
 
 pytestmark = pytest.mark.gloo
@@ -529,3 +529,20 @@ def deep_copies() -> list[str]:
 
 def test_deep_copies_of_what_is_whole(pair: WorkerPool) -> None:
     assert pair.run(deep_copies) == [[], []]
+
+
+def _read_by_memory() -> list[str]:
+    model = autopar.compile(one(), gpus=2, cluster="cpu", pins={"tp": 2}, example_inputs=batch())
+    weight = next(p for p in model.parameters() if lies_of(p).split and p.dim() == 2).detach()
+    reads = (torch.vmap(torch.sum), torch.func.grad(torch.sum), torch.jit.trace(torch.sum, torch.ones(2)), torch.utils.dlpack.to_dlpack)
+    told = []
+    for read in reads:
+        with pytest.raises(TypeError) as raised:
+            read(weight)
+        told.append(str(raised.value))
+    return told
+
+
+def test_what_takes_the_memory_of_a_part_for_the_whole_is_refused(pair: WorkerPool) -> None:
+    for told in pair.run(_read_by_memory):
+        assert [("held in parts" in text, "full_parameters" in text) for text in told] == [(True, True)] * 4

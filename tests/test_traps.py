@@ -24,12 +24,14 @@ PROGRAMS_HERE = (
     "centred_anew_midway", "checkpoint_around_the_whole", "class_of_settings_by_name", "clipped_norm", "clipped_norm_by_the_module",
     "codes_that_begin_as_the_first_states", "dataclasses_in_lists_of_a_dataclass", "dict_in_another_order", "figures_of_states",
     "flag_switches_a_branch", "frozen_codes_moved_by_the_batch", "frozen_midway", "frozen_network_as_a_loss", "generator_set_back",
-    "grad_scaler", "gradients_by_autograd_with_hooks", "heads_trained_in_turns", "hook_of_a_weight_without_a_gradient",
+    "grad_scaler", "gradients_averaged_by_hand", "gradients_averaged_in_other_ways", "gradients_by_autograd_with_hooks",
+    "heads_trained_in_turns", "hook_of_a_weight_without_a_gradient",
     "hook_that_scales_after_compile", "hooked_steps", "hooks_in_a_loop_and_one_by_a_setting", "hooks_of_several_gradients",
     "input_that_is_a_leaf", "keywords_beside_any_number_of_tensors", "label_smoothing_with_ignored_labels", "labels_of_another_dtype_later",
     "lamb", "lion", "loss_in_a_dict", "low_rank_adapters", "mask_taken_away", "methods_of_the_root_overridden", "momentum_contrast",
     "noise_in_new_tensors_of_its_size", "none_in_place_of_a_default", "norms_of_two_views", "one_norm_of_two_views",
     "one_tensor_in_the_example_alone", "optimizer_before_compile", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes",
+    "outputs_in_a_namespace",
     "own_weight_as_an_input", "padding_pooled_in_evaluation", "parts_of_a_sequence", "pointer_into_a_queue", "rates_tried_and_put_back",
     "reference_without_adapters", "rows_bounded_by_the_layer", "running_mean_under_two_names", "samples_repeated",
     "scale_annealed_from_one", "sizes_and_names_left", "sizes_of_blocks_in_a_loss_outside", "sizes_that_are_printed",
@@ -134,3 +136,17 @@ def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert traps.main(["--names", "clipped_nrom"]) == 2
     assert "did you mean clipped_norm" in capsys.readouterr().err
     assert traps.main(["--plans", "tp3"]) == 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["norm_on_rank_0_alone_and_then_on_all", "norm_on_rank_0_alone"])
+def test_what_one_rank_reads_alone_is_refused(name: str, judge: Judge) -> None:
+    (found,) = judge.outcomes(name, ("zero3",))
+    assert found.outcome == "refused" and "which all ranks do together" in found.reason
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["step_left_out_by_rank_1", "weights_shaken_by_each_rank", "loss_scaled_by_each_rank"])
+def test_what_ranks_write_otherwise_is_refused(name: str, judge: Judge) -> None:
+    (found,) = judge.outcomes(name, ("dp2",))
+    assert found.outcome == "refused" and "not equally often" in found.reason

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.axes import cut_order
 from autopar.run import record
+from autopar.run.alike import note_written
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.parts import local
@@ -98,6 +99,7 @@ class Backward:
         """The loss as the user is given it."""
 
         def gradients(grad: Tensor) -> list[Tensor | None]:
+            note_written("scale", "loss", (grad,))
             record.phase(record.BACKWARD)
             if loss.requires_grad:
                 loss.backward(grad)

@@ -8,6 +8,7 @@ from torch import Tensor
 from autopar.axes import cut_order, levels_of
 from autopar.ir import Layout
 from autopar.run import comm
+from autopar.run.alike import done_by_every_rank
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.slices import Span, cut, cut_spans, joined, local_slice
@@ -82,6 +83,8 @@ class Lies:
     def gather(self, part: Tensor) -> Tensor:
         """Collective: the whole, the same on every rank, as memory of its own."""
         mesh = self.mesh
+        if self.split:
+            done_by_every_rank("gather", self.name)
         if mesh.pp.rank == self._owner:
             whole = part
             if self._zero is not None:
@@ -100,4 +103,5 @@ class Lies:
         """Collective: rank 0's x on every rank: what the ranks have drawn or computed each for itself may differ."""
         if self.mesh.world == 1:
             return x
+        done_by_every_rank("write to", self.name)
         return comm.broadcast_(x.detach().clone(memory_format=torch.contiguous_format), 0, self.mesh.everyone)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autopar.debug import debug_level
 from autopar.run import comm, record, state
 from autopar.run.again import Again
+from autopar.run.alike import begin_writing, check_written
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
@@ -158,6 +159,7 @@ class ParallelModule(StandIn):
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
+        begin_writing()
         hook_optimizers()
 
     # --------------------------------------------------------------------------------------------------------- training
@@ -178,6 +180,7 @@ class ParallelModule(StandIn):
                 f"computed to. Call it outside: the plan says what is kept"
             )
         record.step(self._calls + 1)
+        check_written()
         record.phase(record.FORWARD)
         self._tree.begin_step()
         given = args, kwargs

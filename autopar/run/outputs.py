@@ -6,6 +6,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -107,13 +108,15 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A dataclass instance: its fields are put into a copy of it."""
+    """A dataclass instance or a namespace: its fields are put into a copy of it."""
 
     like: Any
     fields: Returned
 
     def made(self, fields: Mapping[str, Any]) -> Any:
         """Another instance."""
+        if isinstance(self.like, SimpleNamespace):
+            return SimpleNamespace(**fields)
         return dataclasses.replace(self.like, **fields)
 
 
@@ -250,14 +253,17 @@ def _refuse(leaf: Any) -> NoReturn:
         )
     raise CaptureError(
         f"the model returns a {type(leaf).__name__}, which may hold tensors that are not seen\n  what to do: return tensors in tuples, "
-        f"lists, dicts or dataclasses; or, if you need no more than the loss that the model returns, compile with outputs='loss'"
+        f"lists, dicts, dataclasses or namespaces; or, if you need no more than the loss that the model returns, compile with "
+        f"outputs='loss'"
     )
 
 
 def _fields(leaf: Any) -> dict[Any, Any] | None:
-    """What a record holds: a dataclass instance, or a dict of a class of the user's. None if it is neither."""
+    """What a record holds: a dataclass instance, a namespace, or a dict of a class of the user's. None if it is none of these."""
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+    if type(leaf) is SimpleNamespace:
+        return dict(vars(leaf))
     if isinstance(leaf, dict) and _attributes(leaf, ()) != ():
         return dict(leaf)
     return None

@@ -27,9 +27,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.run import comm
 from autopar.run import function_names as F
+from autopar.run.alike import note_written
+from autopar.run.by_memory import not_transformed, refuse_parts
 from autopar.run.given import DATA, GRAD, Memory, note
 from autopar.run.lies import Lies
 from autopar.run.reductions import Power, Root, Whole, any_of, extreme
+from autopar.run.sent import COLLECTIVES, finished, not_in_parts
 from autopar.run.views import Source, no_parameter_of, sharing, write_whole, writes
 
 __all__ = [
@@ -53,6 +56,7 @@ class _Parted:
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        first: Any = args[0] if args else None
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
         if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
@@ -62,10 +66,14 @@ class _Parted:
                 f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
                 f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
             )
+        if name in COLLECTIVES:
+            with torch.no_grad():
+                return _on_the_whole(func, name, args, kwargs)
+        if name == "is_complex":
+            not_in_parts(first._lies, sys._getframe(1))
         if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
             with _plain():
                 return func(*args, **kwargs)
-        first: Any = args[0] if args else None
         if name in F.NOT_COPIED:
             return _copied(func, name, args)
         if name == "detach":
@@ -130,6 +138,14 @@ def _asked_by_torch(frame: FrameType) -> bool:
 
 def is_part(x: object) -> bool:
     return isinstance(x, _Parted)
+
+
+def _held_in_parts(x: object) -> str | None:
+    """The name of what is a part, of which no rank has the whole."""
+    return x._lies.name if isinstance(x, _Parted) and x._lies.split else None
+
+
+refuse_parts(_held_in_parts)
 
 
 def local(x: Tensor) -> Tensor:
@@ -373,6 +389,7 @@ def _elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     new_args, new_kwargs = pytree.tree_unflatten([operand(x) for x in leaves], tree)
     found = func(*new_args, **new_kwargs)
     if in_place:
+        note_written(name, lies.name, leaves)
         return args[0]
     if name in F.MAY_CHANGE_NOTHING and is_part(target) and found.dtype == target.dtype and found.device == target.device:
         return _alias_of(target, found) if not kwargs.get("copy") else part_like(found, lies)
@@ -457,6 +474,7 @@ def _wide(x: AnyPart) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- on the whole
 def whole_of(x: AnyPart) -> Tensor:
     """Collective: all of it, in autograd's graph."""
+    not_transformed(x._lies.name)
     found: Tensor = Whole.apply(_here(x), x._lies)
     return found
 
@@ -500,9 +518,9 @@ def _on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         known: dict[int, Tensor] = {}
         whole = pytree.tree_map_only(_Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=_is_size)
         versions = {key: w._version for key, w in known.items()}
-        found = func(*whole[0], **whole[1])
+        found = finished(func(*whole[0], **whole[1]))
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
-            unseen = name in F.WRITES_UNSEEN and not isinstance(x, Part)
+            unseen = name in COLLECTIVES or (name in F.WRITES_UNSEEN and not isinstance(x, Part))
             if (changed := known[id(x)])._version != versions[id(x)] or unseen:
                 write_whole(local(x), x._lies, changed)
                 found = x if found is changed else found

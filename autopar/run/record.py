@@ -24,12 +24,14 @@ from autopar.errors import AutoparError
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
-    "WAITS", "WORKS", "Own", "Seen", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered", "given", "inside",
-    "left", "line", "note_line", "now", "phase", "saving_beside", "step", "telling", "write_to",
+    "WAITS", "WORKS", "Own", "Reads", "Seen", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered", "given",
+    "inside", "left", "line", "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "write_to",
+    "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
-_NUMBERS, _TEXT, _SIZE = 16, 128, 4096  # int64 numbers; where text begins; bytes of a record
+_BEGUN, _READS, _WROTE = 16, 17, 18  # in this order: of two numbers, the second one is read later
+_NUMBERS, _TEXT, _SIZE = 19, 152, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -92,6 +94,7 @@ def note_line(number: int) -> None:
 def step(number: int) -> None:
     """The call of the model that begins."""
     _now[_STEP], _now[_BEFORE], _now[_GIVEN] = number, _now[_GIVEN], 0
+    _now[_BEGUN] += 1
 
 
 def given(number: int) -> None:
@@ -113,13 +116,26 @@ def agreed() -> None:
 
 
 def calls() -> int:
-    """How often `decided` was called."""
-    return _now[_CALLS]
+    """How often `step` or `decided` was called: the larger number."""
+    return max(_now[_BEGUN], _now[_CALLS])
 
 
 def count_from(number: int) -> None:
     """The number of calls from which the next ones are counted: as many on every rank, and no fewer than on any before."""
-    _now[_CALLS] = number
+    _now[_BEGUN] = _now[_CALLS] = number
+
+
+def reads(of: int) -> Reads:
+    """Something whole is about to be read or written by all ranks. of: which, and how, as a number from 0 to below 2**32."""
+    count = (_now[_READS] >> 32) + 1
+    _now[_READS] = count << 32 | of  # both at once, for others to read
+    return Reads(count=count, of=of, calls=_now[_BEGUN])
+
+
+def wrote(what: int) -> int:
+    """What this rank has written to parameters before the call that begins, as a number below 2**32; with the number of the call."""
+    _now[_WROTE] = _now[_BEGUN] << 32 | what
+    return _now[_WROTE]
 
 
 def phase(number: int) -> None:
@@ -177,6 +193,15 @@ def write_to(view: memoryview) -> None:
     global _now
     view[_PID + 1 : _NUMBERS] = _now[_PID + 1 : _NUMBERS]
     _now = view
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reads:
+    """How often a rank has come to read or write something whole, which it was last (see `reads`), and how many calls it had begun."""
+
+    count: int
+    of: int
+    calls: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +316,14 @@ class Other:
 
     def seen(self) -> Seen:
         return Seen.of(os.pread(self._file, _SIZE, 0).ljust(_SIZE, b"\0"))
+
+    def reads(self) -> Reads:
+        numbers = memoryview(os.pread(self._file, 8 * _NUMBERS, 0).ljust(8 * _NUMBERS, b"\0")).cast("q")
+        return Reads(count=numbers[_READS] >> 32, of=numbers[_READS] & 0xFFFFFFFF, calls=numbers[_BEGUN])
+
+    def wrote(self) -> int:
+        """As `wrote`, of this rank's last call."""
+        return int.from_bytes(os.pread(self._file, 8, 8 * _WROTE), sys.byteorder, signed=True)
 
     def close(self) -> None:
         os.close(self._file)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.run import comm
+from autopar.run.alike import done_by_every_rank
 from autopar.run.lies import Lies
 
 __all__ = ["Power", "Root", "Whole", "any_of", "extreme"]
@@ -27,6 +28,7 @@ class Power(torch.autograd.Function):
         total = x.sum() if p == 0 else x.abs().pow(p).sum()
         if not lies.split:
             return total
+        done_by_every_rank("sum up", lies.name)
         return comm.all_reduce(total if lies.counts else torch.zeros_like(total), lies.mesh.everyone)
 
     @staticmethod
@@ -59,6 +61,7 @@ def extreme(x: Tensor, lies: Lies, *, largest: bool) -> Tensor:
     sign = 1 if largest else -1
     found = (sign * x).max() if x.numel() else torch.full((), -math.inf, dtype=x.dtype, device=x.device)
     if lies.split:  # not a number counts as the largest: reduced beside it, since backends may drop it
+        done_by_every_rank("take the largest of", lies.name)
         pair = torch.stack([found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), found.isnan().to(x.dtype)])
         comm.all_reduce_(pair, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
         found = torch.where(pair[1] > 0, torch.full_like(pair[0], math.nan), pair[0])
@@ -69,6 +72,7 @@ def any_of(x: Tensor, lies: Lies) -> Tensor:
     """Whether an element of the whole is true."""
     flag = x.any().to(torch.float32).reshape(())
     if lies.split:
+        done_by_every_rank("ask for any of", lies.name)
         comm.all_reduce_(flag, lies.mesh.everyone, torch.distributed.ReduceOp.MAX)
     return flag.bool()
 

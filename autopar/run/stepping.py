@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from autopar.run import record
+from autopar.run.alike import note_written
 from autopar.run.given import check_given
 from autopar.run.parts import Part, PartTensor, as_part, cut_as, lies_of
 
@@ -56,6 +57,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not params:
         return None
     check_given((lies_of(param).name, param) for param in params)
+    note_written("step", type(optimizer).__name__)
     if not _is_elementwise(type(optimizer)) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
     if len(_global_optimizer_pre_hooks) > 1 or len(_global_optimizer_post_hooks) > 1:  # beside ours

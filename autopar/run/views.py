@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.run import function_names as F
 from autopar.run.given import Memory
 from autopar.run.lies import Lies
+from autopar.run.sent import COLLECTIVES, finished, not_in_parts
 
 __all__ = ["Gathered", "Source", "no_parameter_of", "sharing", "write_whole", "writes"]
 
@@ -64,15 +65,17 @@ class Gathered(Tensor):
         sources = list({id(x._source): x._source for x in views}.values())
         for source in sources:
             source.check(name)
+            if name == "is_complex":
+                not_in_parts(source.lies, sys._getframe(1))
         with _plain():
             if name in F.NOT_COPIED:
                 return func(args[0].detach().as_subclass(Tensor).clone(), *args[1:])
             if writes(name) and torch.is_grad_enabled() and views[0].requires_grad:
                 raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
             before = [source.whole._version for source in sources]
-            found = args[0].detach() if func == _DATA else func(*args, **kwargs)  # whose writes .data would hide
+            found = args[0].detach() if func == _DATA else finished(func(*args, **kwargs))  # whose writes .data would hide
             for source, version in zip(sources, before, strict=True):
-                if source.whole._version != version:
+                if source.whole._version != version or name in COLLECTIVES:
                     write_whole(source.part, source.lies, source.whole)
                     source.version = source.written  # of all views of this copy
         return found if any(found is x for x in views) else sharing(found, sources)

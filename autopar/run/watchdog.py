@@ -30,7 +30,7 @@ from autopar.errors import SettingError
 from autopar.run import record
 from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
-from autopar.run.record import Other, Own, Seen
+from autopar.run.record import Other, Own, Reads, Seen
 
 __all__ = ["TIMEOUT", "Watchdog", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
@@ -281,6 +281,27 @@ class Watchdog:
             time.sleep(0.01)
         record.agreed()
         return None
+
+    def reads(self) -> dict[int, Reads]:
+        """What the other ranks of this machine read together last, by rank."""
+        return {rank: other.reads() for rank, other in self._others.items()}
+
+    def wrote_otherwise(self, mine: int) -> int | None:
+        """A rank of this machine that has begun the same call and has written something else to parameters before it (`record.wrote`), if
+        there is one: of two the later one finds out."""
+        for rank, other in self._others.items():
+            theirs = other.wrote()
+            if theirs >> 32 == mine >> 32 and theirs != mine:
+                return rank
+        return None
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank of this machine has ended well: of one that has not, the thread tells."""
+        return self._others[rank].seen().state == record.ENDED
+
+    def where(self, rank: int) -> str:
+        """What a rank of this machine does, for a message."""
+        return "at its end" if self.ended(rank) else self._others[rank].seen().where
 
     def _seen(self, rank: int) -> Seen | None:
         """Another rank's record; None if it cannot be asked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -163,6 +164,29 @@ def _of_an_own_dict(compile: Compile, model: type[InOwnDict]) -> Results:
 def outputs_in_a_dict_with_attributes(compile: Compile) -> Results:
     """class AttrDict(dict): __getattr__ = dict.__getitem__"""
     return _of_an_own_dict(compile, InOwnDict)
+
+
+class InNamespace(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> SimpleNamespace:  # type: ignore[override]
+        hidden = self.hidden(x)
+        logits = self.head(hidden)
+        return SimpleNamespace(loss=None if y is None else F.cross_entropy(logits, y), logits=logits, hidden=[hidden])
+
+
+@program(KIND)
+def outputs_in_a_namespace(compile: Compile) -> Results:
+    """types.SimpleNamespace, with a list in it; without labels there is no loss in it."""
+    model = compile(seeded(InNamespace), example_inputs=batch(), outputs="all")
+    optimizer, found = sgd(model), []
+    for given in batches():
+        optimizer.zero_grad()
+        out = model(*given)
+        out.loss.backward()
+        optimizer.step()
+        found.append((out.loss.item(), out.logits.sum().item(), out.hidden[0].sum().item()))
+    with torch.no_grad():
+        out = model(batch(5)[0])
+    return {"found": found, "loss": out.loss, "logits": out.logits, "state": state(model)}
 
 
 @program(KIND)

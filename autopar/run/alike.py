@@ -1,0 +1,101 @@
+"""What every rank does, or none: before whole tensors are read or written by all ranks, those of a machine are seen to do the same.
+
+The collective of a rank that goes on alone (`if rank == 0: print(p.norm())`) would be answered by another one of the others. So ranks look
+into each other's records first, which takes microseconds. What ranks of other machines do is not seen.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from autopar.errors import LaunchError
+from autopar.run import record, watchdog
+from autopar.run.watchdog import Watchdog
+
+__all__ = ["begin_writing", "check_written", "done_by_every_rank", "note_written"]
+
+_written = 0  # since the last module was made: what, of which, with which numbers
+_LOOKS = 20  # before a rank that waits sleeps between them
+_PAUSE_S = 0.0002
+
+
+def done_by_every_rank(what: str, name: str) -> None:
+    """Wait until the other ranks of this machine come to the same. what: is about to be done with the tensor of this name, as 'gather'.
+
+    Raises LaunchError if one of them does something else, is in a later call of a module, or has ended.
+    """
+    watch = watchdog.current()
+    if watch is None or torch.compiler.is_compiling():
+        return
+    mine = record.reads(zlib.crc32(f"{what} {name}".encode()))
+    if not _together(watch, mine, what, name):
+        record.entered(record.AGREEMENT)
+        looks = 0
+        while not _together(watch, mine, what, name):
+            looks += 1
+            time.sleep(0.0 if looks < _LOOKS else _PAUSE_S)
+        record.left()
+
+
+def _together(watch: Watchdog, mine: record.Reads, what: str, name: str) -> bool:
+    """Whether all others have come to it. Raises LaunchError if one never will."""
+    waits = False
+    for rank, theirs in watch.reads().items():
+        if theirs.count == mine.count and theirs.of != mine.of:
+            raise _alone(watch, rank, what, name)
+        if theirs.count < mine.count:
+            if theirs.calls > mine.calls or watch.ended(rank):
+                raise _alone(watch, rank, what, name)
+            waits = True
+    return not waits
+
+
+def _alone(watch: Watchdog, rank: int, what: str, name: str) -> LaunchError:
+    record.left()  # no rank has gone: the error is of the program
+    return LaunchError(
+        f"rank {watch.rank} is about to {what} {name}, which all ranks do together, and rank {rank} does something else: it is "
+        f"{watch.where(rank)}. Read and write whole parameters and gradients (norms, a state_dict) on every rank, instead of one alone, "
+        f"and let rank 0 print or save what comes of it"
+    )
+
+
+def begin_writing() -> None:
+    """Collective: from now on it is noted what the ranks write to parameters."""
+    global _written
+    _written = 0
+
+
+def note_written(what: str, name: str, operands: Iterable[object] = ()) -> None:
+    """The loop has changed a parameter or gradient in place, or an optimizer has stepped. operands: of what it was changed by, numbers and
+    tensors of one are noted, to seven digits: how ranks round sums may differ. What is written in a call (by hooks) is not: ranks have
+    hooks of other parameters there."""
+    global _written
+    if record.now() in (record.FORWARD, record.BACKWARD) or torch.compiler.is_compiling():
+        return
+    numbers = " ".join(f"{number:.6e}" for x in operands if (number := _number(x)) is not None)
+    _written = (_written + zlib.crc32(f"{what} {name} {numbers}".encode())) & 0xFFFFFFFF
+
+
+def _number(x: object) -> float | None:
+    if isinstance(x, Tensor):
+        return float(x) if x.dim() == 0 and x.device.type == "cpu" and not x.is_complex() else None
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+def check_written() -> None:
+    """A call begins. LaunchError where a rank of this machine has begun it too, and has written something else before it."""
+    watch = watchdog.current()
+    if watch is None:
+        return
+    if (rank := watch.wrote_otherwise(record.wrote(_written))) is not None:
+        first, second = sorted((watch.rank, rank))
+        raise LaunchError(
+            f"ranks {first} and {second} have changed parameters or gradients by other numbers, or not equally often, since the last call "
+            f"(an optimizer's step on one rank alone, numbers that each rank draws for itself): they would train different models. Make "
+            f"every rank do the same: give all the same seed, or use the number of one (dist.broadcast) on all"
+        )
