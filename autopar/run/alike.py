@@ -6,9 +6,11 @@ into each other's records first, which takes microseconds. What ranks of other m
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from autopar.run.watchdog import Watchdog
 
 __all__ = ["begin_writing", "check_written", "done_by_every_rank", "note_written"]
 
-_written = 0  # since the last module was made: what, of which, with which numbers
+_ROUNDING = 1e-5  # how far apart a number may be on two ranks, relative to it: kernels need not add in one order
+_SMALL = 1e-6  # and of numbers below this, relative to this
 _LOOKS = 20  # before a rank that waits sleeps between them
 _PAUSE_S = 0.0002
 
@@ -64,21 +67,39 @@ def _alone(watch: Watchdog, rank: int, what: str, name: str) -> LaunchError:
     )
 
 
+@dataclass(slots=True)
+class _Written:
+    """To parameters and gradients since the last call. what: to which, in which way, as a number below 2**32. numbers: how many they were
+    changed by. total: of these, each by its logarithm: of two that differ by one part in so many it differs by as much."""
+
+    what: int = 0
+    numbers: int = 0
+    total: float = 0.0
+
+
+_written = _Written()
+
+
 def begin_writing() -> None:
     """Collective: from now on it is noted what the ranks write to parameters."""
     global _written
-    _written = 0
+    _written = _Written()
 
 
 def note_written(what: str, name: str, operands: Iterable[object] = ()) -> None:
     """The loop has changed a parameter or gradient in place, or an optimizer has stepped. operands: of what it was changed by, numbers and
-    tensors of one are noted, to seven digits: how ranks round sums may differ. What is written in a call (by hooks) is not: ranks have
-    hooks of other parameters there."""
-    global _written
+    tensors of one are noted. What is written in a call (by hooks) is not: ranks have hooks of other parameters there."""
     if record.now() in (record.FORWARD, record.BACKWARD) or torch.compiler.is_compiling():
         return
-    numbers = " ".join(f"{number:.6e}" for x in operands if (number := _number(x)) is not None)
-    _written = (_written + zlib.crc32(f"{what} {name} {numbers}".encode())) & 0xFFFFFFFF
+    words, here = f"{what} {name}", _written
+    numbers = [number for x in operands if (number := _number(x)) is not None]
+    weight = 1 + zlib.crc32(words.encode()) / 2**32  # so that numbers which change places are seen
+    for number in numbers:
+        if math.isfinite(number):
+            here.numbers, here.total = here.numbers + 1, here.total + weight * math.asinh(number / _SMALL)
+        else:
+            words += f" {number}"
+    here.what = (here.what + zlib.crc32(f"{words} {len(numbers)}".encode())) & 0xFFFFFFFF
 
 
 def _number(x: object) -> float | None:
@@ -89,10 +110,12 @@ def _number(x: object) -> float | None:
 
 def check_written() -> None:
     """A call begins. LaunchError where a rank of this machine has begun it too, and has written something else before it."""
+    global _written
+    here, _written = _written, _Written()
     watch = watchdog.current()
     if watch is None:
         return
-    if (rank := watch.wrote_otherwise(record.wrote(_written))) is not None:
+    if (rank := watch.wrote_otherwise(record.wrote(here.what, here.total), within=2 * _ROUNDING * here.numbers)) is not None:
         first, second = sorted((watch.rank, rank))
         raise LaunchError(
             f"ranks {first} and {second} have changed parameters or gradients by other numbers, or not equally often, since the last call "

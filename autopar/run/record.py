@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,14 +25,14 @@ from autopar.errors import AutoparError
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
-    "WAITS", "WORKS", "Own", "Reads", "Seen", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered", "given",
-    "inside", "left", "line", "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "write_to",
-    "wrote",
+    "WAITS", "WORKS", "Own", "Reads", "Seen", "Wrote", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered",
+    "given", "inside", "left", "line", "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
-_BEGUN, _READS, _WROTE = 16, 17, 18  # in this order: of two numbers, the second one is read later
-_NUMBERS, _TEXT, _SIZE = 19, 152, 4096  # int64 numbers; where text begins; bytes of a record
+_BEGUN, _READS = 16, 17  # in this order: of two numbers, the second one is read later
+_WROTE, _TOTAL = 18, 19
+_NUMBERS, _TEXT, _SIZE = 20, 160, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -132,10 +133,12 @@ def reads(of: int) -> Reads:
     return Reads(count=count, of=of, calls=_now[_BEGUN])
 
 
-def wrote(what: int) -> int:
-    """What this rank has written to parameters before the call that begins, as a number below 2**32; with the number of the call."""
+def wrote(what: int, total: float) -> Wrote:
+    """What this rank has written to parameters before the call that begins. what: as a number below 2**32."""
+    _now[_WROTE] = 0  # the total is of no call
+    (_now[_TOTAL],) = struct.unpack("q", struct.pack("d", total))
     _now[_WROTE] = _now[_BEGUN] << 32 | what
-    return _now[_WROTE]
+    return Wrote(call=_now[_BEGUN], what=what, total=total)
 
 
 def phase(number: int) -> None:
@@ -202,6 +205,15 @@ class Reads:
     count: int
     of: int
     calls: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrote:
+    """What a rank has written to parameters before a call, of this number: to which, in which way, and a total of numbers (see `wrote`)."""
+
+    call: int
+    what: int
+    total: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,9 +333,10 @@ class Other:
         numbers = memoryview(os.pread(self._file, 8 * _NUMBERS, 0).ljust(8 * _NUMBERS, b"\0")).cast("q")
         return Reads(count=numbers[_READS] >> 32, of=numbers[_READS] & 0xFFFFFFFF, calls=numbers[_BEGUN])
 
-    def wrote(self) -> int:
+    def wrote(self) -> Wrote:
         """As `wrote`, of this rank's last call."""
-        return int.from_bytes(os.pread(self._file, 8, 8 * _WROTE), sys.byteorder, signed=True)
+        of, total = struct.unpack("qd", os.pread(self._file, 16, 8 * _WROTE).ljust(16, b"\0"))
+        return Wrote(call=of >> 32, what=of & 0xFFFFFFFF, total=total)
 
     def close(self) -> None:
         os.close(self._file)

@@ -286,12 +286,13 @@ class Watchdog:
         """What the other ranks of this machine read together last, by rank."""
         return {rank: other.reads() for rank, other in self._others.items()}
 
-    def wrote_otherwise(self, mine: int) -> int | None:
+    def wrote_otherwise(self, mine: record.Wrote, within: float) -> int | None:
         """A rank of this machine that has begun the same call and has written something else to parameters before it (`record.wrote`), if
-        there is one: of two the later one finds out."""
+        there is one: of two the later one finds out. within: how far apart totals may be."""
         for rank, other in self._others.items():
             theirs = other.wrote()
-            if theirs >> 32 == mine >> 32 and theirs != mine:
+            differs = theirs.what != mine.what or abs(theirs.total - mine.total) > within
+            if theirs.call == mine.call and differs and other.wrote() == theirs:  # it has not gone on meanwhile
                 return rank
         return None
 
