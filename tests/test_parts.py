@@ -534,7 +534,11 @@ def test_deep_copies_of_what_is_whole(pair: WorkerPool) -> None:
 def _read_by_memory() -> list[str]:
     model = autopar.compile(one(), gpus=2, cluster="cpu", pins={"tp": 2}, example_inputs=batch())
     weight = next(p for p in model.parameters() if lies_of(p).split and p.dim() == 2).detach()
-    reads = (torch.vmap(torch.sum), torch.func.grad(torch.sum), torch.jit.trace(torch.sum, torch.ones(2)), torch.utils.dlpack.to_dlpack)
+    arriving = torch.ones(weight.shape, dtype=weight.dtype, requires_grad=True)
+    reads = (
+        torch.vmap(torch.sum), torch.func.grad(torch.sum), torch.jit.trace(torch.sum, torch.ones(2)), torch.utils.dlpack.to_dlpack,
+        lambda w: torch.autograd.grad(2 * w.requires_grad_(), w, arriving, create_graph=True),
+    )  # fmt: skip
     told = []
     for read in reads:
         with pytest.raises(TypeError) as raised:
@@ -545,4 +549,4 @@ def _read_by_memory() -> list[str]:
 
 def test_what_takes_the_memory_of_a_part_for_the_whole_is_refused(pair: WorkerPool) -> None:
     for told in pair.run(_read_by_memory):
-        assert [("held in parts" in text, "full_parameters" in text) for text in told] == [(True, True)] * 4
+        assert [("held in parts" in text, "full_parameters" in text) for text in told] == [(True, True)] * 5

@@ -14,6 +14,7 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import weakref
@@ -345,12 +346,27 @@ def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad, whose results are parts where the inputs are."""
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+    """torch.autograd.grad, whose results are parts where the inputs are; gradients of outputs that are parts may be whole."""
+    given: dict[str, Any] = inspect.signature(func).bind(*args, **kwargs).arguments
+    of: list[Any] = [given.get(name) for name in ("outputs", "inputs", "grad_outputs")]
+    outputs, inputs, grads = ([x] if isinstance(x, Tensor) else x for x in of)
+    if grads is not None and not given.get("is_grads_batched"):
+        given["grad_outputs"] = [_arriving(g, o._lies) if g is not None and is_part(o) else g for o, g in zip(outputs, grads, strict=True)]
     with _plain():
-        found = func(*args, **kwargs)
+        found = func(**given)
     return tuple(part_like(g, x._lies) if g is not None and is_part(x) else g for g, x in zip(found, inputs, strict=True))
+
+
+def _arriving(grad: Tensor, lies: Lies) -> Tensor:
+    """What of the gradient of a part is here, in autograd's graph. TypeError where a whole one is differentiated by."""
+    if is_part(grad) and lies_of(grad).alike(lies):  # type: ignore[arg-type]
+        return _here(grad)  # type: ignore[arg-type]
+    if grad.requires_grad:
+        raise TypeError(
+            f"{lies.name} is held in parts, and a gradient of what is computed of it is to be differentiated by, which is whole. Call this "
+            f"inside of `with model.full_parameters():`"
+        )
+    return cut_as(grad, lies)
 
 
 # ---------------------------------------------------------------------------------------------------------------- elementwise

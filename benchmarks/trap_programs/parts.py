@@ -244,3 +244,16 @@ def ratio_of_update_to_weight(compile: Compile) -> Results:
             p.grad.mul_((limit / p.grad.norm().clamp(min=1e-6)).clamp(max=1.0))
 
     return trained(model, before_step=clip)
+
+
+@program(KIND)
+def curvature_of_a_penalty(compile: Compile) -> Results:
+    """Products of Hessians of a penalty on weights with vectors, by both ways of torch: to whole vectors, and by a gradient's gradient."""
+    model = compile(seeded(Net), example_inputs=batch())
+    found = []
+    for p in model.parameters():
+        ones = torch.ones(p.shape, dtype=p.dtype)
+        found.append(torch.autograd.functional.hvp(lambda w: w.pow(3).sum(), p.detach(), ones)[1].sum().item())
+        (gradient,) = torch.autograd.grad(p.pow(3).sum(), p, create_graph=True)
+        found.append(torch.autograd.grad(gradient, p, ones)[0].sum().item())
+    return {"found": found, **trained(model)}
