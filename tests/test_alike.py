@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.run import alike, record, watchdog
 from autopar.run.watchdog import Watchdog
@@ -82,3 +83,11 @@ def test_other_numbers_and_parameters_are_told_of(mine: list[Written], theirs: l
 def test_what_is_written_in_a_call_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     record.phase(record.BACKWARD)
     assert not told(scaled(0.5), [], monkeypatch)
+
+
+def test_numbers_of_other_devices_are_not_read() -> None:
+    """Which would wait for them, or cannot be."""
+    assert alike._number(torch.tensor(0.5)) == 0.5 and alike._number(torch.tensor(0.5, dtype=torch.bfloat16)) == 0.5
+    assert alike._number(torch.empty((), device="meta")) is None and alike._number(torch.ones(1)) is None
+    with FakeTensorMode():
+        assert alike._number(torch.empty(())) is None

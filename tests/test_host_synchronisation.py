@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.ir import S
-from autopar.run import WorkerPool, random_numbers
+from autopar.run import WorkerPool, alike, random_numbers
 from autopar.run.collectives import _shared
 from autopar.run.mesh import Mesh
 from autopar.run.slices import cut_spans, local_slice
@@ -94,20 +94,19 @@ def step_of(pins: dict[str, Any], precision: str) -> tuple[dict[str, int], dict[
 
 @contextlib.contextmanager
 def counting(noted: Reads) -> Iterator[None]:
-    """Counts reads; not those of agreements between hosts and of the process's generator, which are on the CPU on any machine."""
-    agree, state = Mesh.agree_numbers, random_numbers._state
+    """Counts reads; not those of agreements between hosts, of the process's generator, and of numbers that hosts compare: they are on the
+    CPU on any machine, and of a GPU none is compared (tests/test_alike.py)."""
 
-    def agreed(self: Mesh, values: tuple[int, int]) -> tuple[int, int]:
-        before = Counter(noted.found)
-        found = agree(self, values)
-        noted.found = before
-        return found
+    def uncounted(owner: Any, name: str) -> Any:
+        plain = getattr(owner, name)
 
-    def state_of_the_generator() -> int:
-        before = Counter(noted.found)
-        found = state()
-        noted.found = before
-        return found
+        def function(*args: Any) -> Any:
+            before = Counter(noted.found)
+            found = plain(*args)
+            noted.found = before
+            return found
+
+        return mock.patch.object(owner, name, function)
 
     def counted(name: str) -> Any:
         plain = getattr(Tensor, name)
@@ -121,8 +120,8 @@ def counting(noted: Reads) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("tolist", "cpu", "numpy"):
             stack.enter_context(counted(name))
-        stack.enter_context(mock.patch.object(Mesh, "agree_numbers", agreed))
-        stack.enter_context(mock.patch.object(random_numbers, "_state", state_of_the_generator))
+        for owner, name in ((Mesh, "agree_numbers"), (random_numbers, "_state"), (alike, "_number")):
+            stack.enter_context(uncounted(owner, name))
         stack.enter_context(noted)
         yield
 

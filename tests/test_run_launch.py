@@ -130,10 +130,7 @@ def test_under_torchrun_the_module_joins_the_group(tmp_path: Path) -> None:
     assert len(losses) == 2 and len(set(losses)) == 1
 
 
-def test_what_one_worker_does_alone_is_named_while_the_others_wait(tmp_path: Path) -> None:
-    script = tmp_path / "logs_alone.py"
-    script.write_text(
-        """
+ALONE = """
 import torch, torch.distributed as dist, autopar
 
 def train():
@@ -143,20 +140,35 @@ def train():
     for _ in range(3):  # in the first ones ranks compare their inputs first
         model(x).backward()
     if dist.get_rank() == 0:
-        print(max(float(p.norm()) for p in model.parameters()))
+        DOES
     model(x).backward()
 
 if __name__ == "__main__":
     autopar.launch(train, gpus=2)
 """
-    )
+
+
+def _alone(folder: Path, does: str) -> subprocess.CompletedProcess[str]:
+    """A script of two workers, of which the first one does something alone in line 11."""
+    script = folder / "logs_alone.py"
+    script.write_text(ALONE.replace("DOES", does))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AUTOPAR_TIMEOUT": "20"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+def test_what_one_worker_does_alone_is_named_while_the_others_wait(tmp_path: Path) -> None:
+    done = _alone(tmp_path, "model.clip_grad_norm_(1.0)")
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("autopar: ")]
     assert re.match(r"autopar: ranks 0, 1 of 2 have waited \d s: ", said) and "logs_alone.py:11" in said, said
     assert "rank 0 asks for something in which all ranks have a part" in said and "rank 1 has gone on to call the model" in said
     ended = done.stderr.splitlines()[-1]
     assert "ranks 0, 1 of 2 have waited 20 s: " in ended and "not under `if rank == 0`" in ended and done.returncode == 1
+
+
+def test_what_one_worker_reads_alone_is_an_error_at_once(tmp_path: Path) -> None:
+    done = _alone(tmp_path, "print(max(float(p.norm()) for p in model.parameters()))")
+    assert "have waited" not in done.stderr and 'logs_alone.py", line 11, in train' in done.stderr and done.returncode == 1
+    assert "LaunchError: rank 0 is about to sum up 0.weight, which all ranks do together, and rank 1 does something else" in done.stderr
 
 
 def _called_before(times: int) -> None:

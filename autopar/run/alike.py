@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -103,8 +104,9 @@ def note_written(what: str, name: str, operands: Iterable[object] = ()) -> None:
 
 
 def _number(x: object) -> float | None:
-    if isinstance(x, Tensor):
-        return float(x) if x.dim() == 0 and x.device.type == "cpu" and not x.is_complex() else None
+    if isinstance(x, Tensor):  # of a GPU a number could not be read without waiting for it; tolist() runs no operator
+        read = type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu" and not x.is_complex()
+        return float(cast("float", x.tolist())) if read else None
     return float(x) if isinstance(x, (int, float)) else None
 
 
