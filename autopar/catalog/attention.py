@@ -54,19 +54,22 @@ def attention(view: OpView) -> Iterable[Strategy]:
 @local_code("attention")
 def _attention(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
     """Attention with dropout draws from a stream of the shard's own."""
-    bound = view.args()
-    operands = op.args[:4] if op.target == LOCAL_ATTENTION else tuple(bound[n] for n in ("query", "key", "value", "attn_mask"))
-    rest = tuple((name, bound[name]) for name in ("dropout_p", "is_causal", "scale", "enable_gqa"))
-    return (dataclasses.replace(op, target=LOCAL_ATTENTION, args=operands, kwargs=(("axis", over_axes(op, axis)), *rest)),)
+    operands, options = ("query", "key", "value", "attn_mask"), ("dropout_p", "is_causal", "scale", "enable_gqa")
+    return _over(op, view, axis, LOCAL_ATTENTION, operands, options)
 
 
 @local_code(BY_ROWS)
 def _causal_rows(op: Op, view: OpView, strategy: Strategy, axis: str) -> tuple[Op, ...]:
     """Some of the queries, which read the keys up to their own places."""
+    return _over(op, view, axis, CAUSAL_ROWS, ("query", "key", "value"), ("scale", "enable_gqa"))
+
+
+def _over(op: Op, view: OpView, axis: str, target: str, operands: tuple[str, ...], options: tuple[str, ...]) -> tuple[Op, ...]:
+    """Local code over an axis, or over one more; its operands stand in this order, and its options have these names."""
     bound = view.args()
-    operands = op.args[:3] if op.target == CAUSAL_ROWS else tuple(bound[n] for n in ("query", "key", "value"))
-    rest = tuple((name, bound[name]) for name in ("scale", "enable_gqa"))
-    return (dataclasses.replace(op, target=CAUSAL_ROWS, args=operands, kwargs=(("axis", over_axes(op, axis)), *rest)),)
+    args = op.args[: len(operands)] if op.target == target else tuple(bound[name] for name in operands)
+    kwargs = (("axis", over_axes(op, axis)), *((name, bound[name]) for name in options))
+    return (dataclasses.replace(op, target=target, args=args, kwargs=kwargs),)
 
 
 def _is_square(view: OpView) -> bool:

@@ -45,7 +45,7 @@ def note(x: Any, attribute: str, value: Tensor) -> None:
 def check_given(named: Iterable[tuple[str, Any]]) -> None:
     """ValueError if what one of the parameters was given has been written to since, or is the memory of another one too."""
     tensors: dict[int, str] = {}
-    for name, param in [(name, param) for name, param in named if DATA in vars(param) or GRAD in vars(param)]:
+    for name, param in named:
         for attribute, what in ((DATA, "data"), (GRAD, "grad")):
             given = vars(param).get(attribute)
             if given is None or (attribute == GRAD and param.grad is None):

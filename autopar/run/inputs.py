@@ -300,8 +300,7 @@ def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
-        if type(value) is not Tensor or vars(value):
-            check_attributes(value, reads)
+        check_attributes(value, reads)
         return ""
     if isinstance(value, str | float | int):
         return ""
@@ -318,6 +317,8 @@ def _structure(value: Any, reads: Callable[[str], bool]) -> Any:
 def check_attributes(tensor: Tensor, reads: Callable[[str], bool]) -> None:
     """TypeError for an attribute of the user's that code may read, and for a class of the tensor's that it may ask for. reads: as of
     `structure_of`."""
+    if type(tensor) is Tensor and not vars(tensor):
+        return
     if read := [name for name in vars(tensor) if not name.startswith("_") and reads(name)]:
         raise TypeError(
             f"a tensor that the model is given has the attribute {read[0]}, which its code may read, and which a copy of the tensor has "

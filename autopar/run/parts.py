@@ -345,9 +345,12 @@ def _register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
         return x.register_hook(on_part)
 
 
+_GRADIENTS = inspect.signature(torch.autograd.grad)
+
+
 def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """torch.autograd.grad, whose results are parts where the inputs are; gradients of outputs that are parts may be whole."""
-    given: dict[str, Any] = inspect.signature(func).bind(*args, **kwargs).arguments
+    given: dict[str, Any] = _GRADIENTS.bind(*args, **kwargs).arguments
     of: list[Any] = [given.get(name) for name in ("outputs", "inputs", "grad_outputs")]
     outputs, inputs, grads = ([x] if isinstance(x, Tensor) else x for x in of)
     if grads is not None and not given.get("is_grads_batched"):

@@ -67,19 +67,9 @@ def _state() -> int:
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """The generators of the CPU and of the device, if that is a GPU, begin at seed, and go on afterwards as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[device]) if device.type == "cuda" else _as_if_not_drawn():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_generators(seed, device)
         yield
-
-
-@contextlib.contextmanager
-def _as_if_not_drawn() -> Iterator[None]:
-    """The generator of the CPU goes on afterwards as if nothing had been drawn: fork_rng, in a third of the time."""
-    before = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

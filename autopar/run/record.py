@@ -31,7 +31,7 @@ __all__ = [
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
 _BEGUN, _READS = 16, 17  # in this order: of two numbers, the second one is read later
-_WROTE, _TOTAL = 18, 19
+_WROTE, _TOTAL = 18, 19  # side by side, to be read at once
 _NUMBERS, _TEXT, _SIZE = 20, 160, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 

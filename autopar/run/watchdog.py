@@ -30,7 +30,7 @@ from autopar.errors import SettingError
 from autopar.run import record
 from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
-from autopar.run.record import Other, Own, Reads, Seen
+from autopar.run.record import Other, Own, Reads, Seen, Wrote
 
 __all__ = ["TIMEOUT", "Watchdog", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
@@ -286,7 +286,7 @@ class Watchdog:
         """What the other ranks of this machine read together last, by rank."""
         return {rank: other.reads() for rank, other in self._others.items()}
 
-    def wrote_otherwise(self, mine: record.Wrote, within: float) -> int | None:
+    def wrote_otherwise(self, mine: Wrote, within: float) -> int | None:
         """A rank of this machine that has begun the same call and has written something else to parameters before it (`record.wrote`), if
         there is one: of two the later one finds out. within: how far apart totals may be."""
         for rank, other in self._others.items():
