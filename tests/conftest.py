@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LONG = (
     "test_run_launch.py", "test_checkpoint.py", "test_parts.py", "test_autocast.py", "test_verify.py", "test_local_batches.py",
     "test_examples.py", "test_trainer.py", "test_training_tools.py", "test_faults.py", "test_torchrun_faults.py", "test_soundness.py",
+    "test_terminal.py", "test_traps.py", "test_planner_bounds.py", "test_blocks.py",
 )  # fmt: skip
 KINDS = ("pure", "fake", "gloo", "gpu")
 
