@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.render import load
 from autopar.run import ParallelModule
 from autopar.run.form import Emitted, Guards
-from autopar.run.parts import local
+from autopar.run.part import local
 from autopar.run.region import Region
 from autopar.run.state import assemble
 from autopar.variants import Variants

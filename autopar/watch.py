@@ -33,7 +33,7 @@ from autopar.report.words import counted
 from autopar.run import comm, record
 from autopar.run.deferred import DeferredModule
 from autopar.run.module import ParallelModule
-from autopar.run.parts import local
+from autopar.run.part import local
 from cost_models.cluster import load_cluster
 
 __all__ = ["Profiled", "StepLine", "model_flops", "profiled"]

@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.ir import refs
 from autopar.run import WorkerPool
-from autopar.run.parts import local
+from autopar.run.part import local
 from autopar.run.region import REGION
 
 WIDTH, CLASSES, STEPS = 32, 5, 3

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.run import ParallelModule, WorkerPool
 from autopar.run.lies import Lies
-from autopar.run.parts import Part, lies_of, local
+from autopar.run.part import lies_of, local
+from autopar.run.parts import Part
 from tests import wrong_models as models
 
 pytestmark = pytest.mark.gloo

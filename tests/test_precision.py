@@ -31,7 +31,7 @@ from autopar.planner.price import param_bytes, zero_dims
 from autopar.planner.search import Search
 from autopar.render import load
 from autopar.run import WorkerPool, comm
-from autopar.run.parts import local
+from autopar.run.part import local
 from cost_models.cluster import load_cluster
 
 WIDTH = 16

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.run import ParallelModule, WorkerPool
-from autopar.run.parts import local
+from autopar.run.part import local
 from tests.run_model import Model, batch, emitted, tensors
 
 pytestmark = pytest.mark.gloo

@@ -23,7 +23,7 @@ from autopar.checkpoint.subjects import Named, Subject, subject_of
 from autopar.checkpoint.values import decode, tensor_keys
 from autopar.errors import CheckpointError
 from autopar.progress import working
-from autopar.run.parts import part_like
+from autopar.run.part import part_like
 from autopar.run.record import CHECKPOINT, LOADING, doing, entered
 
 __all__ = ["load", "open_checkpoint"]

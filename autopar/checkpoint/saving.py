@@ -25,7 +25,7 @@ from autopar.errors import CheckpointError, LaunchError
 from autopar.progress import working
 from autopar.run import watchdog
 from autopar.run.groups import finish_first, released_at_exit
-from autopar.run.parts import is_part, lies_of, local
+from autopar.run.part import is_part, lies_of, local
 from autopar.run.record import CHECKPOINT, SAVING, WAITS, WORKS, doing, entered, saving_beside
 from autopar.run.together import done_by_all
 

@@ -21,7 +21,7 @@ from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule
 from autopar.run.groups import group_of
 from autopar.run.lies import Lies
-from autopar.run.parts import is_part
+from autopar.run.part import is_part
 from autopar.run.random_numbers import just_seeded
 from autopar.run.together import talking
 

@@ -13,7 +13,7 @@ from autopar.run.autocast import without
 from autopar.run.backward import Backward
 from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.form import Form
-from autopar.run.parts import local
+from autopar.run.part import local
 from autopar.run.random_numbers import seeded
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree

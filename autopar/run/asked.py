@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from autopar.run.grad_mode import as_called
-from autopar.run.parts import is_part
+from autopar.run.part import is_part
 
 __all__ = ["NAMES", "QUESTIONS", "kinds_of", "said_of", "transformed"]
 

@@ -15,7 +15,7 @@ from autopar.run import record
 from autopar.run.alike import note_written
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
-from autopar.run.parts import local
+from autopar.run.part import local
 from autopar.run.region import Region, without_unreached
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree

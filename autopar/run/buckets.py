@@ -27,7 +27,7 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.lies import layouts_of
 from autopar.run.manifest import ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import local
+from autopar.run.part import local
 from autopar.run.slices import joined, parted
 from cost_models.rests import Rest, rest_of
 

@@ -24,8 +24,9 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
 from autopar.run.objects import key_name, make_known, parts_of
-from autopar.run.parts import is_part, whole_of
+from autopar.run.part import is_part
 from autopar.run.slices import joined, local_slice
+from autopar.run.wholes import whole_of
 
 __all__ = [
     "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "given_as",

@@ -35,7 +35,7 @@ from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Returned, as_returned
-from autopar.run.parts import local
+from autopar.run.part import local
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.region import regions_of

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from autopar.run import comm
+from autopar.run import function_names as F
 from autopar.run.alike import done_by_every_rank
 from autopar.run.lies import Lies
+from autopar.run.part import AnyPart, in_graph, local, part_like
 
-__all__ = ["Power", "Root", "Whole", "any_of", "extreme"]
+__all__ = ["Power", "Root", "Whole", "any_of", "extreme", "reduced"]
+
+_plain = torch._C.DisableTorchFunctionSubclass
 
 
 class Power(torch.autograd.Function):
@@ -88,3 +92,43 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return ctx.lies.cut(grad).contiguous(), None
+
+
+def reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of all elements to one number; NotImplemented for any other reduction."""
+    lies = x._lies
+    kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
+    if name in F.NORMS:
+        given = [*args, *(kwargs[k] for k in ("p", "ord") if k in kwargs)]
+        order = given[0] if given else 2
+        order = 2 if order in (None, "fro") and (name != "linalg_norm" or order is None) else order
+        plain = len(given) <= 1 and not set(kwargs) - {"p", "ord"} and isinstance(order, (int, float)) and x.is_floating_point()
+        if not plain or (name == "linalg_norm" and given and len(lies.shape) > 1):
+            return NotImplemented
+        if order in (math.inf, -math.inf):
+            return reduced("max" if order > 0 else "min", part_like(in_graph(x).abs(), lies), (), {})
+        if order <= 0:
+            return NotImplemented
+        return Root.apply(Power.apply(_wide(x), lies, float(order)), float(order)).to(x.dtype)
+    if args or kwargs:
+        return NotImplemented
+    if name in ("sum", "mean") and (x.is_floating_point() or name == "sum"):
+        total = Power.apply(_wide(x), lies, 0.0)
+        total = total / lies.shape.numel() if name == "mean" else total
+        return total.to(x.dtype) if x.is_floating_point() else total
+    with _plain():
+        through_autograd = torch.is_grad_enabled() and x.requires_grad
+    if name in F.LARGEST and not through_autograd and x.is_floating_point():
+        return extreme(local(x), lies, largest=F.LARGEST[name] is max)
+    if name in ("any", "all"):
+        true = local(x).bool()
+        return any_of(true, lies) if name == "any" else ~any_of(~true, lies)
+    return NotImplemented
+
+
+def _wide(x: AnyPart) -> Tensor:
+    """In a dtype in which sums are made, as torch makes them."""
+    own = in_graph(x)
+    if own.dtype in (torch.float16, torch.bfloat16):
+        return own.float()
+    return own if own.dtype.is_floating_point or own.dtype.is_complex else own.long()

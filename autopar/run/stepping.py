@@ -24,7 +24,9 @@ from torch.optim.optimizer import (
 from autopar.run import record
 from autopar.run.alike import note_written
 from autopar.run.given import check_given
-from autopar.run.parts import Part, PartTensor, as_part, cut_as, lies_of
+from autopar.run.part import as_part, lies_of
+from autopar.run.parts import Part, PartTensor
+from autopar.run.wholes import cut_as
 
 __all__ = ["close_steps", "hook_optimizers"]
 

@@ -25,7 +25,8 @@ from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.parts import OF_A_PART, Part, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.part import OF_A_PART, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.parts import Part
 from autopar.run.stepping import close_steps
 
 __all__ = ["REGISTRIES", "Tree", "whole_again"]

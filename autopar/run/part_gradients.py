@@ -1,0 +1,77 @@
+"""Gradients of parts: hooks on them, torch.autograd.grad, and the node of autograd that adds them up."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.run.lies import Lies
+from autopar.run.part import AnyPart, PartTensor, in_graph, is_part, lies_of, part_like
+from autopar.run.wholes import cut_as, of_shape
+
+__all__ = ["gradients", "register_hook", "seen_as_itself"]
+
+_plain = torch._C.DisableTorchFunctionSubclass
+_GRADIENTS = inspect.signature(torch.autograd.grad)
+
+
+def register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Hooks on gradients are given parts, of which norms are those of the whole."""
+    lies = x._lies
+
+    def on_part(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # no gradient reaches it, of which torch tells no hook of a plain parameter
+            return None
+        with torch._C._EnableTorchFunction():  # which torch.autograd.grad of parts has switched off
+            changed = hook(part_like(grad, lies))
+            if changed is None:
+                return None
+            return cut_as(of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
+
+    with _plain():
+        return x.register_hook(on_part)
+
+
+def gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad, whose results are parts where the inputs are; gradients of outputs that are parts may be whole."""
+    given: dict[str, Any] = _GRADIENTS.bind(*args, **kwargs).arguments
+    of: list[Any] = [given.get(name) for name in ("outputs", "inputs", "grad_outputs")]
+    outputs, inputs, grads = ([x] if isinstance(x, Tensor) else x for x in of)
+    if grads is not None and not given.get("is_grads_batched"):
+        given["grad_outputs"] = [_arriving(g, o._lies) if g is not None and is_part(o) else g for o, g in zip(outputs, grads, strict=True)]
+    with _plain():
+        found = func(**given)
+    return tuple(part_like(g, x._lies) if g is not None and is_part(x) else g for g, x in zip(found, inputs, strict=True))
+
+
+def _arriving(grad: Tensor, lies: Lies) -> Tensor:
+    """What of the gradient of a part is here, in autograd's graph. TypeError where a whole one is differentiated by."""
+    if is_part(grad) and lies_of(grad).alike(lies):  # type: ignore[arg-type]
+        return in_graph(grad)  # type: ignore[arg-type]
+    if grad.requires_grad:
+        raise TypeError(
+            f"{lies.name} is held in parts, and a gradient of what is computed of it is to be differentiated by, which is whole. Call this "
+            f"inside of `with model.full_parameters():`"
+        )
+    return cut_as(grad, lies)
+
+
+def seen_as_itself(func: Callable[..., Any], x: AnyPart) -> Tensor:
+    """x.expand_as(x): by what autograd records of it, and of nothing else, the node is found that adds a leaf's gradient up. TypeError
+    where gradients are to be asked for by that node: they would be of a part."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in ("__torch_function__", "_get_grad_fn_or_grad_acc"):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name == "get_gradient_edge":
+        raise TypeError(f"{x._lies.name} is held in parts: ask torch.autograd.grad for the parameter itself, instead of its gradient edge")
+    with _plain():
+        found = func(x, x)
+    found.__class__ = PartTensor
+    found._lies = x._lies
+    return found
