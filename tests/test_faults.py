@@ -128,6 +128,30 @@ def test_ranks_that_are_called_with_other_shapes_are_told_so(form: str, tmp_path
     assert found["steps"].count("step 5 of rank") == 2 and "step 6" not in found["steps"]
 
 
+def test_a_batch_that_all_ranks_leave_out_is_left_out(tmp_path: Path, run: Run) -> None:
+    found = run("left out by all ranks", tmp_path, AUTOPAR_TIMEOUT="inf")
+    assert found["codes"] == [0, 0] and found["text"] == "", found["text"]
+    assert found["steps"].count("left out 5 by rank") == 4, "by both ranks, of the original and of the parallel module"
+    assert all(found["steps"].count(f"step {step} of rank") == 2 for step in (0, 1, 2, 3, 4, 6, 7))
+
+
+@pytest.mark.parametrize(("form", "rank"), [("left out by one rank", 1), ("left out by one stage", 0)])
+def test_a_rank_that_leaves_a_batch_out_alone_ends_the_run(form: str, rank: int, tmp_path: Path, run: Run) -> None:
+    """Its next call is not taken for what the others wait for in the call that it has left."""
+    found = run(form, tmp_path, AUTOPAR_TIMEOUT="inf")
+    assert found["codes"] == [1, 1], found["text"]
+    said = f"LaunchError: rank {rank} has raised IndexError (index out of range in self) in a call of the model, which other ranks have not"
+    assert said in found["text"], found["text"]
+    assert "step 4 of rank" in found["steps"] and "step 6" not in found["steps"]
+
+
+def test_a_rank_that_goes_on_without_the_others_is_named(tmp_path: Path, run: Run) -> None:
+    found = run("left out by one rank, which does something else", tmp_path, AUTOPAR_TIMEOUT="inf")
+    assert found["codes"] == [1, 1], found["text"]
+    (said,) = found["text"].splitlines()
+    assert said.startswith("autopar: rank 1 of 2 has raised IndexError: index out of range in self, in step 6, forward, which other ranks")
+
+
 class Elsewhere:
     """The record of a rank that has decided so, and has seen the others agree on so many calls."""
 

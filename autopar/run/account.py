@@ -26,8 +26,14 @@ def culprit(others: Mapping[int, Seen], dead: Set[int], rank: int, own: Seen, wo
             return killed(r, seen, world, _apart(rank, own, {r: seen}) or not_by_all({r: seen, rank: own}))
     for r, seen in others.items():
         if seen.state == record.FAILED:
+            if r in dead:
+                return (
+                    f"rank {r} of {world} has failed {seen.where}: {seen.text} (its own traceback is above, or in its log). The other "
+                    f"ranks end"
+                )
             return (
-                f"rank {r} of {world} has failed {seen.where}: {seen.text} (its own traceback is above, or in its log). The other ranks end"
+                f"rank {r} of {world} has raised {seen.text}, {seen.where}, which other ranks have not, and goes on. They wait for it, and "
+                f"end: an error that the loop catches must be the same on all ranks"
             )
     for seen in gone.values():
         if seen.state == record.FOLLOWED and seen.text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.axes import cut_order
 from autopar.run import record
 from autopar.run.alike import note_written
+from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.part import local
@@ -24,6 +25,7 @@ from autopar.run.weights import Step
 __all__ = ["FUNCTIONS", "Backward"]
 
 
+Given = TypeVar("Given")
 OfOutputs = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
@@ -109,7 +111,20 @@ class Backward:
             record.phase(record.OUTSIDE)
             return found
 
-        return _Deposit.apply(loss.detach(), gradients, *self.leaves)
+        return _Deposit.apply(loss.detach(), self._by_all(gradients), *self.leaves)
+
+    def _by_all(self, gradients: Callable[[Given], list[Tensor | None]]) -> Callable[[Given], list[Tensor | None]]:
+        """The same, in which an error is seen to be one on all ranks, or ends the run."""
+
+        def seen(given: Given) -> list[Tensor | None]:
+            begun = record.count()
+            try:
+                return gradients(given)
+            except Exception as error:
+                broken_off(error, begun, pipelined=self.form.mesh.pp.size > 1)
+                raise
+
+        return seen
 
     def _check_factor(self, factor: Tensor) -> None:
         """RuntimeError if gradients of the loss, multiplied by this, are not those of the loss that is multiplied by it."""
@@ -138,7 +153,7 @@ class Backward:
             rest, anew = again()
             return rest._of_run(anew, names, grads)
 
-        opened = _Opened.apply(gradients, more, len(names), *(values[name] for name in names), *self.leaves)
+        opened = _Opened.apply(self._by_all(gradients), self._by_all(more), len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))
 
     def _of_run(self, run: OpenRun, names: Sequence[str], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -21,6 +21,7 @@ from autopar.run.again import Again
 from autopar.run.alike import begin_writing, check_written
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
+from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.dtypes import dtype_named
@@ -184,15 +185,21 @@ class ParallelModule(StandIn):
         record.phase(record.FORWARD)
         self._tree.begin_step()
         given = args, kwargs
-        args, kwargs = as_programs_take(args, kwargs)
-        compared = self.debug or self._calls < CHECKED
-        form = self._forms.of(Call(args=args, kwargs=kwargs, given=given, modes=self._modes(), compared=compared, outputs=self._outputs))
-        self.__dict__["_calls"] += 1
-        if form is None:
-            returned = self._of_the_original(args, kwargs)
-        else:
-            with without(), not_kept_for_later():  # the program has the casts, and says what runs again
-                returned = self._run(form, args, kwargs)
+        begun, form = record.count(), None
+        try:
+            args, kwargs = as_programs_take(args, kwargs)
+            compared = self.debug or self._calls < CHECKED
+            call = Call(args=args, kwargs=kwargs, given=given, modes=self._modes(), compared=compared, outputs=self._outputs)
+            form = self._forms.of(call)
+            self.__dict__["_calls"] += 1
+            if form is None:
+                returned = self._of_the_original(args, kwargs)
+            else:
+                with without(), not_kept_for_later():  # the program has the casts, and says what runs again
+                    returned = self._run(form, args, kwargs)
+        except Exception as error:
+            broken_off(error, begun, pipelined=form is not None and self.mesh.pp.size > 1)
+            raise
         record.phase(record.OUTSIDE)
         return returned
 
@@ -213,15 +220,17 @@ class ParallelModule(StandIn):
             stage.weights = Weights(step)
         made: Made = []
         run: OpenRun | None = None
-        with self._random.of_a_call(draws=manifest.draws):
-            again = Again(form, tree, bound, rest, begun=self._begun, training=self.training) if form.open and differentiates else None
-            parts = form.micro_batches(rest.inputs.parts)
-            if again is not None:
-                run = form.run_open(parts, step)
-            else:
-                loss = form.run(parts, step, made)
-        for stage in form.stages.values():
-            del stage.weights  # so that gathered copies live no longer than the step
+        try:
+            with self._random.of_a_call(draws=manifest.draws):
+                again = Again(form, tree, bound, rest, begun=self._begun, training=self.training) if form.open and differentiates else None
+                parts = form.micro_batches(rest.inputs.parts)
+                if again is not None:
+                    run = form.run_open(parts, step)
+                else:
+                    loss = form.run(parts, step, made)
+        finally:
+            for stage in form.stages.values():
+                del stage.weights  # so that gathered copies live no longer than the step
         form.spread(tree.buffer)
         if run is None and mesh.pp.size > 1:
             comm.broadcast_(loss, mesh.pp.ranks[manifest.places[-1]], mesh.pp)

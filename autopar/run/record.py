@@ -20,19 +20,21 @@ from pathlib import Path
 import torch
 
 from autopar.axes import AXES, BATCH, axes_over, joint, levels_of
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, LaunchError
 
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
-    "WAITS", "WORKS", "Own", "Reads", "Seen", "Wrote", "agreed", "calls", "collective", "count_from", "decided", "doing", "entered",
-    "given", "inside", "left", "line", "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "write_to", "wrote",
+    "WAITS", "WORKS", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count", "count_from",
+    "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "reads",
+    "saving_beside", "step", "telling", "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
 _BEGUN, _READS = 16, 17  # in this order: of two numbers, the second one is read later
 _WROTE, _TOTAL = 18, 19  # side by side, to be read at once
-_NUMBERS, _TEXT, _SIZE = 20, 160, 4096  # int64 numbers; where text begins; bytes of a record
+_BROKE = 20
+_NUMBERS, _TEXT, _SIZE = 21, 168, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -54,6 +56,7 @@ _AXES = (
 _AXIS = {name: number for number, name in enumerate(_AXES)}
 
 _told: Callable[[str, int], None] | None = None
+_over = ""  # why this rank takes part in no collective any more
 _now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others
 
 
@@ -61,6 +64,8 @@ def entered(kind: int, axis: str = EVERYONE) -> None:
     """This rank begins to wait for a collective over an axis, by default over all ranks."""
     if torch.compiler.is_compiling():
         return
+    if _over:
+        raise LaunchError(_over)
     _now[_AT] = kind * len(_AXES) + _AXIS.get(axis, 0)
     _now[_COUNT] += 1
     if _told is not None:
@@ -139,6 +144,28 @@ def wrote(what: int, total: float) -> Wrote:
     (_now[_TOTAL],) = struct.unpack("q", struct.pack("d", total))
     _now[_WROTE] = _now[_BEGUN] << 32 | what
     return Wrote(call=_now[_BEGUN], what=what, total=total)
+
+
+def count() -> int:
+    """How many collectives this rank has begun."""
+    return _now[_COUNT]
+
+
+def broke(collectives: int) -> int:
+    """An error ends the call that was begun last, in this phase, after so many collectives of it. A number for all: see `call_of`."""
+    _now[_BROKE] = _now[_BEGUN] << 32 | _now[_PHASE] << 28 | collectives + 1
+    return _now[_BROKE]
+
+
+def call_of(broken: int) -> int:
+    """The number of the call that was broken off."""
+    return broken >> 32
+
+
+def end_talks(why: str) -> None:
+    """From now on `entered` raises LaunchError: other ranks would take what this one sends for something else. '': not any more."""
+    global _over
+    _over = why
 
 
 def phase(number: int) -> None:
@@ -220,7 +247,8 @@ class Wrote:
 class Seen:
     """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: what a save beside training did; 0:
     there was none. decided: see `decided`. agreed: the number of the last call on which the rank has seen all agree. given: numbers for
-    the shapes of the call before this step's, and of this; 0 where there is none. text: how it ended, or where it is."""
+    the shapes of the call before this step's, and of this; 0 where there is none. begun: the number of the last call of a module. broke:
+    see `broke`; 0: no call was broken off. text: how it ended, or where it is."""
 
     pid: int
     state: int
@@ -235,6 +263,8 @@ class Seen:
     decided: int
     agreed: int
     given: tuple[int, int]
+    begun: int
+    broke: int
     text: str
 
     @staticmethod
@@ -246,7 +276,7 @@ class Seen:
         return Seen(
             pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
             beside=numbers[_BESIDE], decided=numbers[_DECIDED], agreed=numbers[_AGREED], given=(numbers[_BEFORE], numbers[_GIVEN]),
-            text=text,
+            begun=numbers[_BEGUN], broke=numbers[_BROKE], text=text,
         )  # fmt: skip
 
     @property

@@ -51,6 +51,7 @@ def begin(group: dist.ProcessGroup) -> None:
     """Collective over all ranks: watch over them. group: of all."""
     global _watch
     end()
+    record.end_talks("")
     token: list[Any] = [(secrets.token_hex(8), time.time())]
     dist.broadcast_object_list(token, src=0, group=group)
     folder = _folder(token[0][0])
@@ -220,7 +221,7 @@ class Watchdog:
         self.leaving.go_on()
         if self._store is not None and len(self._others) + 1 < self.world:
             self._over_the_store(lambda store: store.set(f"{self._token}/{self.rank}", self.own.data().hex()))
-        gone = self.gone()
+        gone = self.gone() or self._failed()
         if gone:
             self._gone_since = self._gone_since or now
             if now - self._gone_since > _GRACE_S:
@@ -282,6 +283,20 @@ class Watchdog:
         record.agreed()
         return None
 
+    def others(self) -> dict[int, Seen]:
+        """The records of the other ranks of this machine."""
+        return {rank: other.seen() for rank, other in self._others.items()}
+
+    def ends_alone(self, error: Exception) -> None:
+        """This rank has raised what the others have not, in a call that they wait in: it talks to none any more, and they end."""
+        if not record.inside():  # else a collective has failed: another rank has gone
+            self.own.mark(record.FAILED, f"{type(error).__name__}: {error}"[:400])
+        record.end_talks(
+            f"rank {self.rank} has raised {type(error).__name__} ({error}) in a call of the model, which other ranks have not. They wait "
+            f"for it in that call, and would take its next ones for the rest of that. An error that the loop catches must be the same on "
+            f"all ranks: look for it in the batch before the call, or start again from the last checkpoint"
+        )
+
     def reads(self) -> dict[int, Reads]:
         """What the other ranks of this machine read together last, by rank."""
         return {rank: other.reads() for rank, other in self._others.items()}
@@ -335,6 +350,10 @@ class Watchdog:
             if not other.alive() and (seen := other.seen()).state != record.ENDED:
                 found[rank] = seen
         return found
+
+    def _failed(self) -> bool:
+        """Whether a rank of this machine that lives has failed, so that it does nothing for others any more."""
+        return any(other.seen().state == record.FAILED for other in self._others.values())
 
     def culprit(self, wait_s: float = 0.0) -> str:
         """Who has gone, and what it was doing; '' if nobody has. wait_s: for as long."""
