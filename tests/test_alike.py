@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.run import alike, record, watchdog
-from autopar.run.watchdog import Watchdog
 
 pytestmark = pytest.mark.pure
 Written = tuple[str, str, tuple[object, ...]]  # in which way, to what, and by which operands
@@ -36,8 +35,7 @@ def told(mine: Iterable[Written], theirs: Iterable[Written], monkeypatch: pytest
 
     other = of(theirs)
     other = record.Wrote(call=other.call + call, what=other.what, total=other.total)
-    watch: Any = SimpleNamespace(rank=0, _others={1: SimpleNamespace(wrote=lambda: other)})
-    watch.wrote_otherwise = lambda mine, within: Watchdog.wrote_otherwise(watch, mine, within)
+    watch: Any = SimpleNamespace(rank=0, beside={1: SimpleNamespace(wrote=lambda: other)})
     for one in mine:
         alike.note_written(*one)
     with monkeypatch.context() as m:

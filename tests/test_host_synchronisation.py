@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.ir import S
 from autopar.run import WorkerPool, alike, random_numbers
+from autopar.run.batches import _Coming
 from autopar.run.collectives import _shared
 from autopar.run.mesh import Mesh
 from autopar.run.slices import cut_spans, local_slice
@@ -95,7 +96,7 @@ def step_of(pins: dict[str, Any], precision: str) -> tuple[dict[str, int], dict[
 @contextlib.contextmanager
 def counting(noted: Reads) -> Iterator[None]:
     """Counts reads; not those of agreements between hosts, of the process's generator, and of numbers that hosts compare: they are on the
-    CPU on any machine, and of a GPU none is compared (tests/test_alike.py)."""
+    CPU on any machine, and of a GPU none is compared, or only when it is there (tests/test_alike.py, tests/test_batches.py)."""
 
     def uncounted(owner: Any, name: str) -> Any:
         plain = getattr(owner, name)
@@ -120,7 +121,7 @@ def counting(noted: Reads) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("tolist", "cpu", "numpy"):
             stack.enter_context(counted(name))
-        for owner, name in ((Mesh, "agree_numbers"), (random_numbers, "_state"), (alike, "_number")):
+        for owner, name in ((Mesh, "agree_numbers"), (random_numbers, "_state"), (alike, "_number"), (_Coming, "two")):
             stack.enter_context(uncounted(owner, name))
         stack.enter_context(noted)
         yield

@@ -145,6 +145,12 @@ def test_what_one_rank_reads_alone_is_refused(name: str, judge: Judge) -> None:
 
 
 @pytest.mark.gloo
+def test_a_shuffle_that_is_another_on_one_rank_is_refused(judge: Judge) -> None:
+    for found in judge.outcomes("shuffled_otherwise_after_a_sample", ("dp2", "pp2")):
+        assert found.outcome == "refused" and "ranks 0 and 1 were given different batches" in found.reason
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize("name", ["step_left_out_by_rank_1", "weights_shaken_by_each_rank", "loss_scaled_by_each_rank"])
 def test_what_ranks_write_otherwise_is_refused(name: str, judge: Judge) -> None:
     (found,) = judge.outcomes(name, ("dp2",))

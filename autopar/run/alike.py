@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.errors import LaunchError
 from autopar.run import record, watchdog
+from autopar.run.record import Wrote
 from autopar.run.watchdog import Watchdog
 
 __all__ = ["begin_writing", "check_written", "done_by_every_rank", "note_written"]
@@ -49,7 +50,8 @@ def done_by_every_rank(what: str, name: str) -> None:
 def _together(watch: Watchdog, mine: record.Reads, what: str, name: str) -> bool:
     """Whether all others have come to it. Raises LaunchError if one never will."""
     waits = False
-    for rank, theirs in watch.reads().items():
+    for rank, other in watch.beside.items():
+        theirs = other.reads()
         if theirs.count == mine.count and theirs.of != mine.of:
             raise _alone(watch, rank, what, name)
         if theirs.count < mine.count:
@@ -117,10 +119,21 @@ def check_written() -> None:
     watch = watchdog.current()
     if watch is None:
         return
-    if (rank := watch.wrote_otherwise(record.wrote(here.what, here.total), within=2 * _ROUNDING * here.numbers)) is not None:
+    if (rank := _otherwise(watch, record.wrote(here.what, here.total), within=2 * _ROUNDING * here.numbers)) is not None:
         first, second = sorted((watch.rank, rank))
         raise LaunchError(
             f"ranks {first} and {second} have changed parameters or gradients by other numbers, or not equally often, since the last call "
             f"(an optimizer's step on one rank alone, numbers that each rank draws for itself): they would train different models. Make "
             f"every rank do the same: give all the same seed, or use the number of one (dist.broadcast) on all"
         )
+
+
+def _otherwise(watch: Watchdog, mine: Wrote, within: float) -> int | None:
+    """A rank of this machine that has begun the same call and has written something else before it, if there is one: of two the later one
+    finds out. within: how far apart totals may be."""
+    for rank, other in watch.beside.items():
+        theirs = other.wrote()
+        differs = theirs.what != mine.what or abs(theirs.total - mine.total) > within
+        if theirs.call == mine.call and differs and other.wrote() == theirs:  # it has not gone on meanwhile
+            return rank
+    return None

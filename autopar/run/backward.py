@@ -121,7 +121,7 @@ class Backward:
             try:
                 return gradients(given)
             except Exception as error:
-                broken_off(error, begun, pipelined=self.form.mesh.pp.size > 1)
+                broken_off(error, begun, lost=self.form.under_way)
                 raise
 
         return seen

@@ -20,9 +20,9 @@ _GRACE_S = 10.0  # outside of any
 _PAUSE_S = 0.002
 
 
-def broken_off(error: Exception, begun: int, *, pipelined: bool) -> None:
-    """A call has raised this, on this rank at least. begun: `record.count` when it began; pipelined: its ranks run different stages, so
-    that messages between them are lost.
+def broken_off(error: Exception, begun: int, *, lost: bool) -> None:
+    """A call has raised this, on this rank at least. begun: `record.count` when it began; lost: whether messages between pipeline
+    stages are, which the next call would take for its own.
 
     Returns when it is known of all ranks of this machine. If this rank is alone with it, its next collective raises LaunchError, and the
     other ranks, which wait for it, end.
@@ -30,9 +30,8 @@ def broken_off(error: Exception, begun: int, *, pipelined: bool) -> None:
     watch = watchdog.current()
     if watch is None:
         return
-    collectives = record.count() - begun
-    mine = record.broke(collectives)
-    if (pipelined and collectives) or not _by_all(watch, mine):
+    mine = record.broke(record.count() - begun)
+    if lost or not _by_all(watch, mine):
         watch.ends_alone(error)
 
 
@@ -40,7 +39,7 @@ def _by_all(watch: Watchdog, mine: int) -> bool:
     """Wait until each rank has broken off the same call after as many collectives (`record.broke`), or will not."""
     since: dict[int, tuple[object, float]] = {}
     while True:
-        others = {rank: seen for rank, seen in watch.others().items() if seen.broke != mine}
+        others = {rank: seen for rank, other in watch.beside.items() if (seen := other.seen()).broke != mine}
         if not others:
             return True
         if any(_has_gone_on(seen, mine) for seen in others.values()):

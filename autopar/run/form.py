@@ -114,6 +114,11 @@ class Form:
         """Whether the user makes the loss of what a call returns."""
         return self.returned is not None and not self.returned.own_loss
 
+    @property
+    def under_way(self) -> bool:
+        """Whether messages between stages may be on their way: after an error they are lost."""
+        return self.pipeline is not None and self.pipeline.under_way
+
     def micro_batches(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What the stages are given for each, after the prologue has run. inputs: of this rank."""
         mesh, n = self.mesh, self.manifest.micro_batches

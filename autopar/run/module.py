@@ -21,6 +21,7 @@ from autopar.run.again import Again
 from autopar.run.alike import begin_writing, check_written
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
+from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
@@ -99,6 +100,7 @@ class ParallelModule(StandIn):
     _returns: str
     _outputs: str
     _random: RandomNumbers
+    _given: GivenBatches
     _calls: int
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
@@ -159,6 +161,7 @@ class ParallelModule(StandIn):
         )
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
+        keep["_given"] = GivenBatches(mesh, local=local_batch)
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
         begin_writing()
         hook_optimizers()
@@ -198,7 +201,7 @@ class ParallelModule(StandIn):
                 with without(), not_kept_for_later():  # the program has the casts, and says what runs again
                     returned = self._run(form, args, kwargs)
         except Exception as error:
-            broken_off(error, begun, pipelined=form is not None and self.mesh.pp.size > 1)
+            broken_off(error, begun, lost=form is not None and form.under_way)
             raise
         record.phase(record.OUTSIDE)
         return returned
@@ -211,6 +214,8 @@ class ParallelModule(StandIn):
         tree.write(form.guards.written(tree.gathered) if form.guards is not None else {})
         if self.debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
+        else:
+            self._given.compare(bound.values())
         form.calls += 1
         rest = self._begun(form, bound, tree.trainable())
         step = rest.step

@@ -25,16 +25,17 @@ from autopar.errors import AutoparError, LaunchError
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
-    "WAITS", "WORKS", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count", "count_from",
+    "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count", "count_from",
     "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "reads",
-    "saving_beside", "step", "telling", "write_to", "wrote",
+    "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
 _BEGUN, _READS = 16, 17  # in this order: of two numbers, the second one is read later
 _WROTE, _TOTAL = 18, 19  # side by side, to be read at once
 _BROKE = 20
-_NUMBERS, _TEXT, _SIZE = 21, 168, 4096  # int64 numbers; where text begins; bytes of a record
+_GIVEN_LAST, _LAST = 21, 8  # of the last calls three numbers each
+_NUMBERS, _TEXT, _SIZE = 45, 360, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -146,6 +147,17 @@ def wrote(what: int, total: float) -> Wrote:
     return Wrote(call=_now[_BEGUN], what=what, total=total)
 
 
+def was_given(call: int, exact: int, rounded: float) -> Batch:
+    """Which batch this rank was given in one of its last calls, as two numbers: one that is equal for equal batches, and one within
+    rounding."""
+    at = _GIVEN_LAST + call % _LAST * 3
+    _now[at] = 0  # the others are of no call
+    _now[at + 1] = exact
+    (_now[at + 2],) = struct.unpack("q", struct.pack("d", rounded))
+    _now[at] = call
+    return Batch(call=call, exact=exact, rounded=rounded)
+
+
 def count() -> int:
     """How many collectives this rank has begun."""
     return _now[_COUNT]
@@ -241,6 +253,15 @@ class Wrote:
     call: int
     what: int
     total: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Which batch a rank was given in a call (see `was_given`)."""
+
+    call: int
+    exact: int
+    rounded: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,6 +388,11 @@ class Other:
         """As `wrote`, of this rank's last call."""
         of, total = struct.unpack("qd", os.pread(self._file, 16, 8 * _WROTE).ljust(16, b"\0"))
         return Wrote(call=of >> 32, what=of & 0xFFFFFFFF, total=total)
+
+    def batch(self, call: int) -> Batch:
+        """As `was_given`, of this call or of another one."""
+        of, exact, rounded = struct.unpack("qqd", os.pread(self._file, 24, 8 * (_GIVEN_LAST + call % _LAST * 3)).ljust(24, b"\0"))
+        return Batch(call=of, exact=exact, rounded=rounded)
 
     def close(self) -> None:
         os.close(self._file)

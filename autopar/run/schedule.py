@@ -107,6 +107,7 @@ class Pipeline:
         if unknown := {a.pass_ for actions in self._ranks for a in actions} - {"F", "B"}:
             raise ValueError(f"{schedule} has passes {', '.join(sorted(unknown))}, which are not run: only F and B are")
         self._takes = {s: keywords(stage.forward) for s, stage in stages.items()}
+        self.under_way = False  # whether messages of a step may be on their way
         self._known: dict[str, tuple[tuple[Action, ...], tuple[Exchange, ...]]] = {}
         comm.all_reduce_(torch.zeros(1, device=device), mesh.pp)  # NCCL wants all ranks at the first use of a group
 
@@ -164,6 +165,7 @@ class _Run:
     def passes(self, which: str) -> None:
         """The actions of these passes."""
         actions, exchanges = self._pipeline._program(which)
+        self._pipeline.under_way = True
         for action, exchange in zip(actions, exchanges[:-1], strict=True):
             self._exchange(exchange)
             self._wait_for(action)
@@ -173,6 +175,7 @@ class _Run:
         for work, _ in self._works:
             comm.finish(work, record.EXCHANGE, LAYERS)
         self._works = []
+        self._pipeline.under_way = False
         if "F" in which:
             outputs = [[self._outputs.pop((s, i)) for s in sorted(self._stages)] for i in range(len(self._inputs))]
             self.made.extend(tuple(t for of_stage in one for t in of_stage) for one in outputs)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -30,7 +30,7 @@ from autopar.errors import SettingError
 from autopar.run import record
 from autopar.run.account import culprit, killed, wait_of, whereabouts
 from autopar.run.leaving import Leaving
-from autopar.run.record import Other, Own, Reads, Seen, Wrote
+from autopar.run.record import Other, Own, Seen
 
 __all__ = ["TIMEOUT", "Watchdog", "begin", "current", "end", "followed", "in_pool", "report", "timeout_s"]
 
@@ -283,9 +283,10 @@ class Watchdog:
         record.agreed()
         return None
 
-    def others(self) -> dict[int, Seen]:
+    @property
+    def beside(self) -> Mapping[int, Other]:
         """The records of the other ranks of this machine."""
-        return {rank: other.seen() for rank, other in self._others.items()}
+        return self._others
 
     def ends_alone(self, error: Exception) -> None:
         """This rank has raised what the others have not, in a call that they wait in: it talks to none any more, and they end."""
@@ -296,20 +297,6 @@ class Watchdog:
             f"for it in that call, and would take its next ones for the rest of that. An error that the loop catches must be the same on "
             f"all ranks: look for it in the batch before the call, or start again from the last checkpoint"
         )
-
-    def reads(self) -> dict[int, Reads]:
-        """What the other ranks of this machine read together last, by rank."""
-        return {rank: other.reads() for rank, other in self._others.items()}
-
-    def wrote_otherwise(self, mine: Wrote, within: float) -> int | None:
-        """A rank of this machine that has begun the same call and has written something else to parameters before it (`record.wrote`), if
-        there is one: of two the later one finds out. within: how far apart totals may be."""
-        for rank, other in self._others.items():
-            theirs = other.wrote()
-            differs = theirs.what != mine.what or abs(theirs.total - mine.total) > within
-            if theirs.call == mine.call and differs and other.wrote() == theirs:  # it has not gone on meanwhile
-                return rank
-        return None
 
     def ended(self, rank: int) -> bool:
         """Whether a rank of this machine has ended well: of one that has not, the thread tells."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, batches, program, seeded, sgd, state, stepped, train, trained
 
@@ -98,6 +99,20 @@ def step_left_out_by_rank_1(compile: Compile) -> Results:
         if index != 1 or _is(0):
             optimizer.step()
         losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def shuffled_otherwise_after_a_sample(compile: Compile) -> Results:
+    """Rank 0 alone draws a number after each epoch, as who shows a sample does, of the generator that shuffles the next one."""
+    model = compile(seeded(Net), example_inputs=batch())
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches(6), strict=True)))
+    torch.manual_seed(0)
+    loader, losses = DataLoader(data, batch_size=len(batch()[0]), shuffle=True), []
+    for _ in range(3):
+        losses += train(model, inputs=loader)
+        if _is(0):
+            torch.randint(10, ())
     return {"losses": losses, "state": state(model)}
 
 

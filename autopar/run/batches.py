@@ -1,0 +1,142 @@
+"""Whether all ranks are given the same batches, in every call: by a few elements of each input, which ranks read in each other's records.
+
+The first calls compare all of a batch (`inputs.Batch.check_equal`). Later ones differ where ranks have drawn other random numbers, from the
+next shuffle on: what one rank alone draws (a sample to be shown, an evaluation) is enough for that. Nothing is waited for here: numbers on
+a GPU are read in a later call, when they have been computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import LaunchError
+from autopar.run import record, watchdog
+from autopar.run.mesh import Mesh
+from autopar.run.record import Batch
+from autopar.run.watchdog import Watchdog
+
+__all__ = ["GivenBatches"]
+
+_ELEMENTS = 256  # of each input
+_PARTS = 2**40  # numbers that must be equal are below it: float64 has all of these
+_ROUNDING = 1e-3  # how far apart the means of two ranks may be, relative to those of absolute values: ranks may compute their inputs
+_EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_ROUNDED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """The numbers of a call's inputs, one after the other: one of an input that must be equal, two of one that may be rounded. exact: of
+    each input, which it is. ready: the event after which they are there, all in one tensor; None: they are, each by itself."""
+
+    call: int
+    numbers: list[Tensor]
+    exact: list[bool]
+    ready: Any
+
+    @property
+    def there(self) -> bool:
+        return self.ready is None or self.ready.query()
+
+    def two(self) -> tuple[int, float]:
+        """Of all inputs together: what must be equal, and what is equal within rounding."""
+        read: list[Any] = [one.tolist() for one in self.numbers]
+        numbers = iter(read[0] if self.ready is not None else read)
+        equal, near = 0, 0.0
+        for place, exact in enumerate(self.exact, 1):
+            if exact:
+                equal = (equal + place * int(next(numbers))) % _PARTS
+            else:
+                total, absolute = next(numbers), next(numbers)
+                near += place * (total / absolute if 0 < absolute < math.inf else 0.0)
+        return equal, near
+
+
+class GivenBatches:
+    """Of a module. local: each data-parallel rank is given its own part of the batch, the same as the others of its tensor-parallel group
+    and pipeline."""
+
+    def __init__(self, mesh: Mesh, *, local: bool) -> None:
+        self._part = mesh.dp.rank if local else 0
+        self._local = local
+        self._needed = mesh.talks and not (local and mesh.dp.size == mesh.world)
+        self._places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._coming: deque[_Coming] = deque()
+
+    def compare(self, inputs: Iterable[Tensor]) -> None:
+        """The call that has begun is given these. LaunchError where another rank of this machine was given others, in this call or in one
+        of the last ones."""
+        watch = watchdog.current()
+        if not self._needed or watch is None or torch.compiler.is_compiling():
+            return
+        known = [x for x in inputs if type(x) is Tensor and x.layout == torch.strided and x.numel() and x.dtype in _EXACT | _ROUNDED]
+        if known:
+            self._coming.append(self._sent(record.calls(), known))
+        while self._coming and self._coming[0].there:
+            one = self._coming.popleft()
+            equal, near = one.two()
+            batch = record.was_given(one.call, self._part * _PARTS + equal, near)
+            if (rank := _otherwise(watch, batch, _ROUNDING * sum(range(1, 1 + len(one.exact))))) is not None:
+                raise self._error(watch.rank, rank, record.calls() - one.call)
+
+    def _sent(self, call: int, inputs: list[Tensor]) -> _Coming:
+        """The numbers of these inputs, or on their way from a GPU."""
+        with torch.no_grad():
+            found, exact = [number for x in inputs for number in self._numbers(x)], [x.dtype in _EXACT for x in inputs]
+            device = next((x.device for x in inputs if x.device.type != "cpu"), None)
+            if device is None:
+                return _Coming(call, found, exact, None)
+            here = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
+            here.copy_(torch.stack([x.to(device, torch.float64, non_blocking=True) for x in found]), non_blocking=True)
+            ready = torch.get_device_module(device).Event()
+            ready.record()
+            return _Coming(call, [here], exact, ready)
+
+    def _numbers(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Scalars on the device of x: a sum of elements, which must be equal; or one that may be rounded, and that of absolute values."""
+        places, weights = self._places_of(x)
+        sample = torch.take(x, places)
+        if x.dtype in _EXACT:
+            return ((sample * weights).sum() % _PARTS,)
+        weighted = sample.double() * weights
+        return weighted.sum(), weighted.abs().sum()
+
+    def _places_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Which elements of x are read, and their weights, of both signs, by which another order is seen."""
+        key = x.numel(), x.device
+        if key not in self._places:
+            generator = torch.Generator().manual_seed(0)  # at equal distances they might all be first words, which say nothing
+            places = torch.randint(x.numel(), (min(_ELEMENTS, x.numel()),), generator=generator)
+            weights = torch.arange(1, 1 + len(places)) * (2 * torch.randint(2, (len(places),), generator=generator) - 1)
+            self._places[key] = places.to(x.device), weights.to(x.device)
+        return self._places[key]
+
+    def _error(self, mine: int, other: int, ago: int) -> LaunchError:
+        when = "" if ago == 0 else f" {ago} calls ago" if ago > 1 else " in the call before"
+        remedy = (
+            "All ranks of one data-parallel rank load the same part: autopar.sampler(dataset, model) says which"
+            if self._local
+            else "Give every rank the same global batch. What one rank alone draws from torch's generator makes its next shuffle another: "
+            "give the loader a generator of its own (DataLoader(..., generator=torch.Generator().manual_seed(0)))"
+        )
+        return LaunchError(f"ranks {min(mine, other)} and {max(mine, other)} were given different batches{when}. {remedy}")
+
+
+def _otherwise(watch: Watchdog, mine: Batch, within: float) -> int | None:
+    """A rank of this machine that was given another batch in the same call, of the same part, if there is one: of two the later one finds
+    out. within: how far apart what may be rounded is."""
+    for rank, other in watch.beside.items():
+        theirs = other.batch(mine.call)
+        if theirs.call != mine.call or theirs.exact // _PARTS != mine.exact // _PARTS:
+            continue
+        differs = theirs.exact != mine.exact or abs(theirs.rounded - mine.rounded) > within
+        if differs and other.batch(mine.call) == theirs:  # it has not gone on meanwhile
+            return rank
+    return None

@@ -1,0 +1,100 @@
+"""What ranks are given is compared in every call, by a few elements: other batches are told of, other roundings are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.errors import LaunchError
+from autopar.run import record, watchdog
+from autopar.run.batches import GivenBatches
+
+pytestmark = pytest.mark.pure
+
+
+def _told(mine: list[Tensor], theirs: list[Tensor], monkeypatch: pytest.MonkeyPatch, *, parts: tuple[int, int] = (0, 0)) -> str:
+    """What a rank is told in the call in which the other one was given something else. parts: of the batch, which the two are to have."""
+    local = parts != (0, 0)
+
+    def of(part: int) -> GivenBatches:
+        return GivenBatches(SimpleNamespace(talks=True, world=4, dp=SimpleNamespace(rank=part, size=2)), local=local)  # type: ignore[arg-type]
+
+    record.step(1)
+    seen: dict[int, record.Batch] = {}
+    alone: Any = SimpleNamespace(rank=1, beside={})
+    with monkeypatch.context() as m:
+        m.setattr(watchdog, "current", lambda: alone)
+        m.setattr(record, "was_given", lambda *numbers: seen.setdefault(1, was_given(*numbers)))
+        of(parts[1]).compare(theirs)
+    watch: Any = SimpleNamespace(rank=0, beside={1: SimpleNamespace(batch=lambda call: seen[1])})
+    with monkeypatch.context() as m:
+        m.setattr(watchdog, "current", lambda: watch)
+        try:
+            of(parts[0]).compare(mine)
+        except LaunchError as error:
+            return str(error)
+    return ""
+
+
+was_given = record.was_given
+
+
+def _ids(seed: int, rows: int = 1024, length: int = 256) -> Tensor:
+    """Of which every row begins alike."""
+    found = torch.randint(1000, (rows, length), generator=torch.Generator().manual_seed(seed))
+    found[:, 0] = 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64])
+def test_batches_of_another_shuffle_are_told_of(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ((_ids(seed) % 255 if dtype != torch.bool else _ids(seed) % 2).to(dtype) for seed in (0, 1))
+    fixed = torch.ones(3)
+    assert "ranks 0 and 1 were given different batches. Give every rank the same" in _told([fixed, one], [fixed, other], monkeypatch)
+    assert _told([fixed, one], [fixed, one.clone()], monkeypatch) == ""
+    assert _told([one.t()], [one.t().contiguous()], monkeypatch) == "", "strides are not compared"
+    assert _told([one, fixed * 2, other], [other, fixed * 2, one], monkeypatch), "which input it is counts"
+
+
+def test_inputs_that_ranks_round_otherwise_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 128)
+    near = x + torch.randn_like(x) * 2**-20
+    assert _told([x, _ids(0)], [near, _ids(0)], monkeypatch) == ""
+    x[3], near[3] = torch.inf, torch.inf
+    x[4], near[4] = torch.nan, torch.nan
+    assert _told([x], [near], monkeypatch) == ""
+
+
+def test_each_data_parallel_rank_has_a_part_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _told([_ids(0)], [_ids(1)], monkeypatch, parts=(0, 1)) == ""
+    assert "autopar.sampler(dataset, model) says which" in _told([_ids(0)], [_ids(1)], monkeypatch, parts=(1, 1))
+
+
+def test_numbers_that_are_on_their_way_are_read_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a GPU: the call is not waited for, and the error is of the call in which it was given."""
+    def on_its_way(one: Any) -> Any:
+        return dataclasses.replace(one, numbers=[torch.stack(one.numbers).double()], ready=SimpleNamespace(query=lambda: there))
+
+    there, found = False, []
+    watch: Any = SimpleNamespace(rank=0, beside={})
+    given = GivenBatches(SimpleNamespace(talks=True, world=2, dp=SimpleNamespace(rank=0, size=2)), local=False)  # type: ignore[arg-type]
+    sent = given._sent
+    monkeypatch.setattr(watchdog, "current", lambda: watch)
+    monkeypatch.setattr(given, "_sent", lambda *call: on_its_way(sent(*call)))
+    monkeypatch.setattr(record, "was_given", lambda *numbers: found.append(numbers[0]) or was_given(*numbers))
+    for _ in range(3):
+        record.step(1)
+        given.compare([_ids(0)])
+    assert found == []
+    there = True
+    record.step(1)
+    given.compare([_ids(0)])
+    last = record.calls()
+    assert found == [last - 3, last - 2, last - 1, last]
+
