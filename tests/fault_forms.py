@@ -109,6 +109,17 @@ def other_shapes(rank: int) -> None:
         os.write(3, f"step {step} of rank {rank}\n".encode())
 
 
+def called_once_more(rank: int) -> None:
+    """By rank 0, with the batch that all are given next; to evaluate it, or with gradients."""
+    model = autopar.compile(Plain(), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
+    for step in range(8):
+        if rank == 0 and step == 5:
+            with torch.set_grad_enabled(FORM.endswith("with gradients")):
+                model(torch.ones(8, 4))
+        model(torch.ones(8, 4)).backward()
+        os.write(3, f"step {step} of rank {rank}\n".encode())
+
+
 def captured_again(rank: int) -> None:
     """What capture has frozen changes on all ranks, then on one alone; or one alone is given a size that is not known."""
     model = autopar.compile(Plain(), gpus=2, example_inputs=(torch.ones(8, 4),), cluster="cpu", pins={"dp": 2})
@@ -191,6 +202,8 @@ def train(rank: int) -> None:
         return other_shapes(rank)
     if FORM.startswith(("changed on one rank", "another size on one rank")):
         return captured_again(rank)
+    if FORM.startswith("called once more"):
+        return called_once_more(rank)
     if FORM.startswith("left out"):
         return left_out(rank)
     if FORM.startswith("saved"):

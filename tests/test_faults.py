@@ -128,6 +128,22 @@ def test_ranks_that_are_called_with_other_shapes_are_told_so(form: str, tmp_path
     assert found["steps"].count("step 5 of rank") == 2 and "step 6" not in found["steps"]
 
 
+def test_an_evaluation_on_one_rank_is_told_of_at_once(tmp_path: Path, run: Run) -> None:
+    found = run("called once more, without gradients", tmp_path, AUTOPAR_TIMEOUT="inf")
+    assert found["codes"] == [1, 1], found["text"]
+    assert "ranks 0 and 1 are called with inputs of different shapes, or in different modes (training, torch.no_grad())" in found["text"]
+    assert "step 5 of rank" not in found["steps"]
+
+
+def test_ranks_that_wait_for_one_another_in_different_calls_end(tmp_path: Path, run: Run) -> None:
+    """When it is said that they wait, after a tenth of the time that they may."""
+    found = run("called once more, with gradients", tmp_path, AUTOPAR_TIMEOUT="60")
+    assert found["codes"] == [1, 1], found["text"]
+    (said,) = found["text"].splitlines()
+    assert "; rank 0 is in a later call of the model than rank 1, and each waits for the other: all ranks must call it equally" in said
+    assert int(re.search(r"have waited (\d+) s", said)[1]) < 40  # type: ignore[index]
+
+
 def test_a_batch_that_all_ranks_leave_out_is_left_out(tmp_path: Path, run: Run) -> None:
     found = run("left out by all ranks", tmp_path, AUTOPAR_TIMEOUT="inf")
     assert found["codes"] == [0, 0] and found["text"] == "", found["text"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autopar.run import record
 from autopar.run.record import Seen
 
-__all__ = ["culprit", "killed", "not_by_all", "wait_of", "whereabouts"]
+__all__ = ["culprit", "killed", "not_by_all", "not_equally_often", "wait_of", "whereabouts"]
 
 _PLACES = tuple(os.path.dirname(os.path.dirname(os.path.abspath(path))) for path in (record.__file__, dist.__file__))
 
@@ -82,6 +82,19 @@ def not_by_all(seen: Mapping[int, Seen]) -> str:
     )
 
 
+def not_equally_often(seen: Mapping[int, Seen]) -> str:
+    """What is wrong where all ranks wait in collectives, of different calls of the model: none of them goes on."""
+    if not all(s.at and s.kind not in record.UNTIMED for s in seen.values()):
+        return ""
+    most, least = (choose(seen, key=lambda r: seen[r].begun) for choose in (max, min))
+    if seen[most].begun == seen[least].begun:
+        return ""
+    return (
+        f"; rank {most} is in a later call of the model than rank {least}, and each waits for the other: all ranks must call it equally "
+        f"often (an evaluation on rank 0 alone is to be done by all, of which rank 0 prints the result)"
+    )
+
+
 def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, waits_s: float) -> str:
     """Which ranks of a machine wait for which. rank: one that waits."""
     waiting = {r: s for r, s in seen.items() if s.waits or r == rank}
@@ -91,7 +104,7 @@ def wait_of(seen: Mapping[int, Seen], dead: Set[int], rank: int, world: int, wai
         by_place.setdefault(f"{s.where}{f' ({s.text})' if s.text else ''}", []).append(r)
     places = [place if len(by_place) == 1 else f"{_ranks(ranks)} {place}" for place, ranks in by_place.items()]
     text += f"{'' if len(places) == 1 else ':'} {'; '.join(places)}"
-    text += _apart(rank, seen[rank], seen) or not_by_all(seen)
+    text += _apart(rank, seen[rank], seen) or not_by_all(seen) or not_equally_often(seen)
     for r, s in sorted(seen.items()):
         if r not in waiting:
             text += f"; rank {r} {'has ended' if r in dead else 'is'} {s.where}{f' ({s.text})' if s.text and r not in dead else ''}"

@@ -192,9 +192,10 @@ class Forms:
             if (other := watch.apart(mine)) is not None:
                 first, second = sorted((mesh.rank, other))
                 raise LaunchError(
-                    f"ranks {first} and {second} are called with inputs of different shapes, or in different modes. All ranks must "
-                    f"be called alike: a last batch that does not divide is filled by autopar.Padding(..., batch_size=...), or left "
-                    f"out (drop_last=True)"
+                    f"ranks {first} and {second} are called with inputs of different shapes, or in different modes (training, "
+                    f"torch.no_grad()). All ranks must be called alike: do an evaluation on all of them, of which rank 0 prints the "
+                    f"result; fill a last batch that does not divide by autopar.Padding(..., batch_size=...), or leave it out "
+                    f"(drop_last=True)"
                 )
             return
         record.entered(record.AGREEMENT, mesh.everyone.name)
@@ -208,13 +209,13 @@ class Forms:
             )
 
     def _number(self, key: Key) -> int:
-        """For a key, the same on every rank."""
+        """For a key, and whether gradients are on: the same on every rank."""
         known = self._numbers
         if key not in known:
             if len(known) > FORMS:
                 known.clear()
             known[key] = zlib.crc32(repr(key).encode())
-        return known[key]
+        return known[key] ^ torch.is_grad_enabled()
 
     def _structure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Structure | None:
         """How the arguments of a call are put together; None if the original's forward cannot be called so."""

@@ -25,8 +25,8 @@ from autopar.errors import AutoparError, LaunchError
 __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
-    "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count", "count_from",
-    "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "reads",
+    "UNTIMED", "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count",
+    "count_from", "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "reads",
     "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
 ]  # fmt: skip
 
@@ -50,6 +50,7 @@ KINDS = (
     "", "an all-reduce", "an all-gather", "a reduce-scatter", "an all-to-all", "a broadcast", "an exchange between stages", "an agreement",
     "a checkpoint's collective", "the wait for rank 0's plan",
 )  # fmt: skip
+UNTIMED = (CHECKPOINT, PLANNING)  # as long as they take: of rank 0's search, of a slow disk
 EVERYONE = "_".join(AXES)  # the axis of all ranks, as Mesh.everyone is named
 _AXES = (
     "", *AXES, *levels_of(BATCH), *("_".join(names) for names in joint([row.name for row in axes_over("operators")])), EVERYONE,

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from autopar.errors import SettingError
 from autopar.run import record
-from autopar.run.account import culprit, killed, wait_of, whereabouts
+from autopar.run.account import culprit, killed, not_equally_often, wait_of, whereabouts
 from autopar.run.leaving import Leaving
 from autopar.run.record import Other, Own, Seen
 
@@ -40,7 +40,6 @@ _SAYS_S = 60.0  # until it is said who waits for whom; a tenth of the timeout wh
 _PERIOD_S = 0.5
 _GRACE_S = 5.0  # for a rank to find out by itself that another has gone
 _FOLDER = "autopar-watch-"
-_UNTIMED = (record.CHECKPOINT, record.PLANNING)  # as long as they take: of rank 0's search, of a slow disk
 
 _watch: Watchdog | None = None
 _hooked = False
@@ -229,7 +228,7 @@ class Watchdog:
                 self.say(self.culprit())
                 self._exit(1)
         own = self.own.seen()
-        waiting = own.at != 0 and (own.kind not in _UNTIMED or self._saves_alone(own))
+        waiting = own.at != 0 and (own.kind not in record.UNTIMED or self._saves_alone(own))
         if not waiting or (own.count, own.at) != self._last:
             self._last, self._last_since = (own.count, own.at), now
         self._beside_since = (self._beside_since or now) if own.beside == record.WAITS and self._without_save() else None
@@ -239,15 +238,23 @@ class Watchdog:
         if asked and own.state == record.RUNNING:
             self.own.tell(whereabouts(self._main or 0))
         self.own.beats(waits=late)
-        if late and not (gone or self._told) and waits_s > self._says_s + 3 * _PERIOD_S:  # others have told where they are by now
-            self._told = True
-            self.say(self.wait_of(waits_s), "waits")
+        if late and not gone and waits_s > self._says_s + 3 * _PERIOD_S:  # others have told where they are by now
+            if self._without_end():
+                self._leave(f"{self.wait_of(waits_s)}. The ranks end")
+            if not self._told:
+                self._told = True
+                self.say(self.wait_of(waits_s), "waits")
         if waits_s > self.timeout_s:
             text = f"{self.wait_of(waits_s)}. That is longer than {TIMEOUT}={self.timeout_s:g} allows: the ranks end"
             self._leave(text)
         if not asked and self._told:
             self._told = False
             (self._folder / "waits").unlink(missing_ok=True)
+
+    def _without_end(self) -> bool:
+        """Whether all ranks are seen to wait for one another."""
+        others = [other.seen() for other in self._others.values()]
+        return len(others) + 1 == self.world and all(s.waits for s in others) and bool(not_equally_often(self._all()))
 
     def _saves_alone(self, own: Seen) -> bool:
         """Whether this rank saves a checkpoint, and a rank of this machine is about something else."""
@@ -378,9 +385,11 @@ class Watchdog:
 
     def wait_of(self, waits_s: float) -> str:
         """Which ranks wait for which."""
-        dead = self._dead()
-        seen = {rank: other.seen() for rank, other in self._others.items()} | {self.rank: self.own.seen()}
-        return wait_of(seen, dead, self.rank, self.world, waits_s)
+        return wait_of(self._all(), self._dead(), self.rank, self.world, waits_s)
+
+    def _all(self) -> dict[int, Seen]:
+        """The records of all ranks of this machine."""
+        return {rank: other.seen() for rank, other in self._others.items()} | {self.rank: self.own.seen()}
 
     def say(self, text: str, what: str = "said") -> None:
         """Once for each machine. In a pool of workers the process that started them says how they ended."""
