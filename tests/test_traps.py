@@ -151,7 +151,9 @@ def test_a_shuffle_that_is_another_on_one_rank_is_refused(judge: Judge) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["step_left_out_by_rank_1", "weights_shaken_by_each_rank", "loss_scaled_by_each_rank"])
+@pytest.mark.parametrize(
+    "name", ["step_left_out_by_rank_1", "learning_rate_of_rank_0_alone", "weights_shaken_by_each_rank", "loss_scaled_by_each_rank"]
+)
 def test_what_ranks_write_otherwise_is_refused(name: str, judge: Judge) -> None:
     (found,) = judge.outcomes(name, ("dp2",))
     assert found.outcome == "refused" and "not equally often" in found.reason

@@ -59,7 +59,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not params:
         return None
     check_given((lies_of(param).name, param) for param in params)
-    note_written("step", type(optimizer).__name__)
+    note_written("step", type(optimizer).__name__, _settings(optimizer))
     if not _is_elementwise(type(optimizer)) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
     if len(_global_optimizer_pre_hooks) > 1 or len(_global_optimizer_post_hooks) > 1:  # beside ours
@@ -90,6 +90,20 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
             open_()
 
     return (optimizer, with_parts), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def _settings(optimizer: Optimizer) -> list[Any]:
+    """The numbers by which it steps (learning rates, weight decays), of all groups together; tensors one by one."""
+    totals: dict[str, float] = {}
+    tensors: list[Tensor] = []
+    for place, group in enumerate(optimizer.param_groups, 1):
+        for name, value in group.items():
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, (int, float)):
+                    totals[name] = totals.get(name, 0.0) + place * one
+                elif isinstance(one, Tensor):
+                    tensors.append(one)
+    return [*totals.values(), *tensors]
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -103,6 +103,20 @@ def step_left_out_by_rank_1(compile: Compile) -> Results:
 
 
 @program(KIND)
+def learning_rate_of_rank_0_alone(compile: Compile) -> Results:
+    """A scheduler that rank 0 alone steps, by what it evaluates."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    def after() -> None:
+        if _is(0):
+            scheduler.step(1.0)
+
+    return trained(model, optimizer, before_step=after)
+
+
+@program(KIND)
 def shuffled_otherwise_after_a_sample(compile: Compile) -> Results:
     """Rank 0 alone draws a number after each epoch, as who shows a sample does, of the generator that shuffles the next one."""
     model = compile(seeded(Net), example_inputs=batch())
