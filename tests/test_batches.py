@@ -17,12 +17,17 @@ from autopar.run.batches import GivenBatches
 pytestmark = pytest.mark.pure
 
 
-def _told(mine: list[Tensor], theirs: list[Tensor], monkeypatch: pytest.MonkeyPatch, *, parts: tuple[int, int] = (0, 0)) -> str:
+def _told(
+    mine: list[Tensor], theirs: list[Tensor], monkeypatch: pytest.MonkeyPatch, *, parts: tuple[int, int] = (0, 0), gradients: bool = False
+) -> str:
     """What a rank is told in the call in which the other one was given something else. parts: of the batch, which the two are to have."""
     local = parts != (0, 0)
 
     def of(part: int) -> GivenBatches:
         return GivenBatches(SimpleNamespace(talks=True, world=4, dp=SimpleNamespace(rank=part, size=2)), local=local)  # type: ignore[arg-type]
+
+    def compare(given: GivenBatches) -> Any:
+        return given.compare_gradients if gradients else given.compare
 
     record.step(1)
     seen: dict[int, record.Batch] = {}
@@ -30,12 +35,12 @@ def _told(mine: list[Tensor], theirs: list[Tensor], monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as m:
         m.setattr(watchdog, "current", lambda: alone)
         m.setattr(record, "was_given", lambda *numbers: seen.setdefault(1, was_given(*numbers)))
-        of(parts[1]).compare(theirs)
-    watch: Any = SimpleNamespace(rank=0, beside={1: SimpleNamespace(batch=lambda call: seen[1])})
+        compare(of(parts[1]))(theirs)
+    watch: Any = SimpleNamespace(rank=0, beside={1: SimpleNamespace(batch=lambda call, what: seen[1])})
     with monkeypatch.context() as m:
         m.setattr(watchdog, "current", lambda: watch)
         try:
-            of(parts[0]).compare(mine)
+            compare(of(parts[0]))(mine)
         except LaunchError as error:
             return str(error)
     return ""
@@ -59,6 +64,23 @@ def test_batches_of_another_shuffle_are_told_of(dtype: torch.dtype, monkeypatch:
     assert _told([fixed, one], [fixed, one.clone()], monkeypatch) == ""
     assert _told([one.t()], [one.t().contiguous()], monkeypatch) == "", "strides are not compared"
     assert _told([one, fixed * 2, other], [other, fixed * 2, one], monkeypatch), "which input it is counts"
+
+
+@pytest.mark.parametrize("classes", [1, 7, 255, 256, 5000])
+def test_gradients_of_other_targets_are_told_of(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they differ in the places of two classes alone, of each token."""
+    torch.manual_seed(0)
+    logits = torch.randn(300, classes, dtype=torch.float64)
+    one, other = (torch.softmax(logits, 1) / 300 for _ in range(2))
+    if classes == 1:
+        one, other = logits, logits.flip(0)
+    else:
+        one[range(300), torch.randint(classes, (300,))] -= 1 / 300
+        other[range(300), torch.randint(classes, (300,))] -= 1 / 300
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        a, b, c = (x.to(dtype) for x in (one, other, one + torch.randn_like(one) * one.abs() * 2**-24))
+        assert "have made different losses" in _told([a], [b], monkeypatch, gradients=True)
+        assert _told([a], [c], monkeypatch, gradients=True) == ""
 
 
 def test_inputs_that_ranks_round_otherwise_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

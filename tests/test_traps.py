@@ -151,6 +151,12 @@ def test_a_shuffle_that_is_another_on_one_rank_is_refused(judge: Judge) -> None:
 
 
 @pytest.mark.gloo
+def test_losses_that_ranks_make_otherwise_are_refused(judge: Judge) -> None:
+    for found in judge.outcomes("targets_drawn_by_each_rank", ("dp2", "pp2")):
+        assert found.outcome == "refused" and "ranks 0 and 1 have made different losses" in found.reason
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     "name", ["step_left_out_by_rank_1", "learning_rate_of_rank_0_alone", "weights_shaken_by_each_rank", "loss_scaled_by_each_rank"]
 )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.axes import cut_order
 from autopar.run import record
 from autopar.run.alike import note_written
+from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
@@ -83,7 +84,7 @@ FUNCTIONS = (_Deposit, _Opened)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
     """What is left of a step after forward. trainable: parameters by name. reached_in: each opaque region, with the parameters that
-    gradients come to in this step."""
+    gradients come to in this step. given: what tells of gradients that are others on other ranks."""
 
     form: Form
     tree: Tree
@@ -91,6 +92,7 @@ class Backward:
     trainable: Sequence[tuple[str, nn.Parameter]]
     inputs: InputGradients
     reached_in: Sequence[tuple[Region, set[str]]]
+    given: GivenBatches
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -121,7 +123,7 @@ class Backward:
             try:
                 return gradients(given)
             except Exception as error:
-                broken_off(error, begun, lost=self.form.under_way)
+                broken_off(error, begun, staged=self.form.mesh.pp.size > 1, lost=self.form.under_way)
                 raise
 
         return seen
@@ -159,6 +161,7 @@ class Backward:
     def _of_run(self, run: OpenRun, names: Sequence[str], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of `leaves`, from those of the outputs with these names. Collective."""
         record.phase(record.BACKWARD)
+        self.given.compare_gradients(grads)
         run.backward(self.form.outputs.cotangents(dict(zip(names, grads, strict=True)), self.form.manifest.micro_batches))
         found = self._gradients(None, tuple(grad is not None for grad in grads))
         record.phase(record.OUTSIDE)

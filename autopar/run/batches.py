@@ -1,8 +1,9 @@
-"""Whether all ranks are given the same batches, in every call: by a few elements of each input, which ranks read in each other's records.
+"""Whether all ranks are given the same, in every call: the same batches, by a few elements of each input, and the same gradients of what
+the call returned, where the user makes the loss. Ranks read numbers of these in each other's records.
 
-The first calls compare all of a batch (`inputs.Batch.check_equal`). Later ones differ where ranks have drawn other random numbers, from the
-next shuffle on: what one rank alone draws (a sample to be shown, an evaluation) is enough for that. Nothing is waited for here: numbers on
-a GPU are read in a later call, when they have been computed.
+The first calls compare all of a batch (`inputs.Batch.check_equal`). Later batches differ where ranks have drawn other random numbers, from
+the next shuffle on: what one rank alone draws (a sample to be shown, an evaluation) is enough for that. Nothing is waited for here: numbers
+on a GPU are read in a later call, when they have been computed.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 _ROUNDED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
+_SIGNS = 2 * torch.randint(2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0)).double() - 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """The numbers of a call's inputs, one after the other: one of an input that must be equal, two of one that may be rounded. exact: of
+    """The numbers of a call's inputs, or gradients, one after the other: one of what must be equal, two of what may be rounded. exact: of
     each input, which it is. ready: the event after which they are there, all in one tensor; None: they are, each by itself."""
 
     call: int
+    what: int
     numbers: list[Tensor]
     exact: list[bool]
     ready: Any
@@ -73,31 +78,39 @@ class GivenBatches:
     def compare(self, inputs: Iterable[Tensor]) -> None:
         """The call that has begun is given these. LaunchError where another rank of this machine was given others, in this call or in one
         of the last ones."""
+        self._compare(record.BATCH_OF, inputs)
+
+    def compare_gradients(self, grads: Iterable[Tensor | None]) -> None:
+        """What the call returned has these gradients. LaunchError where it has others on another rank of this machine."""
+        self._compare(record.GRADIENTS_OF, grads)
+
+    def _compare(self, what: int, tensors: Iterable[Tensor | None]) -> None:
         watch = watchdog.current()
         if not self._needed or watch is None or torch.compiler.is_compiling():
             return
-        known = [x for x in inputs if type(x) is Tensor and x.layout == torch.strided and x.numel() and x.dtype in _EXACT | _ROUNDED]
+        known = [x for x in tensors if type(x) is Tensor and x.layout == torch.strided and x.numel() and x.dtype in _EXACT | _ROUNDED]
         if known:
-            self._coming.append(self._sent(record.calls(), known))
+            self._coming.append(self._sent(record.calls(), what, known))
         while self._coming and self._coming[0].there:
             one = self._coming.popleft()
             equal, near = one.two()
-            batch = record.was_given(one.call, self._part * _PARTS + equal, near)
+            batch = record.was_given(one.call, one.what, self._part * _PARTS + equal, near)
             if (rank := _otherwise(watch, batch, _ROUNDING * sum(range(1, 1 + len(one.exact))))) is not None:
-                raise self._error(watch.rank, rank, record.calls() - one.call)
+                raise self._error(one.what, watch.rank, rank, record.calls() - one.call)
 
-    def _sent(self, call: int, inputs: list[Tensor]) -> _Coming:
-        """The numbers of these inputs, or on their way from a GPU."""
+    def _sent(self, call: int, what: int, inputs: list[Tensor]) -> _Coming:
+        """The numbers of these, or on their way from a GPU."""
+        numbers = self._numbers if what == record.BATCH_OF else _numbers_of_all
         with torch.no_grad():
-            found, exact = [number for x in inputs for number in self._numbers(x)], [x.dtype in _EXACT for x in inputs]
+            found, exact = [number for x in inputs for number in numbers(x)], [x.dtype in _EXACT for x in inputs]
             device = next((x.device for x in inputs if x.device.type != "cpu"), None)
             if device is None:
-                return _Coming(call, found, exact, None)
+                return _Coming(call, what, found, exact, None)
             here = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
             here.copy_(torch.stack([x.to(device, torch.float64, non_blocking=True) for x in found]), non_blocking=True)
             ready = torch.get_device_module(device).Event()
             ready.record()
-            return _Coming(call, [here], exact, ready)
+            return _Coming(call, what, [here], exact, ready)
 
     def _numbers(self, x: Tensor) -> tuple[Tensor, ...]:
         """Scalars on the device of x: a sum of elements, which must be equal; or one that may be rounded, and that of absolute values."""
@@ -118,25 +131,42 @@ class GivenBatches:
             self._places[key] = places.to(x.device), weights.to(x.device)
         return self._places[key]
 
-    def _error(self, mine: int, other: int, ago: int) -> LaunchError:
+    def _error(self, what: int, mine: int, other: int, ago: int) -> LaunchError:
+        ranks = f"ranks {min(mine, other)} and {max(mine, other)}"
         when = "" if ago == 0 else f" {ago} calls ago" if ago > 1 else " in the call before"
+        if what == record.GRADIENTS_OF:
+            return LaunchError(
+                f"{ranks} have made different losses of what the model returned{when}: they would train different models. Make every rank "
+                f"compute the same: give all the same targets and the same seed (torch, numpy and random), or use what one has drawn "
+                f"(dist.broadcast) on all"
+            )
         remedy = (
             "All ranks of one data-parallel rank load the same part: autopar.sampler(dataset, model) says which"
             if self._local
             else "Give every rank the same global batch. What one rank alone draws from torch's generator makes its next shuffle another: "
             "give the loader a generator of its own (DataLoader(..., generator=torch.Generator().manual_seed(0)))"
         )
-        return LaunchError(f"ranks {min(mine, other)} and {max(mine, other)} were given different batches{when}. {remedy}")
+        return LaunchError(f"{ranks} were given different batches{when}. {remedy}")
+
+
+def _numbers_of_all(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As of a few elements, of all of them: a gradient may differ in the places of a few classes alone."""
+    flat = x.reshape(-1)
+    whole = len(flat) // _ELEMENTS * _ELEMENTS
+    wide = torch.promote_types(x.dtype, torch.float32)
+    columns = flat[:whole].view(whole // _ELEMENTS, _ELEMENTS).sum(0, dtype=wide).double()
+    columns[: len(flat) - whole] += flat[whole:]
+    return columns @ _SIGNS.to(x.device, non_blocking=True), torch.linalg.vector_norm(flat, 1, dtype=wide)
 
 
 def _otherwise(watch: Watchdog, mine: Batch, within: float) -> int | None:
     """A rank of this machine that was given another batch in the same call, of the same part, if there is one: of two the later one finds
     out. within: how far apart what may be rounded is."""
     for rank, other in watch.beside.items():
-        theirs = other.batch(mine.call)
+        theirs = other.batch(mine.call, mine.what)
         if theirs.call != mine.call or theirs.exact // _PARTS != mine.exact // _PARTS:
             continue
         differs = theirs.exact != mine.exact or abs(theirs.rounded - mine.rounded) > within
-        if differs and other.batch(mine.call) == theirs:  # it has not gone on meanwhile
+        if differs and other.batch(mine.call, mine.what) == theirs:  # it has not gone on meanwhile
             return rank
     return None

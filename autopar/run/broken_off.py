@@ -20,9 +20,10 @@ _GRACE_S = 10.0  # outside of any
 _PAUSE_S = 0.002
 
 
-def broken_off(error: Exception, begun: int, *, lost: bool) -> None:
-    """A call has raised this, on this rank at least. begun: `record.count` when it began; lost: whether messages between pipeline
-    stages are, which the next call would take for its own.
+def broken_off(error: Exception, begun: int, *, staged: bool, lost: bool) -> None:
+    """A call has raised this, on this rank at least. begun: `record.count` when it began; staged: whether ranks run different
+    stages, which need not make as many collectives; lost: whether messages between stages may be on their way, which the next call would
+    take for its own.
 
     Returns when it is known of all ranks of this machine. If this rank is alone with it, its next collective raises LaunchError, and the
     other ranks, which wait for it, end.
@@ -30,7 +31,7 @@ def broken_off(error: Exception, begun: int, *, lost: bool) -> None:
     watch = watchdog.current()
     if watch is None:
         return
-    mine = record.broke(record.count() - begun)
+    mine = record.broke(0 if staged else record.count() - begun)
     if lost or not _by_all(watch, mine):
         watch.ends_alone(error)
 
@@ -39,7 +40,7 @@ def _by_all(watch: Watchdog, mine: int) -> bool:
     """Wait until each rank has broken off the same call after as many collectives (`record.broke`), or will not."""
     since: dict[int, tuple[object, float]] = {}
     while True:
-        others = {rank: seen for rank, other in watch.beside.items() if (seen := other.seen()).broke != mine}
+        others = {rank: seen for rank, other in watch.beside.items() if mine not in (seen := other.seen()).broke}
         if not others:
             return True
         if any(_has_gone_on(seen, mine) for seen in others.values()):
@@ -56,4 +57,4 @@ def _by_all(watch: Watchdog, mine: int) -> bool:
 
 
 def _has_gone_on(seen: Seen, mine: int) -> bool:
-    return seen.state != record.RUNNING or seen.begun > record.call_of(mine) or seen.broke > record.call_of(mine) << 32
+    return seen.state != record.RUNNING or seen.begun > record.call_of(mine) or max(seen.broke) > record.call_of(mine) << 32

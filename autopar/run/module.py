@@ -199,7 +199,7 @@ class ParallelModule(WithState):
                 with without(), not_kept_for_later():  # the program has the casts, and says what runs again
                     returned = self._run(form, args, kwargs)
         except Exception as error:
-            broken_off(error, begun, lost=form is not None and form.under_way)
+            broken_off(error, begun, staged=self.mesh.pp.size > 1, lost=form is not None and form.under_way)
             raise
         record.phase(record.OUTSIDE)
         return returned
@@ -269,7 +269,9 @@ class ParallelModule(WithState):
             passes=manifest.micro_batches,
         )
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), self.mesh, local=form.batch.local)
-        return Backward(form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin())
+        return Backward(
+            form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(), given=self._given
+        )
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""

@@ -23,19 +23,20 @@ from autopar.axes import AXES, BATCH, axes_over, joint, levels_of
 from autopar.errors import AutoparError, LaunchError
 
 __all__ = [
-    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE", "FAILED",
-    "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
-    "UNTIMED", "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count",
-    "count_from", "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "reads",
-    "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
+    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BATCH_OF", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE",
+    "FAILED", "FOLLOWED", "FORWARD", "GRADIENTS_OF", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING",
+    "REDUCE_SCATTER", "RUNNING", "SAVING", "UNTIMED", "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke",
+    "call_of", "calls", "collective", "count", "count_from", "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line",
+    "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
 _BEGUN, _READS = 16, 17  # in this order: of two numbers, the second one is read later
 _WROTE, _TOTAL = 18, 19  # side by side, to be read at once
-_BROKE = 20
-_GIVEN_LAST, _LAST = 21, 8  # of the last calls three numbers each
-_NUMBERS, _TEXT, _SIZE = 45, 360, 4096  # int64 numbers; where text begins; bytes of a record
+_BROKE, _BROKE_ODD = 20, 21  # of calls of even numbers, of odd ones
+BATCH_OF, GRADIENTS_OF = 0, 1  # a call
+_GIVEN_LAST, _LAST = 22, 8  # of each of the last calls three numbers of its batch, and of gradients
+_NUMBERS, _TEXT, _SIZE = 70, 560, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
@@ -148,15 +149,19 @@ def wrote(what: int, total: float) -> Wrote:
     return Wrote(call=_now[_BEGUN], what=what, total=total)
 
 
-def was_given(call: int, exact: int, rounded: float) -> Batch:
-    """Which batch this rank was given in one of its last calls, as two numbers: one that is equal for equal batches, and one within
-    rounding."""
-    at = _GIVEN_LAST + call % _LAST * 3
+def was_given(call: int, what: int, exact: int, rounded: float) -> Batch:
+    """Which batch (what: BATCH_OF) or gradients (GRADIENTS_OF) this rank was given in one of its last calls, as two numbers: one that is
+    equal for equal ones, and one within rounding."""
+    at = _given_at(call, what)
     _now[at] = 0  # the others are of no call
     _now[at + 1] = exact
     (_now[at + 2],) = struct.unpack("q", struct.pack("d", rounded))
     _now[at] = call
-    return Batch(call=call, exact=exact, rounded=rounded)
+    return Batch(call=call, what=what, exact=exact, rounded=rounded)
+
+
+def _given_at(call: int, what: int) -> int:
+    return _GIVEN_LAST + (call % _LAST * 2 + what) * 3
 
 
 def count() -> int:
@@ -166,8 +171,9 @@ def count() -> int:
 
 def broke(collectives: int) -> int:
     """An error ends the call that was begun last, in this phase, after so many collectives of it. A number for all: see `call_of`."""
-    _now[_BROKE] = _now[_BEGUN] << 32 | _now[_PHASE] << 28 | collectives + 1
-    return _now[_BROKE]
+    at = _BROKE + _now[_BEGUN] % 2
+    _now[at] = _now[_BEGUN] << 32 | _now[_PHASE] << 28 | collectives + 1
+    return _now[at]
 
 
 def call_of(broken: int) -> int:
@@ -258,9 +264,10 @@ class Wrote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Which batch a rank was given in a call (see `was_given`)."""
+    """Which batch, or gradients, a rank was given in a call (see `was_given`)."""
 
     call: int
+    what: int
     exact: int
     rounded: float
 
@@ -270,7 +277,7 @@ class Seen:
     """A record as it was read. waits: whether its watchdog has found that it waits too long. beside: what a save beside training did; 0:
     there was none. decided: see `decided`. agreed: the number of the last call on which the rank has seen all agree. given: numbers for
     the shapes of the call before this step's, and of this; 0 where there is none. begun: the number of the last call of a module. broke:
-    see `broke`; 0: no call was broken off. text: how it ended, or where it is."""
+    see `broke`, of the last two calls that were broken off; 0 where there is none. text: how it ended, or where it is."""
 
     pid: int
     state: int
@@ -286,7 +293,7 @@ class Seen:
     agreed: int
     given: tuple[int, int]
     begun: int
-    broke: int
+    broke: tuple[int, int]
     text: str
 
     @staticmethod
@@ -298,7 +305,7 @@ class Seen:
         return Seen(
             pid=pid, state=state, step=at_step, phase=at_phase, at=at, line=at_line, count=count, beat=beat, waits=bool(waits),
             beside=numbers[_BESIDE], decided=numbers[_DECIDED], agreed=numbers[_AGREED], given=(numbers[_BEFORE], numbers[_GIVEN]),
-            begun=numbers[_BEGUN], broke=numbers[_BROKE], text=text,
+            begun=numbers[_BEGUN], broke=(numbers[_BROKE], numbers[_BROKE_ODD]), text=text,
         )  # fmt: skip
 
     @property
@@ -390,10 +397,10 @@ class Other:
         of, total = struct.unpack("qd", os.pread(self._file, 16, 8 * _WROTE).ljust(16, b"\0"))
         return Wrote(call=of >> 32, what=of & 0xFFFFFFFF, total=total)
 
-    def batch(self, call: int) -> Batch:
+    def batch(self, call: int, what: int) -> Batch:
         """As `was_given`, of this call or of another one."""
-        of, exact, rounded = struct.unpack("qqd", os.pread(self._file, 24, 8 * (_GIVEN_LAST + call % _LAST * 3)).ljust(24, b"\0"))
-        return Batch(call=of, exact=exact, rounded=rounded)
+        of, exact, rounded = struct.unpack("qqd", os.pread(self._file, 24, 8 * _given_at(call, what)).ljust(24, b"\0"))
+        return Batch(call=of, what=what, exact=exact, rounded=rounded)
 
     def close(self) -> None:
         os.close(self._file)

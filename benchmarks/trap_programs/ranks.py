@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, batches, program, seeded, sgd, state, stepped, train, trained
+from benchmarks._traps_kit import (
+    Compile,
+    Logits,
+    Net,
+    Normed,
+    Results,
+    batch,
+    batches,
+    program,
+    seeded,
+    sgd,
+    state,
+    stepped,
+    train,
+    trained,
+)
 
 KIND = "ranks"
 
@@ -128,6 +145,18 @@ def shuffled_otherwise_after_a_sample(compile: Compile) -> Results:
         if _is(0):
             torch.randint(10, ())
     return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def targets_drawn_by_each_rank(compile: Compile) -> Results:
+    """The model gives logits; the loss outside smooths the labels by a number that each rank draws for itself."""
+    model = compile(seeded(Logits), example_inputs=batch()[:1])
+    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, label_smoothing=0.2 * float(torch.rand((), generator=generator)))
+
+    return {"losses": stepped(model, loss_of), "state": state(model)}
 
 
 @program(KIND)
