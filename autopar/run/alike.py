@@ -29,15 +29,16 @@ _LOOKS = 20  # before a rank that waits sleeps between them
 _PAUSE_S = 0.0002
 
 
-def done_by_every_rank(what: str, name: str) -> None:
+def done_by_every_rank(what: str, name: str, *, of: str = "") -> None:
     """Wait until the other ranks of this machine come to the same. what: is about to be done with the tensor of this name, as 'gather'.
+    of: what else must be the same, for several tensors: their names.
 
     Raises LaunchError if one of them does something else, is in a later call of a module, or has ended.
     """
     watch = watchdog.current()
     if watch is None or torch.compiler.is_compiling():
         return
-    mine = record.reads(zlib.crc32(f"{what} {name}".encode()))
+    mine = record.reads(zlib.crc32(f"{what} {name} {of}".encode()))
     record.entered(record.AGREEMENT)
     looks = 0
     while not _together(watch, mine, what, name):

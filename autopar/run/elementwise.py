@@ -22,6 +22,10 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the parts; NotImplemented where an operand does not lie as the others or is broadcast."""
+    if name in F.IN_PLACE and not kwargs and is_part(args[0]) and all(map(_is_number, args[1:])):  # as gradients are clipped
+        func(in_graph(args[0]), *args[1:])
+        note_written(name, args[0]._lies.name, args[1:])
+        return args[0]
     leaves, tree = pytree.tree_flatten((args, kwargs))
     parts = [x for x in leaves if is_part(x)]
     lies, in_place = parts[0]._lies, name in F.IN_PLACE
@@ -54,6 +58,10 @@ def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
     if name in F.MAY_CHANGE_NOTHING and is_part(target) and found.dtype == target.dtype and found.device == target.device:
         return alias_of(target, found) if not kwargs.get("copy") else part_like(found, lies)
     return pytree.tree_map_only(Tensor, lambda t: part_like(t, lies), found)
+
+
+def _is_number(x: object) -> bool:
+    return type(x) in (int, float) or (type(x) is Tensor and x.dim() == 0 and not x.requires_grad)
 
 
 def foreach(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ x: the memory of the part, a plain tensor; lies: how the whole lies over the ran
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from autopar.run import comm
 from autopar.run import function_names as F
 from autopar.run.alike import done_by_every_rank
 from autopar.run.lies import Lies
-from autopar.run.part import AnyPart, in_graph, local, part_like
+from autopar.run.part import AnyPart, in_graph, is_part, lies_of, local, part_like
 
-__all__ = ["Power", "Root", "Whole", "any_of", "extreme", "reduced"]
+__all__ = ["Power", "Root", "Whole", "any_of", "extreme", "norms", "reduced"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -124,6 +125,26 @@ def reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]
         true = local(x).bool()
         return any_of(true, lies) if name == "any" else ~any_of(~true, lies)
     return NotImplemented
+
+
+def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """The tensors, with the norms of parts, scalars of their dtypes, in the place of these: by one collective for all, in whatever order
+    the ranks have them; parts of which that cannot be found so stay as they are."""
+    differentiates = torch.is_grad_enabled()
+    with _plain():
+        alone = [x for x in tensors if is_part(x) and x.is_floating_point() and not (differentiates and x.requires_grad)]
+    if not 0 < order < math.inf:
+        return list(tensors)
+    sums = {id(x): torch.linalg.vector_norm(local(x), order, dtype=torch.promote_types(x.dtype, torch.float32)).pow(order) for x in alone}
+    split: list[Any] = sorted((x for x in alone if lies_of(x).split), key=lambda x: lies_of(x).name)  # type: ignore[arg-type]
+    for mesh in {id(x._lies.mesh): x._lies.mesh for x in split}.values():
+        together = [x for x in split if x._lies.mesh is mesh]
+        first, *others = [x._lies.name for x in together]
+        done_by_every_rank("sum up", f"{first} and {len(others)} more" if others else first, of=" ".join(others))
+        vector = torch.stack([(sums[id(x)] if x._lies.counts else torch.zeros_like(sums[id(x)])).double() for x in together])
+        comm.all_reduce_(vector, mesh.everyone)
+        sums |= {id(x): s for x, s in zip(together, vector.unbind(0), strict=True)}
+    return [sums[id(x)].pow(1 / order).to(x.dtype) if id(x) in sums else x for x in tensors]
 
 
 def _wide(x: AnyPart) -> Tensor:

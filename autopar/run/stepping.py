@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 
 from autopar.run import record
 from autopar.run.alike import note_written
+from autopar.run.clipping import norms_together
 from autopar.run.given import check_given
 from autopar.run.part import as_part, lies_of
 from autopar.run.parts import Part, PartTensor
@@ -38,11 +39,12 @@ _hooked = False
 
 
 def hook_optimizers() -> None:
-    """Have every optimizer of this process treated so, once."""
+    """Have every optimizer of this process treated so, and the clipping before its steps, once."""
     global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before)
         register_optimizer_step_post_hook(_after)
+        norms_together()
         _hooked = True
 
 
