@@ -1,0 +1,97 @@
+"""What published training scripts do that was wrong, or ended them, when they were first run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._traps_kit import WIDTH, Compile, Logits, Results, batch, program, samples, seeded, sgd, state, train
+
+KIND = "scripts"
+
+
+class Recurrent(nn.Module):
+    """A language model of whole sequences [length, batch], which is given a state of its cells and gives it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cells, self.head = nn.Embedding(20, WIDTH), nn.LSTM(WIDTH, WIDTH, 2), nn.Linear(WIDTH, 20)
+
+    def forward(self, words: Tensor, cells: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        found, cells = self.cells(self.words(words), cells)
+        return self.head(found).flatten(0, 1), cells
+
+
+@program(KIND)
+def recurrent_of_several_lengths(compile: Compile) -> Results:
+    """Truncated backpropagation through time: the state goes from batch to batch, the last one is shorter, evaluation has another width."""
+    model, losses = compile(seeded(Recurrent)), []
+    text = torch.randint(20, (16, 12), generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        for width, training in ((12, True), (6, False)):
+            model.train(training)
+            cells = (torch.zeros(2, width, WIDTH), torch.zeros(2, width, WIDTH))
+            for first in range(0, 15, 6):
+                length = min(6, 15 - first)
+                words, following = text[first : first + length, :width], text[first + 1 : first + 1 + length, :width]
+                with torch.set_grad_enabled(training):
+                    found, cells = model(words, tuple(c.detach() for c in cells))
+                    loss = nn.functional.cross_entropy(found, following.flatten())
+                losses.append(loss.item())
+                if training:
+                    model.zero_grad()
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+                    for p in model.parameters():
+                        p.data.add_(p.grad, alpha=-1.0)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def weights_by_a_format(compile: Compile) -> Results:
+    """Single numbers of weights and gradients are put into text by a format."""
+    model = compile(seeded(nn.Linear, WIDTH, 4))
+    optimizer = sgd(model)
+    model(samples()).square().mean().backward()
+    optimizer.step()
+    weights = model.weight.view(-1)
+    text = [f"{w:.6f}" for w in weights]
+    text += [f"{model.weight[0, 1]:+.5f}", "{:.4e}".format(model.bias.data[1]), f"{model.weight.grad[2, 2]:.6f}"]
+    return {"text": text, "state": state(model)}
+
+
+class _TrainsItself(Logits):
+    """Its `train` takes a batch and makes steps; without one it is that of nn.Module. Its `eval` counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated = 0
+
+    def train(self, x: Any = True, y: Tensor | None = None, optimizer: Any = None, steps: int = 1) -> Any:  # type: ignore[override]
+        if y is None:
+            return super().train(x)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self(x), y)
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    def eval(self) -> Any:
+        self.evaluated += 1
+        return super().eval()
+
+
+@program(KIND)
+def train_takes_a_batch(compile: Compile) -> Results:
+    """The model's own `train` and `eval` are other methods than those of nn.Module."""
+    model = compile(seeded(_TrainsItself))
+    optimizer = sgd(model)
+    losses = [model.train(*batch(), optimizer, steps=2)]
+    losses += train(lambda x, y: nn.functional.cross_entropy(model(x), y), optimizer)
+    losses += [model.train(*batch(1), optimizer)]
+    with torch.no_grad():
+        found = model.eval()(samples())
+    return {"losses": losses, "evaluated": model.evaluated, "mode": model.train().training, "found": found, "state": state(model)}
