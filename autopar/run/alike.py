@@ -37,13 +37,12 @@ def done_by_every_rank(what: str, name: str) -> None:
     if watch is None or torch.compiler.is_compiling():
         return
     mine = record.reads(zlib.crc32(f"{what} {name}".encode()))
-    if not _together(watch, mine, what, name):
-        record.entered(record.AGREEMENT)
-        looks = 0
-        while not _together(watch, mine, what, name):
-            looks += 1
-            time.sleep(0.0 if looks < _LOOKS else _PAUSE_S)
-        record.left()
+    record.entered(record.AGREEMENT)  # on each rank, also the last to come: a call that breaks off compares how many they have begun
+    looks = 0
+    while not _together(watch, mine, what, name):
+        looks += 1
+        time.sleep(0.0 if looks < _LOOKS else _PAUSE_S)
+    record.left()
 
 
 def _together(watch: Watchdog, mine: record.Reads, what: str, name: str) -> bool:

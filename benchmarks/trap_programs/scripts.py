@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -95,3 +96,19 @@ def train_takes_a_batch(compile: Compile) -> Results:
     with torch.no_grad():
         found = model.eval()(samples())
     return {"losses": losses, "evaluated": model.evaluated, "mode": model.train().training, "found": found, "state": state(model)}
+
+
+@program(KIND)
+def odd_batch_caught(compile: Compile) -> Results:
+    """A short batch that a plan refuses is caught by the loop, on every rank; it goes on with the next one."""
+    model, losses = compile(seeded(Logits), example_inputs=(samples(),)), []
+    optimizer = sgd(model)
+    for index in range(3):
+        with contextlib.suppress(ValueError):
+            model(samples(index)[:5]).square().mean()
+        optimizer.zero_grad()
+        loss = model(samples(index)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
