@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def weights_by_a_format(compile: Compile) -> Results:
     optimizer.step()
     weights = model.weight.view(-1)
     text = [f"{w:.6f}" for w in weights]
-    text += [f"{model.weight[0, 1]:+.5f}", "{:.4e}".format(model.bias.data[1]), f"{model.weight.grad[2, 2]:.6f}"]
+    text += [f"{model.weight[0, 1]:+.5f}", f"{model.bias.data[1]:.4e}", f"{model.weight.grad[2, 2]:.6f}"]
     return {"text": text, "state": state(model)}
 
 
@@ -112,3 +113,76 @@ def odd_batch_caught(compile: Compile) -> Results:
         optimizer.step()
         losses.append(loss.item())
     return {"losses": losses, "state": state(model)}
+
+
+class _Wrapper(nn.Module):
+    """Keeps what it wraps under the name that DistributedDataParallel has for it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@program(KIND)
+def unwrapped_where_wrapped(compile: Compile) -> Results:
+    """`model.module if hasattr(model, "module") else model`, before the first call and after; and a model that has such an attribute."""
+    plain, wrapper = compile(seeded(Logits)), compile(_Wrapper(seeded(Logits)))
+    names = [hasattr(plain, "module"), type(wrapper.module).__name__]
+    for model in (plain, wrapper):
+        losses = train(lambda x, y, model=model: nn.functional.cross_entropy(model(x), y), sgd(model))
+    return {"names": names, "after": hasattr(plain, "module"), "losses": losses, "states": [state(plain), state(wrapper)]}
+
+
+@program(KIND)
+def frozen_from_the_beginning(compile: Compile) -> Results:
+    """Teachers without gradients: a copy that is frozen before it is called, a model that was frozen before it is compiled; both follow."""
+    student = compile(seeded(Logits))
+    average = copy.deepcopy(student).eval()
+    for p in average.parameters():
+        p.requires_grad_(False)
+    frozen = compile(seeded(Logits).eval().requires_grad_(False), example_inputs=(samples(),))
+    optimizer, losses = sgd(student), []
+    for index in range(3):
+        with torch.no_grad():
+            wanted = average(samples(index))
+        wanted = wanted + frozen(samples(index)).sin()
+        loss = (student(samples(index)) - wanted - 1.0).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), student.parameters(), strict=True):
+                mean.mul_(0.9).add_(p, alpha=0.1)
+    asked = [p.requires_grad or p.grad is not None for model in (average, frozen) for p in model.parameters()]
+    return {"losses": losses, "asked": asked, "states": [state(m) for m in (student, average, frozen)]}
+
+
+scale: Any = None
+
+
+class _Scaled(Logits):
+    """Its code reads a name that is a global of this file, too, where a loop over parameters has left one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * self.scale
+
+
+@program(KIND)
+def parameter_left_in_a_global(compile: Compile) -> Results:
+    """A loop of the script leaves a parameter of one compiled model under a name that the code of another one reads as an attribute."""
+    global scale
+    first, second, losses = compile(seeded(Logits)), compile(seeded(_Scaled)), []
+    for model in (first, second):
+        losses += train(lambda x, y, model=model: nn.functional.cross_entropy(model(x), y), sgd(model))
+        for scale in model.parameters():
+            scale.data.mul_(0.5)
+    scale = None
+    return {"losses": losses, "states": [state(first), state(second)]}
