@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks._traps_kit import WIDTH, Compile, Logits, Results, batch, program, samples, seeded, sgd, state, train
@@ -186,3 +187,96 @@ def parameter_left_in_a_global(compile: Compile) -> Results:
             scale.data.mul_(0.5)
     scale = None
     return {"losses": losses, "states": [state(first), state(second)]}
+
+
+class _Centred(Logits):
+    """Moves a centre as self-distillation does: the sum over ranks where there are several, by the size of the whole batch."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        found = super().forward(x)
+        with torch.no_grad():
+            total, ranks = found.sum(0), 1
+            if dist.is_available() and dist.is_initialized():
+                ranks = dist.get_world_size()
+                dist.all_reduce(total)
+            self.centre.lerp_(total / (len(x) * ranks), 0.1)
+            if ranks > 1:
+                self.centre.add_(dist.get_rank())
+        return found - self.centre * ranks
+
+
+class _CentredByValues(_Centred):
+    """What decides by values runs as it is written, in a submodule."""
+
+    class Larger(nn.Module):
+        def forward(self, found: Tensor) -> Tensor:
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            return found * ranks if float(found.sum()) > 0 else found / ranks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.larger = self.Larger()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.larger(super().forward(x))
+
+
+@program(KIND, plans=("dp2tp2",))
+def forward_that_asks_for_ranks(compile: Compile) -> Results:
+    """Sums over ranks, their number and the own one, in a graph, in what runs as it is written, and in evaluation of an odd batch."""
+    states, losses = [], []
+    for kind in (_Centred, _CentredByValues):
+        model = compile(seeded(kind))
+        losses += train(lambda x, y, model=model: nn.functional.cross_entropy(model(x), y), sgd(model))
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(samples(4)[:6]).square().sum().item())
+        states.append(state(model))
+    return {"losses": losses, "states": states}
+
+
+class _Number:
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class _Constant(_Number):
+    """Computes what its base keeps in a slot."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def value(self) -> tuple[float, ...]:  # type: ignore[override]
+        return (2.0,)
+
+
+class _OfNumbers(Logits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = [_Number(0.5), _Constant()]
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        first, second = self.numbers
+        return super().forward(x) * first.value * second.value[0]  # type: ignore[index]
+
+
+@program(KIND)
+def property_over_a_slot(compile: Compile) -> Results:
+    """An object that the forward reads is of a class that has a property where its base has a slot; the slot of another is changed."""
+    model, losses = compile(seeded(_OfNumbers), example_inputs=(samples(),)), []
+    optimizer = sgd(model)
+    for index in range(3):
+        losses += train(lambda x, y: nn.functional.cross_entropy(model(x), y), optimizer, steps=1)
+        model.numbers[0].value = 1.0 + index
+    return {"losses": losses, "state": state(model)}
