@@ -27,7 +27,7 @@ __all__ = [
     "FOLLOWED", "FORWARD", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING", "REDUCE_SCATTER", "RUNNING", "SAVING",
     "WAITS", "WORKS", "Own", "Reads", "Seen", "Wrote", "agreed", "broke", "call_of", "calls", "collective", "count", "count_from",
     "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line", "note_line", "now", "phase", "reads",
-    "saving_beside", "step", "telling", "write_to", "wrote",
+    "saves_beside", "saving_beside", "step", "telling", "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
@@ -188,6 +188,11 @@ def telling(told: Callable[[str, int], None]) -> Iterator[None]:
 def saving_beside(what: int) -> None:
     """What a save that goes on beside training does: WORKS, WAITS; 0: there is none."""
     _now[_BESIDE] = what
+
+
+def saves_beside() -> bool:
+    """Whether a save goes on beside training."""
+    return _now[_BESIDE] != 0
 
 
 @contextlib.contextmanager
