@@ -95,8 +95,8 @@ class Subject:
 
 def subject_of(model: nn.Module, *, write: bool) -> Subject:
     """How a model is saved (write) or loaded into. Collective for what autopar.compile has returned. CheckpointError if it cannot be."""
-    if isinstance(model, DeferredModule):
-        model = started(model) or model
+    if isinstance(model, DeferredModule) and (running := started(model)) is not None:
+        model = running
     if isinstance(model, ParallelModule):
         return _in_parts(model)
     if isinstance(model, DeferredModule):
