@@ -39,6 +39,7 @@ from autopar.report import notebook  # noqa: F401  which shows plans
 from autopar.report.text import plan_text
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
+from autopar.run.grad_mode import as_if_trained
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
@@ -275,7 +276,8 @@ def compile(  # noqa: A001  (the field's word)
             join_process_group(default_device())
             whole_again(model)
         decide = wanted if given is None else lambda _: given
-        return build(model, inputs, count, loss=loss, decide=decide, outputs=wanted_outputs, dtype=dtype)
+        with as_if_trained(model, inputs):
+            return build(model, inputs, count, loss=loss, decide=decide, outputs=wanted_outputs, dtype=dtype)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         expected = first_loss(model, inputs, loss, compiled.captured.program, dtype) if verify else None
@@ -284,11 +286,12 @@ def compile(  # noqa: A001  (the field's word)
             model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
             backend=backend,
         )  # fmt: skip
-        module = ParallelModule(
-            load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards,
-            returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
-            local_batch=local_batch, example=inputs,
-        )  # fmt: skip
+        with as_if_trained(model, inputs):
+            module = ParallelModule(
+                load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards,
+                returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
+                local_batch=local_batch, example=inputs,
+            )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source
         example = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), inputs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.run import ParallelModule
-from autopar.run.deferred import DeferredModule
+from autopar.run.deferred import DeferredModule, started
 
 __all__ = ["generate"]
 
@@ -19,7 +19,7 @@ def generate(model: ParallelModule | DeferredModule, *args: Any, **kwargs: Any) 
     for the time of the call, which needs the memory of the whole model. Numbers that it draws are those of the same seed on all ranks. A
     module that has not been called yet is the original as it is. ValueError if the model has no generate.
     """
-    module = model.module if isinstance(model, DeferredModule) else model
+    module = started(model)
     original: Any = model.original
     if original is None or not callable(getattr(original, "generate", None)):
         raise ValueError(f"{type(original).__name__} has no method generate: autopar.generate is for models of Hugging Face's kind")

@@ -31,7 +31,7 @@ from autopar.planner.plan import Plan
 from autopar.report.units import bytes_text, count_text, seconds_text, table
 from autopar.report.words import counted
 from autopar.run import comm, record
-from autopar.run.deferred import DeferredModule
+from autopar.run.deferred import DeferredModule, started
 from autopar.run.module import ParallelModule
 from autopar.run.part import local
 from cost_models.cluster import load_cluster
@@ -63,7 +63,7 @@ class StepLine:
         self._steps += 1
         if self._steps % self._every:
             return None
-        module = self._model.module if isinstance(self._model, DeferredModule) else self._model
+        module = started(self._model)
         if module is None:
             raise ValueError("a StepLine is called after a step: its model has not been called yet")
         value = float(loss)  # which waits for the device

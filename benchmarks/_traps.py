@@ -40,6 +40,7 @@ from benchmarks.trap_programs import ranks as _ranks
 from benchmarks.trap_programs import reads as _reads
 from benchmarks.trap_programs import recapture as _recapture
 from benchmarks.trap_programs import rules as _rules
+from benchmarks.trap_programs import scripts as _scripts
 from benchmarks.trap_programs import settings as _settings
 from benchmarks.trap_programs import sizes as _sizes
 from benchmarks.trap_programs import state as _state
@@ -55,5 +56,5 @@ __all__ = ["PROGRAMS"]
 
 del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
 del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum
-del _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _ranks, _reads, _recapture, _rules, _settings, _sizes
-del _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped
+del _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _ranks, _reads, _recapture, _rules, _scripts, _settings
+del _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped

@@ -22,6 +22,7 @@ from autopar.capture.said import Said, heard
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 from autopar.ir import Program, refs
+from autopar.run.alone import as_one_process
 from autopar.run.asked import NAMES, said_of
 from autopar.run.autocast import Autocast, ambient, under, without
 from autopar.run.checkpointed import without_checkpointing
@@ -141,14 +142,15 @@ def capturing() -> Iterator[Around]:
 @contextlib.contextmanager
 def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[list[Said]]:
     """Inside, the user's model runs, in the autocast state of the call that is captured, is told whether that call wants gradients (it
-    always has them), and keeps what its operators keep. inputs: (args, kwargs) that it is given here, copies of those of that call.
-    checkpointed: but for what it wraps in torch.utils.checkpoint. What it prints and logs is kept in the list that this gives."""
+    always has them), is one process alone, and keeps what its operators keep. inputs: (args, kwargs) that it is given here, copies of
+    those of that call. checkpointed: but for what it wraps in torch.utils.checkpoint. What it prints and logs is in the list that this
+    gives."""
     around = _AROUND.get()
     keeping = contextlib.nullcontext() if checkpointed else without_checkpointing()
     told: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if around is not None and ((without := around.asks and not around.mode.grad) or around.given):
         told = _Told(_by_copy(around.given, inputs), gradients=not without)
-    with under(around.autocast if around else ()), keeping, _told(around), told, heard() as said:
+    with under(around.autocast if around else ()), keeping, as_one_process(), _told(around), told, heard() as said:
         yield said
 
 

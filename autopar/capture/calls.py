@@ -25,6 +25,7 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
+from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
 from autopar.capture.once import Followed, numbers_once, refuse_once
@@ -293,13 +294,9 @@ def _is_output(change: Change) -> bool:
 def _made(states: list[State]) -> dict[str, torch.Tensor]:
     """The tensors that the first call put somewhere."""
     start, first = states
-    known = {_storage(t) for t in start.tensors.values() if t.layout == torch.strided}
+    known = {storage_of(t) for t in start.tensors.values() if t.layout == torch.strided}
     changed = {c.path for c in start.changes(first)}
-    return {path: t for path, t in first.tensors.items() if path in changed and _storage(t) not in known}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return {path: t for path, t in first.tensors.items() if path in changed and storage_of(t) not in known}
 
 
 class _Reads(TorchDispatchMode):
@@ -307,17 +304,17 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._watched = {_storage(t) for t in tensors}
+        self._watched = {storage_of(t) for t in tensors}
         self._read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor) and x.layout == torch.strided and _storage(x) in self._watched:
-                self._read.add(_storage(x))
+            if isinstance(x, torch.Tensor) and x.layout == torch.strided and storage_of(x) in self._watched:
+                self._read.add(storage_of(x))
         return func(*args, **(kwargs or {}))
 
     def has_read(self, tensor: torch.Tensor) -> bool:
-        return _storage(tensor) in self._read
+        return storage_of(tensor) in self._read
 
 
 class _Writes(TorchDispatchMode):
@@ -325,7 +322,7 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._params, self._before = params, {name: _storage(p) for name, p in params.items()}
+        self._params, self._before = params, {name: storage_of(p) for name, p in params.items()}
         self._written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -334,12 +331,12 @@ class _Writes(TorchDispatchMode):
             arguments = func._schema.arguments
             given = {a.name: x for a, x in zip(arguments, args)} | dict(kwargs)
             into = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-            self._written |= {_storage(x) for x in pytree.tree_leaves(into) if isinstance(x, torch.Tensor)}
+            self._written |= {storage_of(x) for x in pytree.tree_leaves(into) if isinstance(x, torch.Tensor)}
         return func(*args, **kwargs)
 
     def names(self) -> frozenset[str]:
         """Those written to, and those that were given other memory."""
-        now = {name: _storage(p) for name, p in self._params.items()}
+        now = {name: storage_of(p) for name, p in self._params.items()}
         return frozenset(name for name, was in self._before.items() if was in self._written or now[name] != was)
 
 

@@ -342,6 +342,11 @@ def _remedy(error: BaseException) -> str:
             "replace torch.vmap or torch.func transforms in the forward by batched operators, and gradients by torch.autograd.grad(..., "
             "create_graph=True) in a submodule, which then runs as it is written"
         )
+    if "process group has not been initialized" in text or "group cannot be None" in text:
+        return (
+            "every rank computes with the global batch, as one process: leave collectives, ranks and their number out of the forward, or "
+            "ask torch.distributed.is_initialized() before, which is False in it"
+        )
     if "sparse" in text.lower():
         return "a program is of dense tensors: let the model hold and take these (.to_dense()), or indices and values"
     if "deepcopy" in text or "numpy" in text.lower():

@@ -25,6 +25,7 @@ from autopar.capture.conditions import chooses_a_kernel, is_only_kept, must_be
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
+from autopar.run.part import is_part, local
 
 __all__ = ["Ask", "AtTheBorder", "Registries", "follow", "storage_of"]
 
@@ -129,8 +130,8 @@ def _holds(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, while they live."""
-    return int(tensor.untyped_storage()._cdata)
+    """Equal for tensors that share memory, while they live; of what another module holds in parts, the memory of the part here."""
+    return int((local(tensor) if is_part(tensor) else tensor).untyped_storage()._cdata)
 
 
 def _trained(module: nn.Module) -> frozenset[str]:

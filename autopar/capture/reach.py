@@ -20,7 +20,8 @@ LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
 _INSTALLED = {os.path.realpath(path) for path in site.getsitepackages()} | set(site.getsitepackages())
-_APART = ("autopar.capture", "pytest", "_pytest")  # whose code runs between the lines of the user's: asserts that pytest rewrites call it
+# Whose code runs between the lines of the user's: asserts that pytest rewrites call it, and what a model holds in parts is of its classes.
+_APART = ("autopar.capture", "autopar.run", "pytest", "_pytest")
 _FEW = 200
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _LOADS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
@@ -148,7 +149,7 @@ class Search:
             self._visit(self.pending.pop())
 
     def _class(self, cls: type) -> None:
-        if cls in self.classes or is_foreign(cls.__module__):
+        if cls in self.classes or not _is_followed(cls.__module__):
             return
         self.classes.add(cls)
         for name, value in vars(cls).items():
@@ -161,7 +162,7 @@ class Search:
     def _object(self, cls: type) -> None:
         """A class that is used by name, or that of an object: its attributes are read, and its methods run, where the names are."""
         for base in cls.__mro__:
-            if base in self.classes or is_foreign(base.__module__) or issubclass(base, enum.Enum) or is_installed(base.__module__):
+            if base in self.classes or not _is_followed(base.__module__) or issubclass(base, enum.Enum) or is_installed(base.__module__):
                 continue
             self._class(base)
             if issubclass(base, nn.Module):

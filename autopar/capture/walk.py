@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -258,8 +258,7 @@ class Walk:
                 shown = self._of(cls, own)
                 items = [(f"{path}.{k}", v) for k, v in shown.items()]
                 self.held.append(Held(f"{path}.", own, shown))
-            slots = {s for base in cls.__mro__ for s in _as_tuple(vars(base).get("__slots__", ()))} - {"__dict__", "__weakref__"}
-            if slots:
+            if slots := _slots(cls):
                 filled = self._of(cls, {s: x for s in sorted(slots) if (x := getattr(value, s, ABSENT)) is not ABSENT})
                 items += [(f"{path}.{s}", x) for s, x in filled.items()]
                 self.held.append(Held(f"{path}.", value, filled, frozenset(filled)))
@@ -288,3 +287,9 @@ def _root(cls: type) -> str:
 
 def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _slots(cls: type) -> set[str]:
+    """The names of attributes that objects of a class have in slots; not where a subclass has a property of the name instead."""
+    named = {s for base in cls.__mro__ for s in _as_tuple(vars(base).get("__slots__", ()))} - {"__dict__", "__weakref__"}
+    return {s for s in named if isinstance(next((vars(b)[s] for b in cls.__mro__ if s in vars(b)), None), MemberDescriptorType)}

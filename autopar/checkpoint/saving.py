@@ -82,12 +82,12 @@ def _save(folder: Path, model: nn.Module, optimizer: Optimizers, async_save: boo
     finish_first(_wait)
 
     def write_beside() -> None:
-        saving_beside(WAITS)
         try:
             write(writer, held, contents, subject.group)
         finally:
             saving_beside(0)
 
+    saving_beside(WAITS)  # before the thread begins: what must not run beside it looks here
     going = Saving(executor.submit(write_beside), folder)
     executor.shutdown(wait=False)
     _under_way.append(going)

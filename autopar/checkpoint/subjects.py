@@ -18,7 +18,7 @@ from autopar.checkpoint.boxes import Box, boxes_of, whole_box
 from autopar.checkpoint.index import Stream
 from autopar.errors import CheckpointError
 from autopar.run import ParallelModule
-from autopar.run.deferred import DeferredModule
+from autopar.run.deferred import DeferredModule, started
 from autopar.run.groups import group_of
 from autopar.run.lies import Lies
 from autopar.run.part import is_part
@@ -95,8 +95,8 @@ class Subject:
 
 def subject_of(model: nn.Module, *, write: bool) -> Subject:
     """How a model is saved (write) or loaded into. Collective for what autopar.compile has returned. CheckpointError if it cannot be."""
-    if isinstance(model, DeferredModule) and model.module is not None:
-        model = model.module
+    if isinstance(model, DeferredModule) and (running := started(model)) is not None:
+        model = running
     if isinstance(model, ParallelModule):
         return _in_parts(model)
     if isinstance(model, DeferredModule):

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from autopar.checkpoint import load, save
 from autopar.integrations.order import shuffled_alike
+from autopar.run.deferred import started
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
 
@@ -131,7 +132,7 @@ class AutoparAccelerator(Accelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Collective: the state_dict of the original, whole, on the CPU of rank 0; empty on other ranks, as with FSDP."""
-        module = getattr(model, "module", None) if isinstance(model, StandIn) and not isinstance(model, ParallelModule) else model
+        module = started(model) if isinstance(model, StandIn) else model
         if isinstance(module, ParallelModule):
             return module.full_state_dict(rank0_only=True)
         return self.unwrap_model(model).state_dict()

@@ -25,7 +25,7 @@ from autopar.compiler import compile as parallel
 from autopar.errors import CheckpointError
 from autopar.generation import generate
 from autopar.integrations.accelerate import AutoparAccelerator, one_process
-from autopar.run.deferred import DeferredModule, world_size
+from autopar.run.deferred import DeferredModule, started, world_size
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
 
@@ -171,7 +171,7 @@ class AutoparTrainer(Trainer):
         return self._compiled
 
     def _started(self) -> ParallelModule | None:
-        return self._compiled.module if isinstance(self._compiled, DeferredModule) else self._compiled
+        return None if self._compiled is None else started(self._compiled)
 
     def _plain_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)

@@ -39,7 +39,7 @@ def done_by_every_rank(what: str, name: str, *, of: str = "") -> None:
     if watch is None or torch.compiler.is_compiling():
         return
     mine = record.reads(zlib.crc32(f"{what} {name} {of}".encode()))
-    record.entered(record.AGREEMENT)
+    record.entered(record.AGREEMENT)  # on each rank, also the last to come: a call that breaks off compares how many they have begun
     looks = 0
     while not _together(watch, mine, what, name):
         looks += 1

@@ -17,7 +17,7 @@ from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
 from autopar.run.tree import REGISTRIES
 
-__all__ = ["DeferredModule", "world_size"]
+__all__ = ["DeferredModule", "started", "world_size"]
 
 _OF_A_STARTED_MODULE = (
     "train_step", "profile", "clip_grad_norm_", "full_state_dict", "full_gradients", "load_full_state_dict", "full_parameters", "manifest",
@@ -35,6 +35,13 @@ def world_size() -> int:
     return int(text)
 
 
+def started(model: nn.Module) -> ParallelModule | None:
+    """What runs for a module that was compiled: itself, or what it has become on its first call; None before that."""
+    found = model._started if isinstance(model, DeferredModule) else model
+    assert found is None or isinstance(found, ParallelModule)
+    return found
+
+
 class _NotYet(LaunchError, AttributeError):
     """Nor does `hasattr` find it."""
 
@@ -49,6 +56,7 @@ class DeferredModule(StandIn):
     """
 
     original: nn.Module
+    _started: ParallelModule | None
 
     def __init__(
         self,
@@ -64,7 +72,7 @@ class DeferredModule(StandIn):
         keep = self.__dict__
         self._stands_for(model)
         keep["_gpus"], keep["_finish"], keep["_start"] = gpus, finish, start
-        keep["compiled"], keep["module"], keep["_inputs"] = compiled, None, inputs
+        keep["compiled"], keep["_started"], keep["_inputs"] = compiled, None, inputs
         keep["_copied"] = copied
         keep["random_stream"] = None  # to go on with, of a checkpoint that was loaded before the first call
         keep |= {name: model.__dict__[name] for name in REGISTRIES}
@@ -78,10 +86,10 @@ class DeferredModule(StandIn):
         return None if self.compiled is None else self.compiled.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.module is None:
+        if self._started is None:
             self._begin(args, kwargs)
-        assert self.module is not None
-        return self.module(*args, **kwargs)
+        assert self._started is not None
+        return self._started(*args, **kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep = self.__dict__
@@ -99,14 +107,14 @@ class DeferredModule(StandIn):
             module = self._start(self.compiled, self._inputs)
         if (stream := keep.pop("random_stream")) is not None:
             module.random_stream = stream
-        keep["module"] = module
+        keep["_started"] = module
         for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
             del keep[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As of the parallel module, if it is there; else one that is planned on its own first call."""
-        if self.module is not None:
-            return copy.deepcopy(self.module, memo)
+        if self._started is not None:
+            return copy.deepcopy(self._started, memo)
         if self._copied is None:
             self._refuse_copy("copied")
         return self._copied(copy.deepcopy(self.original, memo))
@@ -129,15 +137,15 @@ class DeferredModule(StandIn):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> DeferredModule:
         """As nn.Module.apply (after the first call with whole parameters: collective)."""
-        (self.module or self.original).apply(fn)
+        (self._started or self.original).apply(fn)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredModule:
-        (self.module or self.original)._apply(fn)
+        (self._started or self.original)._apply(fn)
         return self
 
     def __getattr__(self, name: str) -> Any:
-        module = self.__dict__.get("module")
+        module = self.__dict__.get("_started")
         if module is not None and not name.startswith("_"):
             return getattr(module, name)
         if name in _OF_A_STARTED_MODULE:

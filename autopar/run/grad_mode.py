@@ -8,8 +8,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-__all__ = ["GradMode", "as_called", "with_gradients"]
+__all__ = ["GradMode", "as_called", "as_if_trained", "with_gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +42,21 @@ def with_gradients() -> Iterator[None]:
             yield
     finally:
         _CALLED.reset(token)
+
+
+@contextlib.contextmanager
+def as_if_trained(model: nn.Module, inputs: object) -> Iterator[None]:
+    """Inside, a model all of whose parameters are frozen (a teacher, an average) has them trained, as a plan is made; afterwards, its
+    parameters are frozen again. inputs: of the call; where one of them requires a gradient, the model stays as it is."""
+    params = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs))
+    if asked or any(p.requires_grad for p in params):
+        yield
+        return
+    for param in params:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in model.parameters():
+            param.requires_grad_(False)

@@ -18,6 +18,7 @@ from autopar.debug import debug_level
 from autopar.run import comm, record, state
 from autopar.run.again import Again
 from autopar.run.alike import begin_writing, check_written
+from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.batches import GivenBatches
@@ -278,7 +279,7 @@ class ParallelModule(WithState):
         assert self.original is not None, "what it computes was captured"
         given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), inputs_in(self._dtype, (args, kwargs)))
         whole = self._tree.as_whole(write=False, buffers=True)
-        with whole, computing_in(self._dtype, self.original), self._random.of_a_call():
+        with whole, computing_in(self._dtype, self.original), self._random.of_a_call(), as_one_process():
             return self.original(*given[0], **given[1])
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:

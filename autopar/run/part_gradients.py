@@ -66,7 +66,7 @@ def seen_as_itself(func: Callable[..., Any], x: AnyPart) -> Tensor:
     """x.expand_as(x): by what autograd records of it, and of nothing else, the node is found that adds a leaf's gradient up. TypeError
     where gradients are to be asked for by that node: they would be of a part."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name in ("__torch_function__", "_get_grad_fn_or_grad_acc"):
+    while frame is not None and frame.f_code.co_name in ("_by_parts", "_get_grad_fn_or_grad_acc"):
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name == "get_gradient_edge":
         raise TypeError(f"{x._lies.name} is held in parts: ask torch.autograd.grad for the parameter itself, instead of its gradient edge")

@@ -27,7 +27,7 @@ __all__ = [
     "FAILED", "FOLLOWED", "FORWARD", "GRADIENTS_OF", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING",
     "REDUCE_SCATTER", "RUNNING", "SAVING", "UNTIMED", "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke",
     "call_of", "calls", "collective", "count", "count_from", "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line",
-    "note_line", "now", "phase", "reads", "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
+    "note_line", "now", "phase", "reads", "saves_beside", "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
@@ -207,6 +207,11 @@ def telling(told: Callable[[str, int], None]) -> Iterator[None]:
 def saving_beside(what: int) -> None:
     """What a save that goes on beside training does: WORKS, WAITS; 0: there is none."""
     _now[_BESIDE] = what
+
+
+def saves_beside() -> bool:
+    """Whether a save goes on beside training."""
+    return _now[_BESIDE] != 0
 
 
 @contextlib.contextmanager

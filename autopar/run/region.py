@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
 from autopar.run import comm, ctc  # noqa: F401  (regions may hold the operator that it registers)
+from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, under
 from autopar.run.checkpointed import without_checkpointing
 from autopar.run.closed import over_tensors
@@ -85,7 +86,7 @@ class Region:
         try:
             named = zip(self.state, state, strict=True)
             noted = {f"module.{name}": self._noted(t, within(self.path, name)) for name, t in named}
-            with under(self.autocast), without_checkpointing():
+            with under(self.autocast), without_checkpointing(), as_one_process():
                 returned = functional_call(_Forward(self.module), noted, args, kwargs)
         finally:
             for m, mode in zip(modules, before, strict=True):

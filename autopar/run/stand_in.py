@@ -26,7 +26,7 @@ _OF_CONTAINERS = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__l
 _ITS_STATE = ("state_dict", "load_state_dict", "get_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 _ITS_OWN = (
     *_ITS_STATE, "set_extra_state", "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
-    "get_parameter", "get_buffer", "get_submodule", "zero_grad", "requires_grad_",
+    "get_parameter", "get_buffer", "get_submodule", "zero_grad", "requires_grad_", "train", "eval",
 )  # fmt: skip
 
 
@@ -81,7 +81,8 @@ def _with_methods(kind: Any, names: Iterable[str], forward: inspect.Signature) -
 
     def of_the_original(name: str) -> Any:
         def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self.original, name)(*args, **kwargs)
+            found = getattr(self.original, name)(*args, **kwargs)
+            return self if found is self.original else found
 
         return method
 

@@ -21,6 +21,7 @@ __all__ = ["Gathered", "Source", "no_parameter_of", "sharing", "write_whole", "w
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SHOWN = ("__repr__", "__format__", "__str__")
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +69,8 @@ class Gathered(Tensor):
             if name == "is_complex":
                 not_in_parts(source.lies, sys._getframe(1))
         with _plain():
+            if name in _SHOWN:  # what the format of a number asks of a tensor is that it is of no subclass
+                return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
             if name in F.NOT_COPIED:
                 return func(args[0].detach().as_subclass(Tensor).clone(), *args[1:])
             if writes(name) and torch.is_grad_enabled() and views[0].requires_grad:
