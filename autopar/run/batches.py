@@ -27,9 +27,10 @@ __all__ = ["GivenBatches"]
 
 _ELEMENTS = 256  # of each input
 _PARTS = 2**40  # numbers that must be equal are below it: float64 has all of these
-_ROUNDING = 1e-3  # how far apart the means of two ranks may be, relative to those of absolute values: ranks may compute their inputs
+_ROUNDING = 1e-3  # how far apart the means of two ranks may be, relative to the size of elements: ranks may compute their inputs
 _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _ROUNDED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_KNOWN = _EXACT | _ROUNDED
 
 
 _SIGNS = 2 * torch.randint(2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0)).double() - 1
@@ -72,7 +73,7 @@ class GivenBatches:
         self._part = mesh.dp.rank if local else 0
         self._local = local
         self._needed = mesh.talks and not (local and mesh.dp.size == mesh.world)
-        self._places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._coming: deque[_Coming] = deque()
 
     def compare(self, inputs: Iterable[Tensor]) -> None:
@@ -88,7 +89,7 @@ class GivenBatches:
         watch = watchdog.current()
         if not self._needed or watch is None or torch.compiler.is_compiling():
             return
-        known = [x for x in tensors if type(x) is Tensor and x.layout == torch.strided and x.numel() and x.dtype in _EXACT | _ROUNDED]
+        known = [x for x in tensors if type(x) is Tensor and x.layout == torch.strided and x.dtype in _KNOWN and x.numel()]
         if known:
             self._coming.append(self._sent(record.calls(), what, known))
         while self._coming and self._coming[0].there:
@@ -113,21 +114,23 @@ class GivenBatches:
             return _Coming(call, what, [here], exact, ready)
 
     def _numbers(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Scalars on the device of x: a sum of elements, which must be equal; or one that may be rounded, and that of absolute values."""
+        """Scalars on the device of x: a sum of elements, which must be equal; or one that may be rounded, and what it is relative to."""
         places, weights = self._places_of(x)
-        sample = torch.take(x, places)
+        sample = torch.take(x, places).to(weights.dtype)
         if x.dtype in _EXACT:
-            return ((sample * weights).sum() % _PARTS,)
-        weighted = sample.double() * weights
-        return weighted.sum(), weighted.abs().sum()
+            return (torch.dot(sample, weights) if x.device.type == "cpu" else (sample * weights).sum(),)  # CUDA has no dot of integers
+        return torch.dot(sample, weights), torch.linalg.vector_norm(sample)
 
     def _places_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Which elements of x are read, and their weights, of both signs, by which another order is seen."""
-        key = x.numel(), x.device
+        """Which elements of x are read, and their weights, of both signs, by which another order is seen; where elements may be rounded the
+        weights are a vector of length 1."""
+        key = x.numel(), x.device, x.dtype
         if key not in self._places:
             generator = torch.Generator().manual_seed(0)  # at equal distances they might all be first words, which say nothing
             places = torch.randint(x.numel(), (min(_ELEMENTS, x.numel()),), generator=generator)
             weights = torch.arange(1, 1 + len(places)) * (2 * torch.randint(2, (len(places),), generator=generator) - 1)
+            if x.dtype in _ROUNDED:
+                weights = torch.nn.functional.normalize(weights.to(torch.promote_types(x.dtype, torch.float32)), dim=0)
             self._places[key] = places.to(x.device), weights.to(x.device)
         return self._places[key]
 
