@@ -8,6 +8,7 @@ on a GPU are read in a later call, when they have been computed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -31,9 +32,6 @@ _ROUNDING = 1e-3  # how far apart the means of two ranks may be, relative to the
 _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _ROUNDED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _KNOWN = _EXACT | _ROUNDED
-
-
-_SIGNS = 2 * torch.randint(2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0)).double() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,13 @@ def _numbers_of_all(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     columns = flat[:whole].view(whole // _ELEMENTS, _ELEMENTS).sum(0, dtype=wide).double()
     columns[: len(flat) - whole] += flat[whole:]
-    return columns @ _SIGNS.to(x.device, non_blocking=True), torch.linalg.vector_norm(flat, 1, dtype=wide)
+    return columns @ _signs(x.device), torch.linalg.vector_norm(flat, 1, dtype=wide)
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    found = 2 * torch.randint(2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0)).double() - 1
+    return found.to(device)
 
 
 def _otherwise(watch: Watchdog, mine: Batch, within: float) -> int | None:

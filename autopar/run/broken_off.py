@@ -21,9 +21,9 @@ _PAUSE_S = 0.002
 
 
 def broken_off(error: Exception, begun: int, *, staged: bool, lost: bool) -> None:
-    """A call has raised this, on this rank at least. begun: `record.count` when it began; staged: whether ranks run different
-    stages, which need not make as many collectives; lost: whether messages between stages may be on their way, which the next call would
-    take for its own.
+    """A call has raised this, on this rank at least. begun: `record.count` when it began. staged: whether ranks run different stages, which
+    need not make as many collectives. lost: whether messages between stages may be on their way, which the next call would take for
+    its own.
 
     Returns when it is known of all ranks of this machine. If this rank is alone with it, its next collective raises LaunchError, and the
     other ranks, which wait for it, end.

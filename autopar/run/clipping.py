@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
@@ -34,6 +35,7 @@ def norms_together() -> None:
 
 def _of_parts(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(plain)
+    @torch.no_grad()
     def total(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *options: Any, **named: Any) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if any(map(is_part, given)):

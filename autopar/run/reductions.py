@@ -128,13 +128,11 @@ def reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
-    """The tensors, with the norms of parts, scalars of their dtypes, in the place of these: by one collective for all, in whatever order
-    the ranks have them; parts of which that cannot be found so stay as they are."""
-    differentiates = torch.is_grad_enabled()
-    with _plain():
-        alone = [x for x in tensors if is_part(x) and x.is_floating_point() and not (differentiates and x.requires_grad)]
+    """The tensors, with the norms of parts, scalars of their dtypes, in the place of these, without autograd: by one collective for all,
+    in whatever order the ranks have them. Parts of which that cannot be found so stay as they are."""
     if not 0 < order < math.inf:
         return list(tensors)
+    alone = [x for x in tensors if is_part(x) and x.is_floating_point()]
     sums = {id(x): torch.linalg.vector_norm(local(x), order, dtype=torch.promote_types(x.dtype, torch.float32)).pow(order) for x in alone}
     split: list[Any] = sorted((x for x in alone if lies_of(x).split), key=lambda x: lies_of(x).name)  # type: ignore[arg-type]
     for mesh in {id(x._lies.mesh): x._lies.mesh for x in split}.values():
