@@ -146,6 +146,12 @@ def test_what_one_rank_reads_alone_is_refused(name: str, judge: Judge) -> None:
 
 
 @pytest.mark.gloo
+def test_gradients_by_the_edges_of_parts_are_refused(judge: Judge) -> None:
+    (found,) = judge.outcomes("gradients_by_their_edges", ("tp2",))
+    assert found.outcome == "refused" and "instead of its gradient edge" in found.reason
+
+
+@pytest.mark.gloo
 def test_a_shuffle_that_is_another_on_one_rank_is_refused(judge: Judge) -> None:
     for found in judge.outcomes("shuffled_otherwise_after_a_sample", ("dp2", "pp2")):
         assert found.outcome == "refused" and "ranks 0 and 1 were given different batches" in found.reason
