@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,8 @@ def told(mine: Iterable[Written], theirs: Iterable[Written], monkeypatch: pytest
 
     other = of(theirs)
     other = record.Wrote(call=other.call + call, what=other.what, total=other.total)
-    watch: Any = SimpleNamespace(rank=0, beside={1: SimpleNamespace(wrote=lambda: other)})
+    watch = object.__new__(watchdog.Watchdog)
+    vars(watch).update(rank=0, _others={1: SimpleNamespace(wrote=lambda: other)})
     for one in mine:
         alike.note_written(*one)
     with monkeypatch.context() as m:

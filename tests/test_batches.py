@@ -13,8 +13,15 @@ from torch import Tensor
 from autopar.errors import LaunchError
 from autopar.run import record, watchdog
 from autopar.run.batches import GivenBatches
+from autopar.run.watchdog import Watchdog
 
 pytestmark = pytest.mark.pure
+
+
+def _watching(rank: int, others: dict[int, Any]) -> Watchdog:
+    watch = object.__new__(Watchdog)
+    vars(watch).update(rank=rank, _others=others)
+    return watch
 
 
 def _told(
@@ -31,12 +38,12 @@ def _told(
 
     record.step(1)
     seen: dict[int, record.Batch] = {}
-    alone: Any = SimpleNamespace(rank=1, beside={})
+    alone = _watching(1, {})
     with monkeypatch.context() as m:
         m.setattr(watchdog, "current", lambda: alone)
         m.setattr(record, "was_given", lambda *numbers: seen.setdefault(1, was_given(*numbers)))
         compare(of(parts[1]))(theirs)
-    watch: Any = SimpleNamespace(rank=0, beside={1: SimpleNamespace(batch=lambda call, what: seen[1])})
+    watch = _watching(0, {1: SimpleNamespace(batch=lambda call, what: seen[1])})
     with monkeypatch.context() as m:
         m.setattr(watchdog, "current", lambda: watch)
         try:
@@ -104,7 +111,7 @@ def test_numbers_that_are_on_their_way_are_read_when_they_are_there(monkeypatch:
         return dataclasses.replace(one, numbers=[torch.stack(one.numbers).double()], ready=SimpleNamespace(query=lambda: there))
 
     there, found = False, []
-    watch: Any = SimpleNamespace(rank=0, beside={})
+    watch = _watching(0, {})
     given = GivenBatches(SimpleNamespace(talks=True, world=2, dp=SimpleNamespace(rank=0, size=2)), local=False)  # type: ignore[arg-type]
     sent = given._sent
     monkeypatch.setattr(watchdog, "current", lambda: watch)

@@ -7,6 +7,7 @@ into each other's records first, which takes microseconds. What ranks of other m
 from __future__ import annotations
 
 import math
+import operator
 import time
 import zlib
 from collections.abc import Iterable
@@ -119,21 +120,15 @@ def check_written() -> None:
     watch = watchdog.current()
     if watch is None:
         return
-    if (rank := _otherwise(watch, record.wrote(here.what, here.total), within=2 * _ROUNDING * here.numbers)) is not None:
+    mine, within = record.wrote(here.what, here.total), 2 * _ROUNDING * here.numbers
+
+    def differs(theirs: Wrote) -> bool:
+        return theirs.call == mine.call and (theirs.what != mine.what or abs(theirs.total - mine.total) > within)
+
+    if (rank := watch.differing_from(operator.methodcaller("wrote"), differs)) is not None:
         first, second = sorted((watch.rank, rank))
         raise LaunchError(
             f"ranks {first} and {second} have changed parameters or gradients by other numbers, or not equally often, since the last call "
             f"(an optimizer's step on one rank alone, numbers that each rank draws for itself): they would train different models. Make "
             f"every rank do the same: give all the same seed, or use the number of one (dist.broadcast) on all"
         )
-
-
-def _otherwise(watch: Watchdog, mine: Wrote, within: float) -> int | None:
-    """A rank of this machine that has begun the same call and has written something else before it, if there is one: of two the later one
-    finds out. within: how far apart totals may be."""
-    for rank, other in watch.beside.items():
-        theirs = other.wrote()
-        differs = theirs.what != mine.what or abs(theirs.total - mine.total) > within
-        if theirs.call == mine.call and differs and other.wrote() == theirs:  # it has not gone on meanwhile
-            return rank
-    return None

@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 
 from autopar.run.grad_mode import as_called
 from autopar.run.part import is_part
+from autopar.run.plain import plainly
 
 __all__ = ["NAMES", "QUESTIONS", "kinds_of", "said_of", "transformed"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def _lies(t: Tensor) -> str:
@@ -73,7 +73,7 @@ def said_of(tensor: Tensor, names: Collection[str]) -> tuple[str, ...]:
         return ()
     if is_part(tensor):  # which is a leaf and lies as its shape says, as a copy does
         names = {"grad"} & set(names)
-    with _plain():
+    with plainly():
         return tuple(dict.fromkeys(said for name in sorted(names) if (said := QUESTIONS[name](tensor))))
 
 

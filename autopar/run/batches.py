@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from autopar.errors import LaunchError
 from autopar.run import record, watchdog
 from autopar.run.mesh import Mesh
 from autopar.run.record import Batch
-from autopar.run.watchdog import Watchdog
 
 __all__ = ["GivenBatches"]
 
@@ -94,7 +94,8 @@ class GivenBatches:
             one = self._coming.popleft()
             equal, near = one.two()
             batch = record.was_given(one.call, one.what, self._part * _PARTS + equal, near)
-            if (rank := _otherwise(watch, batch, _ROUNDING * sum(range(1, 1 + len(one.exact))))) is not None:
+            differs = functools.partial(_differ, batch, within=_ROUNDING * sum(range(1, 1 + len(one.exact))))
+            if (rank := watch.differing_from(operator.methodcaller("batch", one.call, one.what), differs)) is not None:
                 raise self._error(one.what, watch.rank, rank, record.calls() - one.call)
 
     def _sent(self, call: int, what: int, inputs: list[Tensor]) -> _Coming:
@@ -166,14 +167,8 @@ def _signs(device: torch.device) -> Tensor:
     return found.to(device)
 
 
-def _otherwise(watch: Watchdog, mine: Batch, within: float) -> int | None:
-    """A rank of this machine that was given another batch in the same call, of the same part, if there is one: of two the later one finds
-    out. within: how far apart what may be rounded is."""
-    for rank, other in watch.beside.items():
-        theirs = other.batch(mine.call, mine.what)
-        if theirs.call != mine.call or theirs.exact // _PARTS != mine.exact // _PARTS:
-            continue
-        differs = theirs.exact != mine.exact or abs(theirs.rounded - mine.rounded) > within
-        if differs and other.batch(mine.call, mine.what) == theirs:  # it has not gone on meanwhile
-            return rank
-    return None
+def _differ(mine: Batch, theirs: Batch, *, within: float) -> bool:
+    """Whether they are of one call and of the same part, and not alike. within: how far apart what may be rounded is."""
+    if theirs.call != mine.call or theirs.exact // _PARTS != mine.exact // _PARTS:
+        return False
+    return theirs.exact != mine.exact or abs(theirs.rounded - mine.rounded) > within

@@ -13,11 +13,11 @@ from autopar.run import comm
 from autopar.run import function_names as F
 from autopar.run.alike import note_written
 from autopar.run.part import alias_of, in_graph, is_part, part_like
+from autopar.run.plain import plainly
 from autopar.run.wholes import on_the_whole, target_of
 
 __all__ = ["elementwise", "foreach", "unscale"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
     others = [x for x in plain if x.dim() > 0]
     if any(x.shape != lies.shape for x in others) or (name in F.SCALES_LIKE and others):
         return NotImplemented
-    with _plain():
+    with plainly():
         through_autograd = torch.is_grad_enabled() and any(x.requires_grad for x in parts)
     if others and not in_place and not through_autograd:
         return NotImplemented  # with what is whole the result is, for plain.data = ... takes what it is given as it is

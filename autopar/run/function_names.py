@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "ATTRIBUTES_OF_THE_SHAPE", "ELEMENTWISE", "IN_PLACE", "LARGEST", "MAY_CHANGE_NOTHING", "NORMS", "NOT_COPIED", "OF_THE_OBJECT",
-    "OF_THE_SHAPE", "OF_THE_WHOLE_ATTRIBUTES", "RANDOM", "SCALES_LIKE", "STORAGES", "VIEWS", "WRITES_UNSEEN",
+    "OF_THE_SHAPE", "OF_THE_WHOLE_ATTRIBUTES", "RANDOM", "SCALES_LIKE", "SHOWN", "STORAGES", "VIEWS", "WRITES_UNSEEN",
 ]  # fmt: skip
 
 
@@ -44,6 +44,7 @@ OF_THE_WHOLE_ATTRIBUTES = _names("T H mT mH real imag")
 NORMS = _names("norm vector_norm linalg_norm linalg_vector_norm")
 LARGEST = {"max": max, "amax": max, "min": min, "amin": min}
 STORAGES = _names("storage untyped_storage _typed_storage")
+SHOWN = _names("__repr__ __format__ __str__")
 NOT_COPIED = _names("__reduce_ex__ __deepcopy__ __reduce__")
 WRITES_UNSEEN = _names("batch_norm instance_norm native_batch_norm cudnn_batch_norm")  # to running statistics, which do not count it
 RANDOM = _names("rand_like randn_like randint_like bernoulli multinomial normal dropout poisson alpha_dropout feature_dropout")

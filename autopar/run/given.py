@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+
+from autopar.run.plain import plainly
 
 __all__ = ["DATA", "GRAD", "Memory", "check_given", "note"]
 
 DATA, GRAD = "_data_given", "_grad_given"  # attributes of a parameter
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class _Given(NamedTuple):
 
 def note(x: Any, attribute: str, value: Tensor) -> None:
     """x, a parameter or gradient, was given a whole value. (Of a value that is another part its Memory is noted in the same place.)"""
-    with _plain():
+    with plainly():
         base = value._base if value._is_view() else value
         if base is not None and not base.is_inference():
             vars(x)[attribute] = _Given(weakref.ref(base), base._version, value.data_ptr())
@@ -58,7 +58,7 @@ def check_given(named: Iterable[tuple[str, Any]]) -> None:
             tensor = given.tensor()
             if tensor is None:
                 continue
-            with _plain():
+            with plainly():
                 written = tensor._version != given.version
             if written:
                 raise ValueError(

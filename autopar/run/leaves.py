@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.run.buckets import Held
+from autopar.run.plain import plainly
 
 __all__ = ["Leaf", "Leaves", "leaf_of"]
 
@@ -66,7 +67,7 @@ class Leaves:
         name, param = held.spec.name, held.param
         free = self._one(name)
         if free is not None:
-            with torch._C.DisableTorchFunctionSubclass():  # of a part, and of what the user may have given the parameter
+            with plainly():  # of a part, and of what the user may have given the parameter
                 same = free.tensor.dtype == param.dtype and free.tensor.is_set_to(param)
             if same and free.tells(arrived):
                 return free

@@ -21,6 +21,7 @@ from autopar.run import comm
 from autopar.run.dtypes import empty
 from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
+from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 
 __all__ = ["Inner", "Loss", "Outputs", "Returned", "as_returned", "check_seen", "found_in", "taken_apart"]
@@ -84,7 +85,7 @@ class Inner(Tensor):
             for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
                 if isinstance(x, cls):
                     x._refuse()
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             return func(*args, **kwargs)
 
     def _refuse(self, *_: Any) -> NoReturn:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.run.by_memory import refuse_parts
 from autopar.run.given import DATA, GRAD, Memory
 from autopar.run.lies import Lies
+from autopar.run.plain import plainly
 from autopar.run.views import no_parameter_of
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 OF_A_PART = ("_lies", "_memory", DATA, GRAD)  # attributes
-_plain = torch._C.DisableTorchFunctionSubclass  # as the documentation of tensor subclasses does it
 
 
 class Parted:
@@ -71,13 +71,13 @@ refuse_parts(_held_in_parts)
 
 def local(x: Tensor) -> Tensor:
     """What of a tensor is on this rank: a plain tensor that shares its memory and has no gradient."""
-    with _plain():
+    with plainly():
         return Tensor.detach(x)  # not that of a part, which asks who calls it
 
 
 def in_graph(x: AnyPart) -> Tensor:
     """The memory of a part as a plain tensor in autograd's graph."""
-    with _plain():
+    with plainly():
         return x.as_subclass(Tensor)
 
 
@@ -95,7 +95,7 @@ def become_part(param: nn.Parameter, here: Tensor, lies: Lies) -> None:
 
 def become_whole(param: nn.Parameter, whole: Tensor) -> None:
     """Let the parameter, the same object, be a plain one with this memory. It has no gradient afterwards."""
-    with _plain():
+    with plainly():
         param.__class__ = nn.Parameter
         for name in OF_A_PART:
             vars(param).pop(name, None)
@@ -150,7 +150,7 @@ def copied(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
             f"autopar.save(path, model, optimizer)"
         )
     if x.requires_grad:  # as of any tensor that autograd has made: torch refuses it
-        with _plain():
+        with plainly():
             return func(*args)
     here = local(x)
     return part_like(func(here, *_living_as_long(args[1:], here)), x._lies)

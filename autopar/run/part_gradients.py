@@ -13,11 +13,11 @@ from torch import Tensor
 
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, PartTensor, in_graph, is_part, lies_of, part_like
+from autopar.run.plain import plainly
 from autopar.run.wholes import cut_as, of_shape
 
 __all__ = ["gradients", "register_hook", "seen_as_itself"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _GRADIENTS = inspect.signature(torch.autograd.grad)
 
 
@@ -34,7 +34,7 @@ def register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
                 return None
             return cut_as(of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
 
-    with _plain():
+    with plainly():
         return x.register_hook(on_part)
 
 
@@ -45,7 +45,7 @@ def gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     outputs, inputs, grads = ([x] if isinstance(x, Tensor) else x for x in of)
     if grads is not None and not given.get("is_grads_batched"):
         given["grad_outputs"] = [_arriving(g, o._lies) if g is not None and is_part(o) else g for o, g in zip(outputs, grads, strict=True)]
-    with _plain():
+    with plainly():
         found = func(**given)
     return tuple(part_like(g, x._lies) if g is not None and is_part(x) else g for g, x in zip(found, inputs, strict=True))
 
@@ -70,7 +70,7 @@ def seen_as_itself(func: Callable[..., Any], x: AnyPart) -> Tensor:
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name == "get_gradient_edge":
         raise TypeError(f"{x._lies.name} is held in parts: ask torch.autograd.grad for the parameter itself, instead of its gradient edge")
-    with _plain():
+    with plainly():
         found = func(x, x)
     found.__class__ = PartTensor
     found._lies = x._lies

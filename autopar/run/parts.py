@@ -27,13 +27,13 @@ from autopar.run.elementwise import elementwise, foreach, unscale
 from autopar.run.given import DATA, GRAD, note
 from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
 from autopar.run.part_gradients import gradients, register_hook, seen_as_itself
+from autopar.run.plain import plainly
 from autopar.run.reductions import reduced
 from autopar.run.sent import COLLECTIVES, not_in_parts
 from autopar.run.wholes import cut_as, fresh, of_shape, on_the_whole, view
 
 __all__ = ["Part", "PartTensor"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def _by_parts(
@@ -58,7 +58,7 @@ def _by_parts(
     if name == "is_complex":
         not_in_parts(first._lies, sys._getframe(1))
     if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
-        with _plain():
+        with plainly():
             return func(*args, **kwargs)
     if name in F.NOT_COPIED:
         return copied(func, name, args)
@@ -66,13 +66,13 @@ def _by_parts(
         return alias_of(first)
     if name == "__iter__":
         return iter(first.unbind(0))
-    if name in ("__repr__", "__format__", "__str__") and is_part(first):
+    if name in F.SHOWN and is_part(first):
         lies = first._lies
         return f"Part({lies.name}, shape={tuple(lies.shape)}, here={tuple(local(first).shape)})"
     if name == "register_hook":
         return register_hook(*args, **kwargs)
     if name in F.OF_THE_SHAPE and is_part(first):
-        with _plain():
+        with plainly():
             return func(torch.empty(first._lies.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
     if func is torch.autograd.grad:
         return gradients(func, args, kwargs)
@@ -108,7 +108,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
     x = args[0]
     if access == "__get__":
         if name == "grad":
-            with _plain():
+            with plainly():
                 grad = func(*args)
             return None if grad is None else as_part(grad, x._lies)
         if name == "data":
@@ -127,11 +127,11 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
                 mine = _taken(x, value)
                 if not is_part(value):
                     note(x, GRAD, value)
-                with _plain():
+                with plainly():
                     return func(x, mine)
         if name == "data":
             return _set_data(func, x, value)
-    with _plain():
+    with plainly():
         return func(*args)
 
 
@@ -142,7 +142,7 @@ def _taken(x: AnyPart, value: Tensor) -> Tensor:
 
 def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
     """x.data = value: x has other memory from now on, and its other names keep what they have."""
-    with _plain():
+    with plainly():
         if value.dtype != x.dtype:
             raise ValueError(
                 f"{x._lies.name} was compiled in {x.dtype} and cannot become {value.dtype}: the plan counts on it. Cast the model before "
@@ -154,7 +154,7 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
         return
     if (memory := vars(x).pop("_memory", None)) is not None:
         memory.left = local(x)._version
-    with _plain():
+    with plainly():
         func(x, mine.to(x.device))
     if not is_part(value):
         note(x, DATA, value)

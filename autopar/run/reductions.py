@@ -17,10 +17,10 @@ from autopar.run import function_names as F
 from autopar.run.alike import done_by_every_rank
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, in_graph, is_part, lies_of, local, part_like
+from autopar.run.plain import plainly
 
 __all__ = ["Power", "Root", "Whole", "any_of", "extreme", "norms", "reduced"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 class Power(torch.autograd.Function):
@@ -117,7 +117,7 @@ def reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]
         total = Power.apply(_wide(x), lies, 0.0)
         total = total / lies.shape.numel() if name == "mean" else total
         return total.to(x.dtype) if x.is_floating_point() else total
-    with _plain():
+    with plainly():
         through_autograd = torch.is_grad_enabled() and x.requires_grad
     if name in F.LARGEST and not through_autograd and x.is_floating_point():
         return extreme(local(x), lies, largest=F.LARGEST[name] is max)

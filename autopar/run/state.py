@@ -15,6 +15,7 @@ from autopar.run.dtypes import dtype_named, empty
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
+from autopar.run.plain import plainly
 
 __all__ = ["assemble", "clip_grad_norm_", "distribute"]
 
@@ -67,7 +68,7 @@ def clip_grad_norm_(
 
     Each element counts once: of a replica the rank with index 0 on the axis, of copies on several stages the first stage's.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with plainly():
         found = [(one, one.param.grad.detach()) for one in held if one.param.grad is not None]
     grads = [grad for one, grad in found if Lies(one.spec, mesh).counts]
     total = torch.zeros((), dtype=torch.float64, device=device)

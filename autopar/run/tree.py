@@ -27,6 +27,7 @@ from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.part import OF_A_PART, become_part, become_whole, is_part, lies_of, local, part_like
 from autopar.run.parts import Part
+from autopar.run.plain import plainly
 from autopar.run.stepping import close_steps
 
 __all__ = ["REGISTRIES", "Tree", "whole_again"]
@@ -281,7 +282,7 @@ class Tree:
                     f"the buffers {names} were one tensor when the model was compiled, and are not any more. Write new values into it "
                     f"(copy_), or compile the changed model"
                 )
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:
                     raise ValueError(
@@ -314,7 +315,7 @@ class Tree:
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that require a gradient now, by name."""
-        with torch._C.DisableTorchFunctionSubclass():  # which asks a part in the time of a small operator
+        with plainly():  # which asks a part in the time of a small operator
             return [(name, param) for name, param in self.params.items() if param.requires_grad]
 
     def _check_here(self) -> None:

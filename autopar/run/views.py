@@ -15,13 +15,12 @@ from torch.utils import _pytree as pytree
 from autopar.run import function_names as F
 from autopar.run.given import Memory
 from autopar.run.lies import Lies
+from autopar.run.plain import plainly
 from autopar.run.sent import COLLECTIVES, finished, not_in_parts
 
 __all__ = ["Gathered", "Source", "no_parameter_of", "sharing", "write_whole", "writes"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SHOWN = ("__repr__", "__format__", "__str__")
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +67,8 @@ class Gathered(Tensor):
             source.check(name)
             if name == "is_complex":
                 not_in_parts(source.lies, sys._getframe(1))
-        with _plain():
-            if name in _SHOWN:  # what the format of a number asks of a tensor is that it is of no subclass
+        with plainly():
+            if name in F.SHOWN:  # what the format of a number asks of a tensor is that it is of no subclass
                 return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
             if name in F.NOT_COPIED:
                 return func(args[0].detach().as_subclass(Tensor).clone(), *args[1:])

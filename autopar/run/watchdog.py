@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -40,6 +40,8 @@ _SAYS_S = 60.0  # until it is said who waits for whom; a tenth of the timeout wh
 _PERIOD_S = 0.5
 _GRACE_S = 5.0  # for a rank to find out by itself that another has gone
 _FOLDER = "autopar-watch-"
+
+T = TypeVar("T")
 
 _watch: Watchdog | None = None
 _hooked = False
@@ -253,8 +255,8 @@ class Watchdog:
 
     def _without_end(self) -> bool:
         """Whether all ranks are seen to wait for one another."""
-        others = [other.seen() for other in self._others.values()]
-        return len(others) + 1 == self.world and all(s.waits for s in others) and bool(not_equally_often(self._all()))
+        seen = self._all()
+        return len(seen) == self.world and all(s.waits for s in seen.values()) and bool(not_equally_often(seen))
 
     def _saves_alone(self, own: Seen) -> bool:
         """Whether this rank saves a checkpoint, and a rank of this machine is about something else."""
@@ -294,6 +296,14 @@ class Watchdog:
     def beside(self) -> Mapping[int, Other]:
         """The records of the other ranks of this machine."""
         return self._others
+
+    def differing_from(self, read: Callable[[Other], T], differs: Callable[[T], bool]) -> int | None:
+        """A rank of this machine whose record differs in what is read of it, if there is one: of two the later one finds out."""
+        for rank, other in self._others.items():
+            theirs = read(other)
+            if differs(theirs) and read(other) == theirs:  # it has not gone on meanwhile
+                return rank
+        return None
 
     def ends_alone(self, error: Exception) -> None:
         """This rank has raised what the others have not, in a call that they wait in: it talks to none any more, and they end."""

@@ -13,13 +13,13 @@ from autopar.run import function_names as F
 from autopar.run.by_memory import not_transformed
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, Part, Parted, in_graph, is_part, lies_of, local, memory_of
+from autopar.run.plain import plainly
 from autopar.run.reductions import Whole
 from autopar.run.sent import COLLECTIVES, finished
 from autopar.run.views import Source, sharing, write_whole, writes
 
 __all__ = ["cut_as", "fresh", "of_shape", "on_the_whole", "target_of", "view", "whole_of"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def cut_as(value: Tensor, lies: Lies) -> Tensor:
@@ -92,7 +92,7 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
             lies = next(x._lies for x in pytree.tree_leaves((args, kwargs)) if is_part(x))
             found = pytree.tree_map_only(Tensor, lies.agreed, found)
         return found
-    with _plain():
+    with plainly():
         if torch.is_grad_enabled() and written.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     lies = written._lies
