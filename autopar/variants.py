@@ -8,6 +8,8 @@ a file. The parameters stay where they rest.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.axes import BATCH
 from autopar.capture import Captured, capture, program_hash
-from autopar.errors import PlanError
+from autopar.errors import CaptureError, PlanError
 from autopar.ir import Program
 from autopar.planner import Plan, complete
 from autopar.render import load, positional_names
@@ -57,7 +59,7 @@ class Variants:
         written, trains = module.written_parameters, torch.is_grad_enabled()
         with with_gradients(), module.captured_at_home():
             captured = done_by_all(
-                lambda: capture(model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, written=written, trains=trains),
+                lambda: self._captured(inputs, why, written=written, trains=trains),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
         program = captured.program
@@ -81,6 +83,13 @@ class Variants:
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards, captured.returned
+
+    def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
+        again = functools.partial(capture, self._model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, **how)
+        if why:  # what has changed may change again: sizes that it decides are those of a call, where they can be
+            with contextlib.suppress(CaptureError):
+                return again(sizes=False)
+        return again()
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:

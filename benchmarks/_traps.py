@@ -22,6 +22,7 @@ from benchmarks.trap_programs import heard as _heard
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import hooked as _hooked
 from benchmarks.trap_programs import idioms as _idioms
+from benchmarks.trap_programs import known as _known
 from benchmarks.trap_programs import left as _left
 from benchmarks.trap_programs import lengths as _lengths
 from benchmarks.trap_programs import memory as _memory
@@ -55,6 +56,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 __all__ = ["PROGRAMS"]
 
 del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
-del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum
-del _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _ranks, _reads, _recapture, _rules, _scripts, _settings
-del _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped
+del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _known, _left, _lengths, _memory, _methods, _modules
+del _momentum, _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _ranks, _reads, _recapture, _rules, _scripts
+del _settings, _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped

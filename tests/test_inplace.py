@@ -114,3 +114,20 @@ def test_a_forward_that_writes_is_captured() -> None:
     """Capture compares loss and gradients with those of the model."""
     program = capture(Writes().double(), (torch.randn(6, 6, dtype=torch.float64), torch.arange(6) + 3)).program
     assert not any(op.target.split(".")[1].endswith("_") for op in program.ops)
+
+
+class Drops(nn.Module):
+    """Draws with the probability that torch's bernoulli_ has by itself, which its other forms want to be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * x.new_empty(6, 1).bernoulli_() * torch.empty(6).bernoulli_(p=0.5)).sum()
+
+
+def test_what_may_be_left_out_is_filled_in() -> None:
+    program = capture(Drops(), (torch.randn(6, 6),)).program
+    drawn = [op.args[1] for op in program.ops if op.target == "aten.bernoulli.p"]
+    assert drawn == [0.5, 0.5]

@@ -1,8 +1,8 @@
 """What a forward asks of its own state in Python: `if self.step > 100`, `int(self.pointer)`, `if not self.initialized`.
 
-The answer follows from buffers and parameters as they are when a call begins, and from nothing else. So the trace is given it, the program
-holds for that answer, and before every call it is asked again: where it is another, the model is captured again. Not so where the value
-depends on inputs, on random numbers, or on what operators have written of these: it is refused as before.
+The answer follows from numbers, sizes, and buffers and parameters as they are when a call begins, and from nothing else. So the trace is
+given it, the program holds for that answer, and before every call it is asked again: where it is another, the model is captured again. Not
+so where the value depends on inputs, on random numbers, or on what operators have written of these: it is refused as before.
 
 What a forward writes to its trained parameters, of the state alone and before it uses them (`with torch.no_grad(): weight.clamp_(...)`), is
 written before a call: the trace finds it done.
@@ -13,6 +13,7 @@ written before a call: the trace finds it done.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,14 @@ LARGEST = 1 << 28  # elements of a tensor that is computed to ask for a value
 _ASKS = frozenset(
     {"__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item", "tolist"}
 )  # the names of functions that give a value to Python
-_MAKES = frozenset({"as_tensor", "full", "ones", "scalar_tensor", "tensor", "zeros"})  # of numbers alone
+_MAKES = frozenset({
+    "arange", "as_tensor", "eye", "full", "linspace", "ones", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"
+})  # of numbers alone
+_LIKE: Mapping[str, int | None] = {
+    "full_like": None, "new_full": None, "new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0
+}  # of the sizes of another tensor, and this number; None: the last that they are given
+MOST = 1 << 20  # elements of values that a trace is given
+FEW = 16  # of a tensor that is said by its elements
 _UNNOTED = ("norm", "fused", "fake_quant")  # in names of functions that may write without saying so
 _MODULES = os.path.dirname(nn.modules.__file__) + os.sep
 
@@ -152,7 +160,9 @@ def _run(step: _Step, values: dict[int, Any]) -> None:
 class Tape:
     """What the code inside of a trace computes of a model's parameters and buffers alone. real: these, with their values, by name."""
 
-    def __init__(self, real: Mapping[str, Tensor]) -> None:
+    def __init__(self, real: Mapping[str, Tensor], *, sizes: bool = True) -> None:
+        """sizes: whether the state may decide some; numbers and sizes of inputs may in any case."""
+        self._state_decides = sizes
         self._real = {name: t for name, t in real.items() if t.layout == torch.strided and not t.is_meta and t.numel() <= LARGEST}
         self._known: dict[int, tuple[Tensor, int]] = {}  # by the id of a traced tensor: it, which is kept alive, and its number
         self._memory: set[int] = set()  # of these
@@ -170,7 +180,7 @@ class Tape:
         """The model as it is traced, before its forward."""
         held = (*model.named_buffers(), *model.named_parameters())
         for name, t in held:
-            if name in self._real and isinstance(t, FakeTensor):
+            if name in self._real and _traced(t):
                 number = self._add(t)
                 self._leaves[number] = name, t.dtype, _memory(t)
                 if isinstance(t, nn.Parameter) and t.requires_grad:
@@ -184,17 +194,17 @@ class Tape:
         """Whether a function that is about to be called writes to a trained parameter what the state alone decides, before the parameter is
         used: it is not to be called, since the parameter holds that already."""
         target = args[0] if args else None
-        number = self._trained.get(_memory(target)) if isinstance(target, FakeTensor) else None
-        if number is None or target is None or not _may_write(getattr(func, "__name__", ""), kwargs) or "out" in kwargs:
+        number = self._trained.get(_memory(target)) if isinstance(target, Tensor) and _traced(target) else None
+        if number is None or not isinstance(target, Tensor) or not _may_write(getattr(func, "__name__", ""), kwargs) or "out" in kwargs:
             return False
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        numbers = [self._number(x) for x in given if isinstance(x, FakeTensor)]
+        numbers = [self._number(x) for x in given if _traced(x)]
         off = not (target.requires_grad and torch._C.is_grad_enabled())
         if not off or None in numbers or _memory(target) in self._used or not self._stale.isdisjoint(numbers):
             return False
         memory = _memory(target)
         made, named = self._of_tape((args, dict(kwargs)))
-        reads = frozenset(_memory(x) for x in given if isinstance(x, FakeTensor))
+        reads = frozenset(_memory(x) for x in given if _traced(x))
         self._steps.append(_Step(func, made, named, (), reads, frozenset({memory})))
         self._stale |= {k for t, k in self._known.values() if memory in self._of[k] and _memory(t) != memory}
         self._written[number] = None
@@ -206,10 +216,10 @@ class Tape:
         name = getattr(func, "__name__", "")
         if not given and name not in _MAKES:
             return None
-        fake = [x for x in given if isinstance(x, FakeTensor)]
+        fake = [x for x in given if _traced(x)]
         ours = {m: x for x in fake if (m := _memory(x)) in self._memory}
-        if given and not ours:
-            return None
+        if given and not ours and (fake or _may_write(name, kwargs)):
+            return _filled(name, args, kwargs) if len(given) == 1 and name in _LIKE else None
         noted = all(self._number(x) is not None for x in fake)
         noted = noted and (len(fake) == len(given) or not _may_write(name, kwargs))  # a constant would be written to
         if not noted:
@@ -232,16 +242,34 @@ class Tape:
     def answer(self, func: Callable[..., Any], args: Any) -> tuple[object] | None:
         """What a function that asks for a value gives, if the state alone decides it."""
         given = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
-        fake = [x for x in given if isinstance(x, FakeTensor)]
+        fake = [x for x in given if _traced(x)]
         if getattr(func, "__name__", "") not in _ASKS or not fake or any(self._number(x) is None for x in fake):
             return None
         if asking(2).f_code.co_filename.startswith(_MODULES):  # of torch, which ask for what changes in every call
             return None
         question = _Question(len(self._steps), func, self._of_tape(args), None, running_line())
-        found = self._found(self._with_steps([question]))
+        found = self._found(asked := self._with_steps([question]))
         if found is None:
             return None
-        self._questions.append(_Question(question.after, func, question.args, found, question.line))
+        if asked.leaves:  # else it is the same in every call
+            self._questions.append(_Question(question.after, func, question.args, found, question.line))
+        return (found,)
+
+    def values(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+        """What a function gives of tensors that the state alone decides: tensors that have values. None if it is given others, or what is
+        trained, or where that cannot be told or is large."""
+        given = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
+        if not given or any(_traced(x) and self._number(x) is None for x in given):
+            return None
+        question = _Question(len(self._steps), _Call(func), self._of_tape((args, dict(kwargs))), None, running_line())
+        asked = self._with_steps([question])
+        if asked.leaves and not (self._state_decides and self._trained.keys().isdisjoint(self._at(asked))):
+            return None
+        found = self._found(asked)
+        if found is None or sum(x.numel() for x in pytree.tree_leaves(found) if isinstance(x, Tensor)) > MOST:
+            return None
+        if asked.leaves:
+            self._questions.append(_Question(question.after, _Call(func, says=True), question.args, _said(found), question.line))
         return (found,)
 
     def answers(self) -> Answers:
@@ -251,7 +279,7 @@ class Tape:
     def use(self, given: Iterable[object], line: str | None = None) -> None:
         """What is computed of the state is used with other things, or lasts. CaptureError if a parameter was written to since. line: of the
         user's source; None: the one that runs."""
-        tensors = [x for x in given if isinstance(x, FakeTensor)]
+        tensors = [x for x in given if isinstance(x, Tensor) and _traced(x)]
         numbers = [self._known[id(x)][1] for x in tensors if id(x) in self._known]
         self._used |= frozenset().union(*(self._of[k] for k in numbers)) | {_memory(x) for x in tensors}
         if not self._stale.isdisjoint(numbers):
@@ -281,6 +309,10 @@ class Tape:
             steps=tuple(self._steps[place] for place in kept), questions=questions, writes=tuple(written),
         )  # fmt: skip
 
+    def _at(self, asked: Answers) -> set[int]:
+        """The memory of the state that decides answers."""
+        return {self._leaves[number][2] for number in asked.leaves}
+
     def _add(self, t: Tensor) -> int:
         number = self._known[id(t)][1] if id(t) in self._known else len(self._known)
         self._known[id(t)] = t, number
@@ -294,16 +326,20 @@ class Tape:
         return None if found is None or _memory(x) in self._lost else found[1]
 
     def _of_tape(self, tree: Any) -> Any:
-        return pytree.tree_map_only(FakeTensor, lambda x: _Made(self._known[id(x)][1]), tree)
+        """Arguments as they are asked again: on the CPU what would have no values."""
+        tree = pytree.tree_map_only(Tensor, lambda x: _Made(self._known[id(x)][1]) if _traced(x) else x, tree)
+        return pytree.tree_map_only(torch.device, lambda x: torch.device("cpu") if x.type == "meta" else x, tree)
 
     def _note(self, call: _Called, result: Any, written: set[int]) -> None:
         args, kwargs = self._of_tape((call.args, dict(call.kwargs)))
-        made = [x if isinstance(x, FakeTensor) else None for x in pytree.tree_leaves(result)]
+        made = [x if isinstance(x, Tensor) and _traced(x) else None for x in pytree.tree_leaves(result)]
         if all(x is None for x in made) and not written:
             return
         if any(x is not None and x.numel() > LARGEST for x in made):
             self._lost |= written
             return
+        if call.func is _fill and made[0] is not None:
+            args = (list(made[0].shape), *args, made[0].dtype)
         results = [None if x is None else self._add(x) for x in made]
         given = [self._known[id(x)][1] for x in pytree.tree_leaves((call.args, call.kwargs)) if id(x) in self._known]
         of = frozenset().union(*(self._of[k] for k in given))
@@ -327,6 +363,46 @@ class Tape:
                 drawn = not torch.equal(state, torch.get_rng_state())
                 torch.set_rng_state(state)
         return None if drawn else found
+
+
+def _filled(name: str, args: Any, kwargs: Mapping[str, Any]) -> _Called | None:
+    """A function that makes a tensor of one number, of the sizes of a tensor that is not of the state."""
+    value = _LIKE[name] if _LIKE[name] is not None else kwargs.get("fill_value", args[-1])
+    return _Called(_fill, (value,), {}, {}, True) if isinstance(value, int | float) else None
+
+
+def _fill(shape: list[int], value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, value, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Calls a function with these arguments. says: what it gives in a form that is compared."""
+
+    func: Callable[..., Any]
+    says: bool = False
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        found = self.func(*args, **kwargs)
+        return _said(found) if self.says else found
+
+
+def _said(values: Any) -> str:
+    """Equal for values that are equal, and short."""
+    said = []
+    for x in pytree.tree_leaves(values):
+        few = not isinstance(x, Tensor) or x.numel() <= FEW
+        said.append(str(x.tolist() if isinstance(x, Tensor) else x) if few else f"{list(x.shape)}, {_digest(x)}")
+    return "; ".join(said)
+
+
+def _digest(t: Tensor) -> str:
+    return hashlib.sha256(t.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether a tensor is one of a trace, or has no values otherwise."""
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def _may_write(name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -66,16 +66,17 @@ class Step(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
-        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True, leaves: Sequence[str] = (),
+        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True, sizes: bool = True,
+        leaves: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
-        AtTheBorder. hidden: what is hidden of the model while it is exported. answers: what its state alone decides is told. leaves: the
-        places at which a call leaves a tensor that is one of its outputs too."""
+        AtTheBorder. hidden: what is hidden of the model while it is exported. answers: what its state alone decides is told;
+        sizes: also where it is a size. leaves: the places at which a call leaves a tensor that is one of its outputs too."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
-        tape = Tape(dict(model.named_parameters()) | dict(model.named_buffers()) if answers else {})
+        tape = Tape(dict(model.named_parameters()) | dict(model.named_buffers()) if answers else {}, sizes=sizes)
         self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape)
 
         @functools.wraps(model.forward)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.answers import Tape
 from autopar.capture.around import asking
 from autopar.capture.conditions import chooses_a_kernel, is_only_kept, must_be
+from autopar.capture.known import with_known_values
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import CaptureError
@@ -240,6 +241,9 @@ class AtTheBorder(TorchFunctionMode):
         if func in WRITTEN_OUT:
             with self:  # what they ask is asked as the user's own code would
                 return WRITTEN_OUT[func](*args, **kwargs)
+        if (call_of_values := with_known_values(self._tape, func, args, kwargs)) is not None:
+            with self:
+                return call_of_values()
         if self._tape.moves(func, args, kwargs):
             return args[0]
         if func in _OF_TARGETS:

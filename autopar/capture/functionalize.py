@@ -261,6 +261,9 @@ class _Functionalizer:
             raise self._error(f"it writes in place to a tensor that a hook on an activation reads in backward ({reads})")
         old = self._now(self_name)
         meta = self.metas[old]
+        if name == "detach_" and not meta.grad:  # as torch.tensor ends on the meta device
+            self.same_as |= dict.fromkeys((o for o in op.outputs if o is not None), self_name)
+            return
         trained = {p.value: p.fqn for p in self.trace.params if p.trainable}
         if fqn := trained.get(old) or trained.get(self._base(self_name)):
             remedy = (

@@ -60,7 +60,10 @@ def functional_target(op: Op) -> tuple[str, tuple[Arg, ...]] | None:
     if found is None:
         return None
     target, order = found
-    if order == tuple(range(len(order))):
-        return target, op.args
-    given = [op.args[k] for k in order if k < len(op.args)]
-    return target, tuple(given)
+    own, others = (resolve(t)._schema.arguments for t in (op.target, target))
+    args = list(op.args)
+    for k in range(len(args), len(own)):  # what it may leave out, and the other may not
+        if own[k].kwarg_only or op.kwarg(own[k].name) is not None or others[order.index(k)].has_default_value():
+            break
+        args.append(own[k].default_value)
+    return target, tuple(args) if order == tuple(range(len(order))) else tuple(args[k] for k in order if k < len(args))

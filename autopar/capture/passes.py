@@ -104,24 +104,26 @@ def capture(
     dtype: torch.dtype | None = None,
     written: Collection[str] = (),
     trains: bool = True,
+    sizes: bool = True,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
-    example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to
-    theirs. The model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives
-    the scalar loss where the forward does not return one. check: run model and program twice in a row on the inputs and compare
-    loss, gradients and buffers (not on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the
-    tensors that the model returns beside the loss are in the program too; None: if it returns no loss, for the user to make one of them.
-    dtype: what float32 parameters and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of
-    frozen parameters that other calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient;
-    else, as in a call under torch.no_grad() that uses what is frozen alone, it may do without. The model is left as it was. Raises
-    CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
+    example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to theirs. The
+    model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives the scalar loss where
+    the forward does not return one. check: run model and program twice in a row on the inputs and compare loss, gradients and buffers (not
+    on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the tensors that the model returns
+    beside the loss are in the program too; None: if it returns no loss, for the user to make one of them. dtype: what float32 parameters
+    and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of frozen parameters that other
+    calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient; else, as in a call under
+    torch.no_grad() that uses what is frozen alone, it may do without. sizes: the values of buffers may decide sizes (`h[:, self.mask]`),
+    for which the program holds then; else what they decide runs as it is written. The model is left as it was. Raises CaptureError with
+    the line of the model's source and what to do, NoLoss if there is no loss.
     """
     example = _beside(model, arguments_of(example_inputs))
 
     asked_of = given_as(example_inputs)
     once = functools.partial(
-        _captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, asked_of=asked_of
+        _captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes, asked_of=asked_of
     )  # fmt: skip
 
     def captured(example: Inputs, check: bool) -> Captured:
@@ -150,7 +152,7 @@ def _alike(one: Captured, other: Captured) -> bool:
 
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
-    dtype: torch.dtype | None, written: Collection[str], trains: bool, as_written: OwnGradients | None = None,
+    dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), asked_of: Inputs,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. as_written: what runs as it is written. places: those of which the program gives the tensors that a call
@@ -181,7 +183,7 @@ def _captured(
         around.given = told = said_otherwise(asked_of, asks)
         with held_back():
             start = State.take(model, loss, before)
-            found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
+            found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes)
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             trace, mutations = in_one_order(trace, mutations)
             trace = with_known_masks(trace)
@@ -295,7 +297,7 @@ def _given(name: str, found: TracedCall, left: Collection[str]) -> tuple[str, ..
 
 def _traced(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
-    as_written: OwnGradients | None, leaves: tuple[str, ...] = (),
+    as_written: OwnGradients | None, leaves: tuple[str, ...] = (), sizes: bool = True,
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
     there is none, the operators whose sizes depend on values."""
@@ -314,7 +316,7 @@ def _traced(
     while True:
         try:
             with regions.standing_in() as applied:
-                found = traced(model, loss, copied(inputs), start, outputs=outputs, leaves=leaves)
+                found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves)
             return found, flatten(model, found.exported, start, regions)
         except (NoLoss, OtherGradients):
             raise

@@ -64,7 +64,8 @@ def _masked_select(input: Tensor, mask: Tensor, *, out: Tensor | None = None) ->
     if out is not None:
         return torch.masked_select(input, mask, out=out)
     if input.shape != mask.shape:
-        input, mask = torch.broadcast_tensors(input, mask)
+        shape = torch.broadcast_shapes(input.shape, mask.shape)
+        input, mask = input.expand(shape), mask.expand(shape)
     return input[mask]
 
 
