@@ -1,7 +1,7 @@
 """The same random numbers on both sides of a comparison: what one process draws is recorded, and given to a program as inputs.
 
-No gradient flows through a draw, whatever it is drawn from, so that a program which is given the outcome computes what the one
-that draws it does.
+No gradient flows through a draw, but for that of a gamma distribution, so that a program which is given the outcome computes what the
+one that draws it does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture import Captured
 from autopar.catalog.rule import draws
 from autopar.errors import UnsupportedOp
+from autopar.ir import Op, Program, refs
 from autopar.planner.moments import given
 
 __all__ = ["Recorder", "draws_given", "drawn_names"]
@@ -47,13 +48,18 @@ def drawn_names(captured: Captured) -> tuple[str, ...]:
     """The values of a program that are outcomes of random operators, in order. UnsupportedOp if it draws in any other way (a dropout),
     in which the outcome is no result."""
     drawing = [op for op in captured.program.ops if draws(op)]
-    other = sorted({op.target for op in drawing if op.target.split(".")[1] not in OUTCOMES.split()})
+    told = [op for op in drawing if op.target.split(".")[1] in OUTCOMES.split() and not _differentiated(op, captured.program)]
+    other = sorted({op.target for op in drawing if op not in told})
     if other:
         raise UnsupportedOp(
             f"{captured.program.name} draws random numbers inside of {', '.join(other)}; one process and several draw different ones, so "
             "that their losses cannot be compared"
         )
     return tuple(op.name for op in drawing)
+
+
+def _differentiated(op: Op, program: Program) -> bool:
+    return op.target.startswith("aten._standard_gamma") and not op.no_grad and any(program.types[v].grad for v in refs(op))
 
 
 def draws_given(captured: Captured, outcomes: Sequence[Sequence[Tensor]]) -> tuple[Captured, tuple[dict[str, Tensor], ...]]:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.capture import capture
 from autopar.capture.inplace import functional_form
 from autopar.catalog.schema import resolve
+from autopar.errors import CaptureError
 
 pytestmark = pytest.mark.pure
 
@@ -131,3 +132,70 @@ def test_what_may_be_left_out_is_filled_in() -> None:
     program = capture(Drops(), (torch.randn(6, 6),)).program
     drawn = [op.args[1] for op in program.ops if op.target == "aten.bernoulli.p"]
     assert drawn == [0.5, 0.5]
+
+
+def detached(h: Tensor) -> Tensor:
+    h.detach().clamp_(min=0.1)
+    return h
+
+
+def all_of_it(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.mul_(2).add_(1)
+    return h * h
+
+
+def rows(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h[1:3] = 0.5
+        h[4].add_(h[0])
+    return h
+
+
+def through_a_view(h: Tensor) -> Tensor:
+    part = h[:, 1:4]
+    with torch.no_grad():
+        part.copy_(part.sigmoid())
+    return h.sin() + part.sum()
+
+
+def through_a_detached_view(h: Tensor) -> Tensor:
+    h.detach()[:, 2].zero_()
+    return h.cos()
+
+
+def by_an_output(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.exp(h.clone(), out=h)
+    return h
+
+
+@pytest.mark.parametrize("writes", [detached, all_of_it, rows, through_a_view, through_a_detached_view, by_an_output])
+def test_what_is_written_where_gradients_are_off_has_the_gradient_of_what_it_was(writes: Callable[[Tensor], Tensor]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.scale = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x) + self.scale(x)
+            return (writes(h) * self.scale.weight).square().mean()
+
+    program = capture(Model(), (torch.randn(6, 6, dtype=torch.float64),)).program  # which compares loss and gradients
+    assert sum(op.target == "aten.detach.default" for op in program.ops) >= 1
+
+
+def test_what_backward_needs_as_it_was_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x).exp()
+            h.data.mul_(2)
+            return h.mean()
+
+    with pytest.raises(CaptureError, match="gradients"):
+        capture(Model(), (torch.randn(6, 6),))

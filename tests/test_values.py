@@ -411,6 +411,12 @@ def test_ctc_is_one_operator_or_part_of_an_island() -> None:
             lengths = torch.full((x.size(0),), x.size(1), dtype=torch.long)
             return F.ctc_loss(probabilities, y.clamp(min=1), lengths, (y >= 0).sum(-1))
 
-    program = capture(Padded(), inputs(Speech)).program
-    assert [op.target for op in program.ops].count("autopar_operators.ctc_loss.default") == 1
-    assert not any(op.target == REGION for op in program.ops)
+    class InNumbers(Padded):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            probabilities = self.last(self.hidden(x)).log_softmax(-1).transpose(0, 1)
+            return F.ctc_loss(probabilities, y.clamp(min=1), [x.size(1)] * len(x), [2] * len(x))  # type: ignore[arg-type]
+
+    for kind in (Padded, InNumbers):
+        program = capture(kind(), inputs(Speech)).program
+        assert [op.target for op in program.ops].count("autopar_operators.ctc_loss.default") == 1
+        assert not any(op.target == REGION for op in program.ops)

@@ -60,7 +60,8 @@ def check_program(
                 scaled = {scale: gradients_of(found, list(leaves.values()), scale) for scale in call.scaled}
                 gradients = gradients_of(found, list(leaves.values()))
         except _FAILURES as e:
-            raise CaptureError(
+            kind = OtherGradients if "derivative for" in str(e) else CaptureError  # an operator inside of a function that has its own
+            raise kind(
                 f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
                 f"become Python numbers in the forward (.item(), int(), asserts), and keep them tensors"
             ) from e

@@ -276,28 +276,23 @@ class _Functionalizer:
             new = self._new("aten.to.dtype", Ref(new), meta.dtype, like=op.outputs[0] or name)
         if self.metas[new].shape != meta.shape:
             new = self._new("aten.expand.default", Ref(new), meta.shape, like=op.outputs[0] or name)
-        if name != "detach_" and (op.no_grad or self._detached(self_name)) and self._any_grad(self_name):
-            raise self._error(
-                "a value that gradients flow through is overwritten where gradients are off (torch.no_grad, .detach() or .data), "
-                "so that the value and its gradient no longer belong together"
-            )
-        if op.no_grad and self.metas[new].grad:
-            new = self._new("aten.detach.default", Ref(new), like=op.outputs[0] or name)
+        if op.no_grad:
+            new = self._unseen(old, new)
         self._write(self_name, new)
         for output in op.outputs:
             if output is not None:
                 self.same_as[output] = self_name
 
-    def _detached(self, name: str) -> bool:
-        while name in self.views:
-            if self.views[name].op.target.startswith("aten.detach") or self.views[name].op.no_grad:
-                return True
-            name = self.views[name].parent
-        return False
-
-    def _any_grad(self, name: str) -> bool:
-        base = self._base(name)
-        return self.metas[self._now(base)].grad
+    def _unseen(self, old: str, new: str) -> str:
+        """What a value becomes that is written to where gradients are off: the gradient of what it is now is that of what it was. (Where a
+        backward pass would have to know what it was, autograd refuses.)"""
+        if self.metas[new].grad:
+            new = self._new("aten.detach.default", Ref(new), like=new)
+        if not self.metas[old].grad:
+            return new
+        kept = self._new("aten.detach.default", Ref(old), like=old)
+        nothing = self._new("aten.sub.Tensor", Ref(old), Ref(kept), like=old, no_grad=False)
+        return self._new("aten.add.Tensor", Ref(nothing), Ref(new), like=new, no_grad=False)
 
     def _functional(self, op: Op, old: str) -> str:
         """Adds the functional form of an in-place operator on the current value `old`; the name of its result."""
@@ -347,12 +342,17 @@ class _Functionalizer:
 
     def _write(self, name: str, new: str) -> None:
         """Makes `new` the current value of a traced value, and of the parents whose memory it shares."""
-        written = [(name, new)]
+        written, origin = [(name, new)], self.origin
         while name in self.views:
             view = self.views[name]
-            new = self._put_back(view, self._now(view.parent), new)
+            off = view.op.target.startswith("aten.detach") or view.op.no_grad
+            old = self._now(view.parent)
+            self.origin = origin.with_op(dataclasses.replace(origin.op, no_grad=off))
+            new = self._put_back(view, old, new)
+            new = self._unseen(old, new) if off else new
             name = view.parent
             written.append((name, new))
+        self.origin = origin
         self.version[name] = self.version.get(name, 0) + 1
         self.written_at[name] = self.origin.op.source
         for part, value in written:  # the views that were written on the way up are current; all others are stale from now on
@@ -366,8 +366,7 @@ class _Functionalizer:
         argument = _arguments(op)
         wish = f"{view.parent}_written"
         if kind in _SAME_DATA and self.metas[new].shape == shape:
-            through_grad = self.metas[new].grad and (kind == "aten.detach" or op.no_grad)
-            return self._new("aten.detach.default", Ref(new), like=wish) if through_grad else new
+            return new
         if kind in _SAME_ORDER:
             return self._new("aten.reshape.default", Ref(new), shape, like=wish)
         if kind in ("aten.transpose", "aten.swapaxes", "aten.swapdims"):

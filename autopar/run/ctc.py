@@ -45,9 +45,7 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.ctc_loss, by this operator where lengths are tensors."""
-    given = log_probs, targets, input_lengths, target_lengths
-    if not all(isinstance(x, Tensor) for x in given):
-        return F.ctc_loss(*given, blank, reduction, zero_infinity)
-    found: Tensor = _ctc(*given, blank, reduction, zero_infinity)
+    """torch.nn.functional.ctc_loss by this operator. Lengths may be numbers, too."""
+    lengths = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in (input_lengths, target_lengths))
+    found: Tensor = _ctc(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     return found
