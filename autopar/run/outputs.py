@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl
+from torch.distributions import Distribution, Transform
 from torch.utils import _pytree as pytree
 
 from autopar.axes import AXES, BATCH, TIME, cut_order
@@ -142,13 +143,29 @@ class _MadeDict:
 
 
 @dataclass(frozen=True, slots=True)
+class _MadeObject:
+    """An object of a class of torch.distributions: its attributes."""
+
+    kind: type
+    fields: Returned
+
+    def made(self, fields: Mapping[str, Any]) -> Any:
+        """Another instance."""
+        found: Any = object.__new__(self.kind)
+        vars(found).update(fields)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class _Own:
     """A list or dict that the model holds, without tensors: what is returned is that, which the loop may change."""
 
     value: Any
 
 
+_Record = _Made | _MadeDict | _MadeObject
 _LOSS = object()
+_DISTRIBUTIONS = (Distribution, Transform)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -171,7 +188,7 @@ class Returned:
     @property
     def has_loss(self) -> bool:
         """Whether the loss is in it: else a function of the user's makes it."""
-        return any(x is _LOSS or (isinstance(x, _Made | _MadeDict) and x.fields.has_loss) for x in self.leaves)
+        return any(x is _LOSS or (isinstance(x, _Record) and x.fields.has_loss) for x in self.leaves)
 
     def put_together(self, loss: Tensor | None, tensors: Mapping[str, Tensor]) -> Any:
         """The same with these tensors in it."""
@@ -183,13 +200,13 @@ class Returned:
         for here, leaf in zip(self.leaves, pytree.tree_leaves(result, is_leaf=lambda x: id(x) in own), strict=True):
             if here is _LOSS:
                 return leaf
-            if isinstance(here, _Made | _MadeDict) and here.fields.has_loss:
+            if isinstance(here, _Record) and here.fields.has_loss:
                 return here.fields.loss_in(_fields(leaf))
         raise ValueError("there is no loss in what the model returns")
 
     def _filled(self, loss: Tensor | None, tensors: Sequence[Tensor]) -> Any:
         def leaf(x: Any) -> Any:
-            if isinstance(x, _Made | _MadeDict):
+            if isinstance(x, _Record):
                 return x.made(x.fields._filled(loss, tensors))
             if isinstance(x, _Own):
                 return x.value
@@ -225,10 +242,16 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int
             found.append(_Own(leaf))
         elif (fields := _fields(leaf)) is not None:
             inside = _apart(fields, loss, tensors, held)
-            found.append(_MadeDict(type(leaf), _attributes(leaf), inside) if isinstance(leaf, dict) else _Made(leaf, inside))
+            found.append(_record(leaf, inside))
         else:
             _refuse(leaf)
     return Returned(spec=spec, leaves=tuple(found))
+
+
+def _record(leaf: Any, fields: Returned) -> _Record:
+    if isinstance(leaf, dict):
+        return _MadeDict(type(leaf), _attributes(leaf), fields)
+    return _MadeObject(type(leaf), fields) if isinstance(leaf, _DISTRIBUTIONS) else _Made(leaf, fields)
 
 
 def found_in(output: Any) -> Iterator[Any]:
@@ -254,16 +277,17 @@ def _refuse(leaf: Any) -> NoReturn:
         )
     raise CaptureError(
         f"the model returns a {type(leaf).__name__}, which may hold tensors that are not seen\n  what to do: return tensors in tuples, "
-        f"lists, dicts, dataclasses or namespaces; or, if you need no more than the loss that the model returns, compile with "
-        f"outputs='loss'"
+        f"lists, dicts, dataclasses, namespaces or distributions; or, if you need no more than the loss that the model returns, compile "
+        f"with outputs='loss'"
     )
 
 
 def _fields(leaf: Any) -> dict[Any, Any] | None:
-    """What a record holds: a dataclass instance, a namespace, or a dict of a class of the user's. None if it is none of these."""
+    """What a record holds: a dataclass instance, a namespace, a distribution, or a dict of a class of the user's. None if it is none of
+    these."""
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
-    if type(leaf) is SimpleNamespace:
+    if type(leaf) is SimpleNamespace or isinstance(leaf, _DISTRIBUTIONS):
         return dict(vars(leaf))
     if isinstance(leaf, dict) and _attributes(leaf, ()) != ():
         return dict(leaf)
