@@ -76,6 +76,25 @@ class Masked(nn.Module):
         return F.cross_entropy(self.head(x + self.o(mixed)).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Expanded(nn.Module):
+    """Attention under a mask that sizes decide, which is expanded over samples and heads, with a token that is repeated for each sample."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.token = heads, nn.Parameter(torch.randn(1, 1, width))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, (length, width) = len(x), x.shape[1:]
+        x = torch.cat([self.token.repeat(n, 1, 1), x], 1)
+        places = torch.arange(length + 1)
+        near = ((places[:, None] - places[None]).abs() < 3)[None, None].expand(n, 1, length + 1, length + 1)
+        bias = torch.where(near, torch.zeros(1, self.heads, length + 1, length + 1, dtype=x.dtype), -1e9)
+        q, k, v = (t.view(n, length + 1, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(n, length + 1, width)
+        return self.out(mixed).pow(2).mean()
+
+
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -168,6 +187,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "mlp": lambda: (Mlp(), {"x": torch.ones(8, 8), "y": torch.zeros(8, 8)}),
     "wide": lambda: (Mlp(768), {"x": torch.ones(48, 768), "y": torch.zeros(48, 768)}),
     "attention": lambda: (Attention(), {"x": torch.ones(4, 8, 16)}),
+    "expanded": lambda: (Expanded(), {"x": torch.ones(4, 7, 16)}),
     "tied": lambda: (Tied(), _tokens(4)),
     "stack": lambda: (Tied(layers=4), _tokens(8)),
     "pair": lambda: (Tied(vocabulary=64, width=64, layers=2), _tokens(2, 16, 64)),

@@ -57,7 +57,7 @@ def _in_parts(lowered: Lowered, program: Program, name: str, count: int) -> tupl
     return total, {p.value: values[p.value].grad for p in program.params}
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "skips", "stack"])
+@pytest.mark.parametrize("name", ["mlp", "attention", "expanded", "skips", "stack"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_legal_cut_computes_the_whole(name: str, count: int) -> None:
     program = captured_of(name, exact=True)[0].program
@@ -110,6 +110,14 @@ def test_losses_over_labelled_tokens_are_counted_in_the_prologue() -> None:
     assert all(moments.prologue_types[v] == program.types[v] for v in moments.prologue_outputs)
     assert moments.body.batch_size == (program.batch_size or 0) // 4
     assert not any(op.target.startswith("autopar.C.") for op in moments.body.ops)
+
+
+def test_what_sizes_decide_is_made_for_each_micro_batch() -> None:
+    """A mask that is expanded over the samples takes the memory of those of one micro-batch, and a token is repeated for these."""
+    moments = split_into_moments(program_of("expanded"), 4)
+    assert not moments.prologue_outputs
+    made = {op.target: moments.body.types[op.name].shape for op in moments.body.ops}
+    assert made["aten.where.ScalarOther"] == (1, 4, 8, 8) and made["aten.repeat.default"] == (1, 1, 16)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,10 @@ def products_and_views() -> Iterator[tuple[Any, ...]]:
         yield "aten.einsum.default", equation, [x(*s) for s in shapes]
     for repeats in ((2, 3), (1, 2), (3, 1, 1), (2, 2, 3)):
         yield "aten.repeat.default", x(4, 12), repeats
+    for shape, repeats in (((3, 4), (8, 1)), ((1, 4), (8, 1)), ((1, 1, 6), (4, 4, 1)), ((2, 3), (4, 8, 6))):
+        yield "aten.repeat.default", x(*shape), repeats
+    for shape, times, dim in (((1, 4), 8, 0), ((3, 1), 4, -1), ((3, 4), 2, 0), ((1, 4), 4, None)):
+        yield "aten.repeat_interleave.self_int", x(*shape), times, dim
     for before, after in (((6, 4), (4, 6)), ((4, 6), (6, 4)), ((2, 12), (3, 8)), ((8, 3, 4), (4, 24)), ((12, 4), (8, 6)),
                           ((4, 8, 12), (32, 12)), ((4, 24), (4, 3, 8)), ((4, 24), (4, 8, 3)), ((32, 6), (4, 8, 6)), ((4, 3, 8), (4, 24)),
                           ((4, 8, 3), (96,)), ((1, 4, 8), (4, 1, 8)), ((4, 6, 8), (4, 2, 3, 8))):  # fmt: skip

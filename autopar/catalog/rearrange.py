@@ -45,6 +45,9 @@ def repeat_interleave(view: OpView) -> Iterable[Strategy]:
         for g in view.splits(size):
             for out in [S(d, g)] if dim is not None else reshaped(S(d, g), before, flat, view.n):
                 yield view.strategy([S(d, g)], [out])
+    if isinstance(dim, int) and before and before[dim] == 1:  # as it expands
+        after = view.outs[0].shape[dim]
+        yield from (view.strategy([R], [S(dim % len(before), g)]) for g in (view.splits(after) if after > 1 else ()))
     yield view.strategy([P], [P])
 
 
@@ -52,6 +55,9 @@ def repeat_interleave(view: OpView) -> Iterable[Strategy]:
 def _output_size(op: Op, view: OpView, strategy: Strategy) -> Op:
     args, cut = view.args(), strategy.inputs[0]
     size, dim = args["output_size"], args["dim"]
+    if strategy.outputs[0].is_shard and not cut.is_shard:
+        after = view.outs[0].shape[strategy.outputs[0].dim] // view.n
+        return set_args(op, repeats=after, **({} if size is None else {"output_size": after}))
     if isinstance(size, int) and cut.is_shard and (dim is None or dim % len(view.ins[0].shape) == cut.dim):  # type: ignore[operator]
         return set_args(op, output_size=size // view.n)
     return op

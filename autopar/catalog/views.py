@@ -232,13 +232,17 @@ def broadcast_tensors(view: OpView) -> Iterable[Strategy]:
 
 
 def repeat(view: OpView) -> Iterable[Strategy]:
-    """Dims repeated once pass. A repeated dim keeps its cut: r copies of S(d, g) are S(d, r * g)."""
+    """Dims repeated once pass. A repeated dim keeps its cut: r copies of S(d, g) are S(d, r * g). Equal numbers of copies of what is
+    replicated are a cut, too."""
     before, after = view.ins[0].shape, view.outs[0].shape
     lead = len(after) - len(before)
     for d, size in enumerate(before):
         times = after[d + lead] // size if size else 0
         for g in view.splits(size) if times else ():
             yield view.strategy([S(d, g)], [S(d + lead, times * g)])
+        for g in view.splits(after[d + lead]) if times > 1 else ():
+            if times % (g * view.n) == 0:
+                yield view.strategy([R], [S(d + lead, g)])
     for d in range(lead):
         for g in view.splits(after[d]) if after[d] > 1 else ():
             yield view.strategy([R], [S(d, g)])

@@ -282,7 +282,7 @@ def _reach(typing: _Typing, value: str, want: Layout, known: dict[tuple[str, Lay
     early, lies = value in typing.early, typing.layouts[value]
     found = []
     turned = {lies.is_shard, want.is_shard} == {True, False} and P not in (lies, want)
-    if op is not None and turned and not (early and (refs(op) or draws(op))):
+    if op is not None and turned and not (early and draws(op)):
         have = tuple(typing.layouts[r] for r in refs(op))
         outputs = [o for o in op.outputs if o is not None]
         for s in _strategies(typing, op, have):
@@ -290,9 +290,10 @@ def _reach(typing: _Typing, value: str, want: Layout, known: dict[tuple[str, Lay
                 change = _for_operands(typing, op, have, s, known)
                 if change is not None and not change.shared:
                     found.append(change.joined(_Change(wanted={value: want})))
-    if not found and early:
+    if early:
         found.append(_Change(made={value: want}))
-    known[key] = min(found, key=lambda c: len(c.made) + len(c.wanted), default=None)
+    types = typing.program.types
+    known[key] = min(found, key=lambda c: (sum(types[v].nbytes for v in c.made), len(c.made) + len(c.wanted)), default=None)
     return known[key]
 
 
