@@ -21,13 +21,16 @@ Calls = Callable[[Function, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 @contextlib.contextmanager
 def applied_by(call: Calls) -> Iterator[None]:
     """Inside, autograd functions that are neither torch's (but for those of its distributions, whose operators have no gradients by
-    themselves) nor of this package are applied by `call`: it is given the function, what applies it, and its arguments."""
+    themselves, where gradients are wanted) nor of this package are applied by `call`: it is given the function, what applies it, and its arguments."""
     before = torch.autograd.Function.__dict__["apply"]
 
     def applied(cls: Function, *args: Any, **kwargs: Any) -> Any:
         apply = before.__get__(None, cls)
-        ours = cls.__module__.startswith(("torch.", "autopar.")) and not cls.__module__.startswith("torch.distributions.")
-        return apply(*args, **kwargs) if ours else call(cls, apply, args, kwargs)
+        if cls.__module__.startswith("torch.distributions."):
+            as_it_is = not torch.is_grad_enabled()
+        else:
+            as_it_is = cls.__module__.startswith(("torch.", "autopar."))
+        return apply(*args, **kwargs) if as_it_is else call(cls, apply, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
     try:
