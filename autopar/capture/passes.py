@@ -56,7 +56,7 @@ from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
-from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
+from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
@@ -316,7 +316,7 @@ def _traced(
             with regions.standing_in() as applied:
                 found = traced(model, loss, copied(inputs), start, outputs=outputs, leaves=leaves)
             return found, flatten(model, found.exported, start, regions)
-        except (NoLoss, OtherGradients):
+        except (NoLoss, OtherGradients, SparseGradients):
             raise
         except CaptureError as error:
             first = first or error
