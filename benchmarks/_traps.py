@@ -34,6 +34,7 @@ from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
 from benchmarks.trap_programs import padded as _padded
 from benchmarks.trap_programs import parts as _parts
+from benchmarks.trap_programs import published as _published
 from benchmarks.trap_programs import questions as _questions
 from benchmarks.trap_programs import random as _random
 from benchmarks.trap_programs import ranks as _ranks
@@ -56,5 +57,5 @@ __all__ = ["PROGRAMS"]
 
 del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
 del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _left, _lengths, _memory, _methods, _modules, _momentum
-del _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _ranks, _reads, _recapture, _rules, _scripts, _settings
-del _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped
+del _named, _objects, _optimizers, _outputs, _padded, _parts, _published, _questions, _random, _ranks, _reads, _recapture, _rules
+del _scripts, _settings, _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped
