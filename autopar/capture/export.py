@@ -107,11 +107,6 @@ class Step(nn.Module):
                 follow(assigned)
             finally:
                 registries.restore()
-            if self.border.asked and not own:
-                raise CaptureError(
-                    f"{type(model).__name__} asks for values in its forward ({self.border.asked[0][0]}), and makes no loss, with which a "
-                    f"program could ask for them\n  what to do: pass loss=fn so that fn(output) is the scalar loss"
-                )
             for _, holds in self.border.asked:
                 result = result * holds
             return (result, *others, *left)

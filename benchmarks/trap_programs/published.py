@@ -35,6 +35,29 @@ def sampled_in_inference_mode(compile: Compile) -> Results:
     return {"losses": losses, "found": found, "state": state(model)}
 
 
+class _Asserting(Logits):
+    """Makes no loss, and asserts what should be so."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        assert not torch.isnan(x).any()
+        found = self.hidden(x)
+        if (found.abs() > 1e6).any():
+            raise ValueError("activations have become too large")
+        assert (found == found).all()
+        return self.head(found)
+
+
+@program(KIND)
+def assertions_without_a_loss(compile: Compile) -> Results:
+    """Conditions on values, which can only raise, in the forward of a model whose loss is made outside; evaluated too."""
+    model = compile(seeded(_Asserting))
+    losses = train(lambda x, y: F.cross_entropy(model(x), y), sgd(model))
+    model.eval()
+    with torch.no_grad():
+        found = model(samples(4))
+    return {"losses": losses, "found": found, "state": state(model)}
+
+
 class _Field(nn.Module):
     """Colours and densities of points of rays."""
 
