@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Logits, Results, program, samples, seeded, sgd, state, train
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Logits, Results, batch, program, samples, seeded, sgd, state, train
 
 KIND = "scripts"
 
@@ -33,6 +35,67 @@ def sampled_in_inference_mode(compile: Compile) -> Results:
         found.append(model.sample(3) + 0.0)
         model.train()
     return {"losses": losses, "found": found, "state": state(model)}
+
+
+class _Flagged(Logits):
+    """Has attributes under names that a parallel module has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.debug, self.device, self.plan, self.mesh = False, "cpu", 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        found = super().forward(x) * self.plan * self.mesh
+        return found + 1.0 if self.debug or self.device != "cpu" else found
+
+
+@program(KIND)
+def attributes_of_the_same_names(compile: Compile) -> Results:
+    """What the loop sets on the model is what its forward reads, whatever it is called."""
+    model, losses = compile(seeded(_Flagged)), []
+    optimizer = sgd(model)
+    for name, value in (("debug", True), ("plan", 0.5), ("mesh", 2.0), ("device", "cpu:0"), ("debug", False)):
+        losses += train(lambda x, y: F.cross_entropy(model(x), y), optimizer, steps=1)
+        setattr(model, name, value)
+    losses += train(lambda x, y: F.cross_entropy(model(x), y), optimizer, steps=1)
+    return {"losses": losses, "debug": model.debug, "state": state(model)}
+
+
+class _Fitted(Logits):
+    """Trains itself as some libraries have it: `compile`, then `fit`; with methods under names that a parallel module has, too."""
+
+    def compile(self, rate: float, metrics: Any = ()) -> None:  # type: ignore[override]
+        self.optimizer, self.metrics = torch.optim.Adam(self.parameters(), lr=rate), metrics
+
+    def train_step(self, x: Tensor, y: Tensor) -> float:
+        loss = F.cross_entropy(self(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.clip_grad_norm_(0.1)
+        self.optimizer.step()
+        return loss.item()
+
+    def clip_grad_norm_(self, bound: float) -> Tensor:
+        """Of the head alone."""
+        return nn.utils.clip_grad_norm_(self.head.parameters(), bound)
+
+    def profile(self, x: Tensor) -> float:
+        with torch.no_grad():
+            return self(x).sum().item()
+
+    def fit(self, count: int) -> list[float]:
+        return [self.train_step(*batch(index)) for index in range(count)]
+
+
+@program(KIND)
+def methods_of_the_same_names(compile: Compile) -> Results:
+    """The model's own `compile`, `fit`, `train_step`, `profile` and `clip_grad_norm_` are what is called."""
+    model = compile(seeded(_Fitted))
+    model.compile(1e-2, metrics=("accuracy",))
+    losses = [*model.fit(2), model.train_step(*batch(2)), model.profile(samples())]
+    losses += train(lambda x, y: F.cross_entropy(model(x), y), model.optimizer)
+    losses += [model.train_step(*batch(3)), float(model.clip_grad_norm_(1.0)), len(model.metrics)]
+    return {"losses": losses, "state": state(model)}
 
 
 class _Asserting(Logits):
