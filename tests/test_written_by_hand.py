@@ -299,6 +299,24 @@ def test_checkpointed_parts_are_captured_as_what_they_compute() -> None:
 
 
 @pure
+def test_buffers_that_a_checkpointed_part_may_change_twice_are_told_of() -> None:
+    class Normed(Model):
+        def __init__(self, kept: bool) -> None:
+            super().__init__()
+            self.norm, self.kept = nn.BatchNorm1d(self.first.out_features), kept
+
+        def part(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.first(x)))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            found = self.part(x) if self.kept else checkpoint(self.part, x, use_reentrant=False)
+            return F.cross_entropy(self.last(found), y)
+
+    said = [any("torch.utils.checkpoint" in n for n in capture(Normed(kept), inputs()).program.notes) for kept in (False, True)]
+    assert said == [True, False]
+
+
+@pure
 def test_a_checkpointed_part_whose_inputs_need_no_gradient_is_given_none() -> None:
     """As use_reentrant=True has it."""
 

@@ -59,6 +59,7 @@ from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
+from autopar.run.checkpointed import functions_called
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
@@ -181,7 +182,9 @@ def _captured(
         around.given = told = said_otherwise(asked_of, asks)
         with held_back():
             start = State.take(model, loss, before)
+            checkpointed = functions_called()
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places)
+            checkpointed = functions_called() - checkpointed
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             trace, mutations = in_one_order(trace, mutations)
             trace = with_known_masks(trace)
@@ -242,6 +245,11 @@ def _captured(
     guards.given(dict(zip(places, ours, strict=True)))
     if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
+    moved = [b.fqn for b in program.buffers if b.mutated and b.fqn is not None]
+    if checkpointed and moved:
+        listed = f"{', '.join(moved[:2])}{' and others' if len(moved) > 2 else ''}"
+        said = "torch.utils.checkpoint: on one process its function runs again in backward, and what it does to buffers is done twice"
+        program = program.replace(notes=(*program.notes, f"{said}; here it is done once ({listed} change in a call)"))
     if program.outputs:
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
         said = f"outputs: {len(program.outputs)} tensors beside the loss, {nbytes} bytes in all, are whole on every rank after a call"
