@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
+from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import OF_GRADIENTS, capturing, check_told, said_otherwise
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
@@ -48,7 +49,7 @@ from autopar.capture.normalise import (
     with_old_values,
 )  # fmt: skip
 from autopar.capture.order import in_one_order
-from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients
+from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients, runs_again
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -130,6 +131,11 @@ def capture(
             return captured_with_what_is_left(example, check)
         except OtherGradients:
             with computing_in(dtype, model):
+                again = runs_again(model, loss, copied(inputs_in(dtype, example)))
+            if again:
+                with contextlib.suppress(OtherGradients), keeping_what_runs_again(again):
+                    return captured_with_what_is_left(example, check)
+            with computing_in(dtype, model):
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
@@ -199,6 +205,8 @@ def _captured(
             trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
             trace = cast_before_use(trace, {trace.loss, *trace.returned, *(value for pair in mutations for value in pair)})
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
+            if as_written is None and found.own_gradients and trains and not trace.metas[trace.loss].type.grad:
+                raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
             program = _program(as_reshapes(trace), mutations, trains=trains)
         _check_written(program, found.answers, dtype)
         check_told(program, told)

@@ -121,6 +121,46 @@ def assertions_without_a_loss(compile: Compile) -> Results:
     return {"losses": losses, "found": found, "state": state(model)}
 
 
+class _RunAgain(torch.autograd.Function):
+    """Keeps what a function is given, and runs it again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, count: int, *given: Tensor) -> Tensor:
+        ctx.function, ctx.inputs, ctx.weights = function, given[:count], given[count:]
+        with torch.no_grad():
+            return function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            found = ctx.function(*(x.view_as(x) for x in inputs))
+        back = torch.autograd.grad(found, [*inputs, *ctx.weights], grads, allow_unused=True)
+        del ctx.inputs, ctx.weights
+        return None, None, *back
+
+
+class _CheckpointedByHand(Logits):
+    """Each block runs through the function, with its parameters behind what it is given."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = torch.tanh(self.first(x))
+        found = _RunAgain.apply(self.part, 2, found, torch.tanh(found.detach()), *self.blocks[0].parameters())
+        return _RunAgain.apply(self.blocks[1], 1, found, *self.blocks[1].parameters())
+
+    def part(self, found: Tensor, other: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = found.abs().mean(1, keepdim=True)
+        return self.blocks[0](found) * scale + other
+
+
+@program(KIND)
+def checkpointed_by_hand(compile: Compile) -> Results:
+    """As diffusion models save memory: an autograd function of the author's runs blocks without gradients, and again in backward."""
+    model = compile(seeded(_CheckpointedByHand))
+    return {"losses": train(lambda x, y: F.cross_entropy(model(x), y), sgd(model)), "state": state(model)}
+
+
 class _Field(nn.Module):
     """Colours and densities of points of rays."""
 
