@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "AutoparError", "CaptureError", "CheckpointError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError",
-    "SettingError", "UnsupportedOp", "VerificationError",
+    "SettingError", "SparseGradients", "UnsupportedOp", "VerificationError",
 ]  # fmt: skip
 
 
@@ -31,6 +31,10 @@ class DependsOnValues(CaptureError):
 
 class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
+
+
+class SparseGradients(CaptureError):
+    """A parameter has a sparse gradient, which no program has, however the model is captured."""
 
 
 class NoLoss(CaptureError):

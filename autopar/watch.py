@@ -293,7 +293,7 @@ class _Spans:
 
 
 def _pass(module: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    module.train_step(*args, **kwargs)
+    ParallelModule.train_step(module, *args, **kwargs)  # the model's class may have its own
     for param in module.parameters():
         param.grad = None
 

@@ -35,6 +35,7 @@ from benchmarks.trap_programs import optimizers as _optimizers
 from benchmarks.trap_programs import outputs as _outputs
 from benchmarks.trap_programs import padded as _padded
 from benchmarks.trap_programs import parts as _parts
+from benchmarks.trap_programs import published as _published
 from benchmarks.trap_programs import questions as _questions
 from benchmarks.trap_programs import random as _random
 from benchmarks.trap_programs import ranks as _ranks
@@ -57,5 +58,5 @@ __all__ = ["PROGRAMS"]
 
 del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
 del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _known, _left, _lengths, _memory, _methods, _modules
-del _momentum, _named, _objects, _optimizers, _outputs, _padded, _parts, _questions, _random, _ranks, _reads, _recapture, _rules, _scripts
-del _settings, _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped
+del _momentum, _named, _objects, _optimizers, _outputs, _padded, _parts, _published, _questions, _random, _ranks, _reads, _recapture
+del _rules, _scripts, _settings, _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped

@@ -41,11 +41,13 @@ def _told(
     alone = _watching(1, {})
     with monkeypatch.context() as m:
         m.setattr(watchdog, "current", lambda: alone)
+        m.setattr(record, "_gradients", [0, 0])  # of the other process
         m.setattr(record, "was_given", lambda *numbers: seen.setdefault(1, was_given(*numbers)))
         compare(of(parts[1]))(theirs)
     watch = _watching(0, {1: SimpleNamespace(batch=lambda call, what: seen[1])})
     with monkeypatch.context() as m:
         m.setattr(watchdog, "current", lambda: watch)
+        m.setattr(record, "_gradients", [0, 0])
         try:
             compare(of(parts[0]))(mine)
         except LaunchError as error:
@@ -127,3 +129,19 @@ def test_numbers_that_are_on_their_way_are_read_when_they_are_there(monkeypatch:
     last = record.calls()
     assert found == [last - 3, last - 2, last - 1, last]
 
+
+
+def test_gradients_of_several_calls_in_one_backward_pass_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two modules were called before one backward pass: another rank that has come further in it was given others since."""
+    numbers: list[int] = []
+    mesh: Any = SimpleNamespace(talks=True, world=2, dp=SimpleNamespace(rank=0, size=2))
+    first, second = GivenBatches(mesh, local=False), GivenBatches(mesh, local=False)
+    monkeypatch.setattr(watchdog, "current", lambda: _watching(0, {}))
+    monkeypatch.setattr(record, "was_given", lambda *given: numbers.append(given[0]) or was_given(*given))
+    for _ in range(2):
+        record.step(1)
+        record.step(1)
+        for given in (second, first, second):
+            given.compare_gradients([torch.randn(40)])
+    assert len({*numbers}) == 6 and numbers == sorted(numbers)
+    assert [record.given_in(n, record.GRADIENTS_OF) for n in numbers] == 3 * [record.calls() - 2] + 3 * [record.calls()]

@@ -20,7 +20,7 @@ from torch import nn
 
 from autopar.capture import Captured, capture, lift_to_float64, normalise, program_hash, run_program, to_float64
 from autopar.capture.interpret import resolve
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, SparseGradients
 from autopar.ir import Op, Program, Ref, refs
 from autopar.planner.moments import split_into_moments
 from autopar.run.region import REGION
@@ -203,6 +203,22 @@ def test_what_cannot_be_captured_is_refused_with_line_and_remedy(fn: Callable[..
     assert "what to do:" in str(refused.value)
     if fn is not no_gradient:
         assert "test_capture.py:" in str(refused.value)
+
+
+class Bags(nn.Module):
+    """Sums rows of a table, whose gradient is sparse, in a submodule that could run as it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(BATCH, DIM, mode="sum", sparse=True)
+
+    def forward(self, at: torch.Tensor) -> torch.Tensor:
+        return self.bags(at).square().sum()
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    with pytest.raises(SparseGradients, match=r"(?s)embedding_bag.*test_capture.py.*what to do: build the embedding with sparse=False"):
+        capture(Bags(), (torch.arange(BATCH).view(-1, 2),))
 
 
 class Aggregating(nn.Module):

@@ -256,16 +256,39 @@ def test_a_condition_that_chooses_is_refused() -> None:
         capture(Chooses(), inputs(Chooses))
 
 
-@pure
-def test_a_condition_without_a_loss_is_refused() -> None:
-    class Open(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.max() < 100
-            return self.hidden(x)
+class Open(Model):
+    """Makes no loss."""
 
-    with pytest.raises(CaptureError, match=r"(?s)asks for values.*x.max\(\) < 100.*pass loss="):
-        capture(Open(), (torch.randn(BATCH, DIM),), outputs=None)
-    assert len(regions(capture(Open(), (torch.randn(BATCH, DIM),), loss=torch.sum))) == 1
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        assert x.max() < 100
+        return self.hidden(x)
+
+
+@pure
+@pytest.mark.parametrize("loss", [None, torch.sum])
+def test_a_condition_is_asked_with_a_loss_and_without(loss: Any) -> None:
+    assert len(regions(capture(Open(), (torch.randn(BATCH, DIM),), loss=loss, outputs=None))) == 1
+
+
+@gloo
+def test_the_parallel_module_raises_without_a_loss(workers: WorkerPool) -> None:
+    """With gradients and without, and goes on where the loop catches it."""
+    for said in workers.run(_give_what_is_too_large, timeout_s=120):
+        assert [s.startswith("the model raises: ") and "x.max() < 100" in s for s in said] == [True, False, True, False]
+
+
+def _give_what_is_too_large() -> list[str]:
+    x = torch.randn(BATCH, DIM)
+    model = autopar.compile(Open(), example_inputs=(x,), gpus=4, pins={"dp": 2, "tp": 2})
+    found = []
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        for given in (torch.where(torch.arange(BATCH)[:, None] < BATCH - 1, x, 200.0), x):
+            with mode:
+                try:
+                    found.append(f"{float(model(given).sum())}")
+                except RuntimeError as error:
+                    found.append(str(error))
+    return found
 
 
 class _Asked:

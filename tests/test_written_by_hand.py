@@ -100,6 +100,46 @@ class CheckpointedNow(Checkpointed):
     reentrant = False
 
 
+class _RunAgain(torch.autograd.Function):
+    """Checkpointing written by hand: it frees what it keeps, so that there is no second backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, *given: Tensor) -> Tensor:
+        ctx.function, ctx.given = function, given
+        with torch.no_grad():
+            found: Tensor = function(given[0])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x = ctx.given[0].detach().requires_grad_()
+        with torch.enable_grad():
+            found = ctx.function(x)
+        back = torch.autograd.grad(found, (x, *ctx.given[1:]), grad)
+        del ctx.given
+        return None, *back
+
+
+class CheckpointedByHand(Checkpointed):
+    def between(self, h: Tensor) -> Tensor:
+        out: Tensor = _RunAgain.apply(self.inner, h, *self.inner.parameters())
+        return h + out
+
+
+class _RunHalf(_RunAgain):
+    """Gives half of the gradients that autograd would."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _RunAgain.backward(ctx, grad / 2)
+
+
+class HalfByHand(Checkpointed):
+    def between(self, h: Tensor) -> Tensor:
+        out: Tensor = _RunHalf.apply(self.inner, h, *self.inner.parameters())
+        return h + out
+
+
 class Plain(Checkpointed):
     def between(self, h: Tensor) -> Tensor:
         out: Tensor = self.inner(h)
@@ -296,6 +336,37 @@ def test_checkpointed_parts_are_captured_as_what_they_compute() -> None:
     plain = calls(capture(Plain(), inputs()).program)
     assert calls(capture(Checkpointed(), inputs()).program) == plain
     assert calls(capture(CheckpointedNow(), inputs()).program) == plain
+    assert calls(capture(CheckpointedByHand(), inputs()).program) == plain
+
+
+@pure
+def test_checkpointing_by_hand_in_float32_is_captured_as_what_it_computes() -> None:
+    given = tuple(t.float() if t.is_floating_point() else t for t in inputs())
+    assert calls(capture(CheckpointedByHand().float(), given).program) == calls(capture(Plain().float(), given).program)
+
+
+@pure
+def test_a_function_that_runs_again_with_other_gradients_is_not_taken_for_checkpointing() -> None:
+    with pytest.raises(CaptureError):
+        capture(HalfByHand(), inputs())
+
+
+@pure
+def test_buffers_that_a_checkpointed_part_may_change_twice_are_told_of() -> None:
+    class Normed(Model):
+        def __init__(self, kept: bool) -> None:
+            super().__init__()
+            self.norm, self.kept = nn.BatchNorm1d(self.first.out_features), kept
+
+        def part(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.first(x)))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            found = self.part(x) if self.kept else checkpoint(self.part, x, use_reentrant=False)
+            return F.cross_entropy(self.last(found), y)
+
+    said = [any("torch.utils.checkpoint" in n for n in capture(Normed(kept), inputs()).program.notes) for kept in (False, True)]
+    assert said == [True, False]
 
 
 @pure

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Function", "applied_by", "hooks_told", "only_computes"]
+from autopar.run.region import AsAutograd
+
+__all__ = ["Function", "Kept", "applied_by", "hooks_told", "keeping_what_runs_again", "only_computes", "traced_as_kept"]
 
 Function = type[torch.autograd.Function]
 Calls = Callable[[Function, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -20,8 +24,8 @@ Calls = Callable[[Function, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 @contextlib.contextmanager
 def applied_by(call: Calls) -> Iterator[None]:
-    """Inside, autograd functions that are neither torch's (but for those of its distributions, whose operators have no gradients by
-    themselves, where gradients are wanted) nor of this package are applied by `call`: it is given the function, what applies it, and its arguments."""
+    """Inside, autograd functions that are neither torch's nor of this package are applied by `call`: it is given the function, what applies
+    it, and its arguments. So are those of torch's distributions, whose operators have no gradients, where gradients are wanted."""
     before = torch.autograd.Function.__dict__["apply"]
 
     def applied(cls: Function, *args: Any, **kwargs: Any) -> Any:
@@ -37,6 +41,58 @@ def applied_by(call: Calls) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def without_own_no_grad(function: Function) -> Iterator[None]:
+    """Inside, torch.no_grad does nothing where the forward of this function itself uses it, as checkpointing written by hand does around
+    what it runs again in backward. What it calls has its own."""
+    code, enter, leave = getattr(function.forward, "__code__", None), torch.no_grad.__enter__, torch.no_grad.__exit__
+
+    def entered(context: Any) -> None:
+        if sys._getframe(1).f_code is not code:
+            enter(context)
+
+    def left(context: Any, *error: Any) -> None:
+        if sys._getframe(1).f_code is not code:
+            leave(context, *error)
+
+    torch.no_grad.__enter__, torch.no_grad.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+_RUN_AGAIN: ContextVar[frozenset[Function]] = ContextVar("functions whose backward runs their forward again", default=frozenset())
+
+
+@contextlib.contextmanager
+def keeping_what_runs_again(functions: frozenset[Function]) -> Iterator[None]:
+    """Inside, what these functions run in their forward is traced as if autograd had seen it, where their backward would run it again."""
+    token = _RUN_AGAIN.set(functions)
+    try:
+        yield
+    finally:
+        _RUN_AGAIN.reset(token)
+
+
+def traced_as_kept() -> contextlib.AbstractContextManager[None]:
+    """Around a call that is traced: see `keeping_what_runs_again`."""
+    functions = _RUN_AGAIN.get()
+
+    def kept(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return Kept(cls)(*args, **kwargs) if cls in functions else apply(*args, **kwargs)
+
+    return applied_by(kept) if functions else contextlib.nullcontext()
+
+
+class Kept(AsAutograd):
+    """As autograd would differentiate the forward of a function if that did not hide from it what it runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with without_own_no_grad(self.function):
+            return super().forward(*args, **kwargs)
 
 
 @contextlib.contextmanager

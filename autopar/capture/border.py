@@ -237,5 +237,6 @@ def _check_draws(
     if differs:
         raise CaptureError(
             f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "
-            f"were when it was traced\n  what to do: draw them with torch, or set the probability to zero"
+            f"were when it was traced\n  what to do: draw them with torch, and let torch.where choose by them; or draw them before the "
+            f"call, and give it a tensor of them; or set the probability to zero"
         )

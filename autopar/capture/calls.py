@@ -145,6 +145,10 @@ def call_twice(
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
+            scaled = {}
+            for scale in scales if compare else ():
+                with _own_errors(model, number), left_as_it_was(model, loss), seeded(number, inputs, outside=reseed):
+                    scaled[scale] = _scaled(model, loss, inputs, start, parameters, scale, outputs=outputs, leaves=leaves)
             with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
                 with watch, moving, as_called(given) as heard:
@@ -153,7 +157,6 @@ def call_twice(
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
                 wanted = (*parameters, *differentiated(given)) if compare else ()
-                scaled = {scale: gradients_of(result, wanted, scale) for scale in scales}
                 found = gradients_of(result, wanted)
             _check_inputs(given, before)
             _check_parameters(model, versions, {*frozen, *moved_before})
@@ -192,12 +195,23 @@ def call_twice(
     )  # fmt: skip
 
 
+def _scaled(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...],
+    scale: float, *, outputs: bool, leaves: Sequence[str],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients of the loss times a number, in a call of its own: a backward that is the model's own may free what it needs."""
+    given = copied(inputs)
+    with torch.enable_grad(), as_called(given):
+        output = model(*given[0], **given[1])
+        result, _ = objective_of(output, loss, outputs, left_at(leaves, model, loss, start))
+    return gradients_of(result, (*parameters, *differentiated(given)), scale)
+
+
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
-    """scale: the loss is multiplied by it; None for the last gradients that are asked of the graph."""
+    """scale: the loss is multiplied by it."""
     if not wanted or not loss.requires_grad:
         return (None,) * len(wanted)
-    factor = None if scale is None else torch.full_like(loss, scale)
-    return torch.autograd.grad(loss, wanted, factor, retain_graph=scale is not None, allow_unused=True)
+    return torch.autograd.grad(loss, wanted, None if scale is None else torch.full_like(loss, scale), allow_unused=True)
 
 
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:

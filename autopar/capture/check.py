@@ -55,9 +55,13 @@ def check_program(
         if number:
             state |= {b.value: tensors[b.value].detach().clone() for b in program.buffers if b.fqn in calls.set_back}
         try:
+            scaled = {}
+            for scale in call.scaled:
+                with torch.enable_grad(), seeded(number, inputs):
+                    own = {value: tensor.clone() for value, tensor in state.items()}
+                    scaled[scale] = gradients_of(run_whole_program(program, {**tensors, **inputs, **own})[0], list(leaves.values()), scale)
             with torch.enable_grad(), seeded(number, inputs):
                 found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)
-                scaled = {scale: gradients_of(found, list(leaves.values()), scale) for scale in call.scaled}
                 gradients = gradients_of(found, list(leaves.values()))
         except _FAILURES as e:
             kind = OtherGradients if "derivative for" in str(e) else CaptureError  # an operator inside of a function that has its own

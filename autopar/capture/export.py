@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from autopar.capture.answers import Answers, Tape
-from autopar.capture.applied import Function, applied_by, hooks_told
+from autopar.capture.applied import Function, applied_by, hooks_told, traced_as_kept
 from autopar.capture.around import as_called
 from autopar.capture.cumulative import weighed_by_tensors
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
@@ -89,7 +89,7 @@ class Step(nn.Module):
                 registries = Registries(model)
                 tape.begin(model)
             try:
-                with hidden.watched(), self.border, as_called((args, kwargs)) as said:
+                with hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
                     left = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left)
@@ -108,11 +108,6 @@ class Step(nn.Module):
                 follow(assigned)
             finally:
                 registries.restore()
-            if self.border.asked and not own:
-                raise CaptureError(
-                    f"{type(model).__name__} asks for values in its forward ({self.border.asked[0][0]}), and makes no loss, with which a "
-                    f"program could ask for them\n  what to do: pass loss=fn so that fn(output) is the scalar loss"
-                )
             for _, holds in self.border.asked:
                 result = result * holds
             return (result, *others, *left)

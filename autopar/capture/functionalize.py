@@ -268,7 +268,8 @@ class _Functionalizer:
         if fqn := trained.get(old) or trained.get(self._base(self_name)):
             remedy = (
                 "change parameters after optimizer.step(), not in the forward; or compute with a changed copy; one that the optimizer does "
-                "not train (of a momentum encoder) may be changed if it is frozen (requires_grad_(False)) before the model is compiled"
+                "not train (of a momentum encoder) may be changed if it is frozen (requires_grad_(False)) before the model is compiled; "
+                "where the first call alone sets it up by its batch, call the model once before compiling it"
             )
             raise self._error(f"the forward changes a parameter in place: {fqn}", remedy)
         new = self._functional(op, old)

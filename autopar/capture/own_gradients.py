@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.applied import Function, applied_by, hooks_told
+from autopar.capture.applied import Function, Kept, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.export import FAILURES, as_exported, objective_of
@@ -25,7 +25,7 @@ from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError
 from autopar.run.region import Applied, AsAutograd, Place, Region
 
-__all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients", "without_values"]
+__all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients", "runs_again", "without_values"]
 
 
 MOST = 4  # calls of a function that are tried
@@ -83,31 +83,57 @@ def other_backward(
 ) -> str:  # fmt: skip
     """The name of an autograd function that the model applies whose gradients are not, of whatever it is given, those that autograd gives
     of its forward; '' if there is none. known: those that are not asked about. Calls the model once, and leaves it as it was."""
+    applied = _applied(model, loss, inputs, known)
+    return next((cls.__qualname__ for cls, calls in applied.items() if not _gives_the_same(cls, AsAutograd, calls)), "")
+
+
+def runs_again(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> frozenset[Function]:
+    """The autograd functions that the model applies whose backward runs again what their forward ran where gradients are off, as
+    checkpointing written by hand does. Calls the model once, and leaves it as it was."""
+    applied = _applied(model, loss, inputs, (), own={id(p) for p in model.parameters()})
+    other = {cls: calls for cls, calls in applied.items() if not _gives_the_same(cls, AsAutograd, calls)}
+    return frozenset(cls for cls, calls in other.items() if _gives_the_same(cls, Kept, calls))
+
+
+def _applied(
+    model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs, known: Collection[Function], own: Collection[int] = ()
+) -> dict[Function, list[tuple[Any, Any]]]:  # fmt: skip
+    """Of each autograd function that the model applies the arguments of some calls: copies, but for tensors with an id in `own`."""
     seen: dict[Function, list[tuple[Any, Any]]] = {}
 
     def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls = seen.setdefault(cls, [])
         if len(calls) < MOST and cls not in known:
-            calls.append(copied((args, kwargs)))
+            given = (args, kwargs)
+            calls.append(pytree.tree_map_only(Tensor, lambda x: x if id(x) in own else _copy(x), given) if own else copied(given))
         return apply(*args, **kwargs)
 
     with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs):
         with without_values(model, inputs), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
-    for cls, calls in seen.items():
-        for args, kwargs in calls:
-            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            meta = any(t.is_meta for t in given)
-            given = stand_ins(given) if meta else given
-            arguments = pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs))
-            one, two = (
-                Region(path=cls.__name__, module=kind(cls), state=(), arguments=arguments, modes=(True,)) for kind in (Applied, AsAutograd)
-            )
-            with warnings.catch_warnings(), torch.device("cpu") if meta else contextlib.nullcontext():
-                warnings.simplefilter("ignore")  # of a forward that takes values of tensors, which now need gradients
-                if not gives_the_same(one, two, given):
-                    return cls.__qualname__
-    return ""
+    return seen
+
+
+def _copy(x: Tensor) -> Tensor:
+    (made,), _ = copied(((x,), {}))
+    found: Tensor = made
+    return found
+
+
+def _gives_the_same(cls: Function, other: Callable[[Function], nn.Module], calls: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether the function as it is written and in another form give the same, of what each call was given. Parameters are what they are:
+    what the function calls may use them too."""
+    for args, kwargs in calls:
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        meta = any(t.is_meta for t in given)
+        given = stand_ins(given) if meta else given
+        arguments = pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, nn.Parameter) else Place(), (args, kwargs))
+        one, two = (Region(path=cls.__name__, module=kind(cls), state=(), arguments=arguments, modes=(True,)) for kind in (Applied, other))
+        with warnings.catch_warnings(), torch.device("cpu") if meta else contextlib.nullcontext():
+            warnings.simplefilter("ignore")  # of a forward that takes values of tensors, which now need gradients
+            if not gives_the_same(one, two, given, doubled=other is not Kept):
+                return False
+    return True
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
+from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import OF_GRADIENTS, capturing, check_told, said_otherwise
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
@@ -48,7 +49,7 @@ from autopar.capture.normalise import (
     with_old_values,
 )  # fmt: skip
 from autopar.capture.order import in_one_order
-from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients
+from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients, runs_again
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -56,9 +57,10 @@ from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
-from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients
+from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
+from autopar.run.checkpointed import functions_called
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
@@ -131,6 +133,11 @@ def capture(
             return captured_with_what_is_left(example, check)
         except OtherGradients:
             with computing_in(dtype, model):
+                again = runs_again(model, loss, copied(inputs_in(dtype, example)))
+            if again:
+                with contextlib.suppress(OtherGradients), keeping_what_runs_again(again):
+                    return captured_with_what_is_left(example, check)
+            with computing_in(dtype, model):
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
@@ -183,7 +190,9 @@ def _captured(
         around.given = told = said_otherwise(asked_of, asks)
         with held_back():
             start = State.take(model, loss, before)
+            checkpointed = functions_called()
             found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes)
+            checkpointed = functions_called() - checkpointed
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             trace, mutations = in_one_order(trace, mutations)
             trace = with_known_masks(trace)
@@ -198,6 +207,8 @@ def _captured(
             trace, mutations = with_casts_of(trace, mutations, originals | _inputs_by_value(trace.inputs, *given))
             trace = cast_before_use(trace, {trace.loss, *trace.returned, *(value for pair in mutations for value in pair)})
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
+            if as_written is None and found.own_gradients and trains and not trace.metas[trace.loss].type.grad:
+                raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
             program = _program(as_reshapes(trace), mutations, trains=trains)
         _check_written(program, found.answers, dtype)
         check_told(program, told)
@@ -244,6 +255,11 @@ def _captured(
     guards.given(dict(zip(places, ours, strict=True)))
     if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
+    moved = [b.fqn for b in program.buffers if b.mutated and b.fqn is not None]
+    if checkpointed and moved:
+        listed = f"{', '.join(moved[:2])}{' and others' if len(moved) > 2 else ''}"
+        said = "torch.utils.checkpoint: on one process its function runs again in backward, and what it does to buffers is done twice"
+        program = program.replace(notes=(*program.notes, f"{said}; here it is done once ({listed} change in a call)"))
     if program.outputs:
         nbytes = sum(program.types[v].nbytes for v in program.outputs)
         said = f"outputs: {len(program.outputs)} tensors beside the loss, {nbytes} bytes in all, are whole on every rank after a call"
@@ -318,7 +334,7 @@ def _traced(
             with regions.standing_in() as applied:
                 found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves)
             return found, flatten(model, found.exported, start, regions)
-        except (NoLoss, OtherGradients):
+        except (NoLoss, OtherGradients, SparseGradients):
             raise
         except CaptureError as error:
             first = first or error

@@ -90,10 +90,11 @@ def works_by_samples(
     return True, ()
 
 
-def gives_the_same(region: Region, other: Region, given: Sequence[Tensor]) -> bool:
+def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, doubled: bool = True) -> bool:
     """Whether two regions without a state give the same results and gradients, also of tensors and of gradients of other sizes and signs
-    than they are given: what one of them cuts off may be in none of these."""
-    doubles, tried = [_double(t) for t in given], 0
+    than they are given: what one of them cuts off may be in none of these. doubled: in float64; else in the dtypes that are given, as what
+    holds tensors of its own needs it."""
+    doubles, tried = [_double(t) if doubled else t.detach().clone().requires_grad_(t.requires_grad) for t in given], 0
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for tensors in (*_variations(doubles), *_larger(doubles)):
             torch.manual_seed(0)

@@ -24,7 +24,7 @@ from autopar.capture.memory import OfParameters
 from autopar.capture.regions import HOOK, Regions, is_static
 from autopar.capture.source import source_line
 from autopar.capture.state import State
-from autopar.errors import CaptureError, DependsOnValues
+from autopar.errors import CaptureError, DependsOnValues, SparseGradients
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.objects import key_name
@@ -388,7 +388,7 @@ class _Flattener:
             return
         named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
         if named.get("sparse") is True:
-            raise CaptureError(
+            raise SparseGradients(
                 f"cannot capture {target._opname} with sparse=True: the gradients of a parallel module are dense\n  at {source}\n  what to "
                 f"do: build the embedding with sparse=False, and give its weight an optimizer of dense gradients (not SparseAdam)"
             )

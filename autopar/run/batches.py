@@ -36,8 +36,9 @@ _KNOWN = _EXACT | _ROUNDED
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """The numbers of a call's inputs, or gradients, one after the other: one of what must be equal, two of what may be rounded. exact: of
-    each input, which it is. ready: the event after which they are there, all in one tensor; None: they are, each by itself."""
+    """The numbers of a call's inputs, or gradients, one after the other: one of what must be equal, two of what may be rounded. call: its
+    number, or that of the gradients (`record.gradients`). exact: of each input, which it is. ready: the event after which they are there,
+    all in one tensor; None: they are, each by itself."""
 
     call: int
     what: int
@@ -88,15 +89,16 @@ class GivenBatches:
         if not self._needed or watch is None or torch.compiler.is_compiling():
             return
         known = [x for x in tensors if type(x) is Tensor and x.layout == torch.strided and x.dtype in _KNOWN and x.numel()]
+        number = record.gradients() if what == record.GRADIENTS_OF else record.calls()
         if known:
-            self._coming.append(self._sent(record.calls(), what, known))
+            self._coming.append(self._sent(number, what, known))
         while self._coming and self._coming[0].there:
             one = self._coming.popleft()
             equal, near = one.two()
             batch = record.was_given(one.call, one.what, self._part * _PARTS + equal, near)
             differs = functools.partial(_differ, batch, within=_ROUNDING * sum(range(1, 1 + len(one.exact))))
             if (rank := watch.differing_from(operator.methodcaller("batch", one.call, one.what), differs)) is not None:
-                raise self._error(one.what, watch.rank, rank, record.calls() - one.call)
+                raise self._error(one.what, watch.rank, rank, record.calls() - record.given_in(one.call, one.what))
 
     def _sent(self, call: int, what: int, inputs: list[Tensor]) -> _Coming:
         """The numbers of these, or on their way from a GPU."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ["not_kept_for_later", "without_checkpointing"]
+__all__ = ["functions_called", "not_kept_for_later", "without_checkpointing"]
 
 
 def not_kept_for_later() -> contextlib.AbstractContextManager[object]:
@@ -44,8 +44,18 @@ def without_checkpointing() -> Iterator[None]:
             module.CheckpointFunction.apply = apply  # type: ignore[method-assign]
 
 
+def functions_called() -> int:
+    """How often torch.utils.checkpoint has called a function `without_checkpointing`, so far."""
+    return _count
+
+
+_count = 0
+
+
 def _called(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
     """As use_reentrant=True has it: gradients flow through what is returned only if one of the arguments has one."""
+    global _count
+    _count += 1
     if any(isinstance(x, Tensor) and x.requires_grad for x in args):
         return function(*args)
     with torch.no_grad():
@@ -54,4 +64,6 @@ def _called(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
 
 def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
     """In place of what use_reentrant=False does before and after the function."""
+    global _count
+    _count += 1
     yield

@@ -85,7 +85,7 @@ class ParallelModule(WithState):
     manifest: Manifest
     device: torch.device
     mesh: Mesh
-    debug: bool
+    _debug: bool
     _tree: Tree
     _modules_of_original: tuple[nn.Module, ...]
     _parametrized: bool
@@ -134,7 +134,7 @@ class ParallelModule(WithState):
         keep["device"] = device = torch.device(device) if device is not None else default_device()
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
-        keep["debug"] = debug if debug is not None else debug_level() >= 1
+        keep["_debug"] = debug if debug is not None else debug_level() >= 1
         keep["_returns"], keep["_outputs"] = returns, outputs
         if original is not None:
             self._stands_for(original)
@@ -190,7 +190,7 @@ class ParallelModule(WithState):
         begun, form = record.count(), None
         try:
             args, kwargs = as_programs_take(args, kwargs)
-            compared = self.debug or self._calls < CHECKED
+            compared = self._debug or self._calls < CHECKED
             call = Call(args=args, kwargs=kwargs, given=given, modes=self._modes(), compared=compared, outputs=self._outputs)
             form = self._forms.of(call)
             self.__dict__["_calls"] += 1
@@ -211,7 +211,7 @@ class ParallelModule(WithState):
         manifest = form.manifest
         bound = form.batch.bind(args, kwargs)
         tree.write(form.guards.written(tree.gathered) if form.guards is not None else {})
-        if self.debug or form.calls < CHECKED:
+        if self._debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
         else:
             self._given.compare(bound.values())
@@ -286,7 +286,7 @@ class ParallelModule(WithState):
         """Collective: forward and backward of a batch (args, kwargs: as in a call; a single mapping is taken as keyword inputs); returns
         the loss, a scalar, detached. Raises as a call does, and ValueError for a model that returns no loss."""
         if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
-            return self.train_step(**args[0])
+            return ParallelModule.train_step(self, **args[0])
         result = self(*args, **kwargs)
         returned = self._ran.returned
         if self._ran.open:

@@ -26,8 +26,9 @@ __all__ = [
     "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BATCH_OF", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE",
     "FAILED", "FOLLOWED", "FORWARD", "GRADIENTS_OF", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING",
     "REDUCE_SCATTER", "RUNNING", "SAVING", "UNTIMED", "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke",
-    "call_of", "calls", "collective", "count", "count_from", "decided", "doing", "end_talks", "entered", "given", "inside", "left", "line",
-    "note_line", "now", "phase", "reads", "saves_beside", "saving_beside", "step", "telling", "was_given", "write_to", "wrote",
+    "call_of", "calls", "collective", "count", "count_from", "decided", "doing", "end_talks", "entered", "given", "given_in", "gradients",
+    "inside", "left", "line", "note_line", "now", "phase", "reads", "saves_beside", "saving_beside", "step", "telling", "was_given",
+    "write_to", "wrote",
 ]  # fmt: skip
 
 _PID, _STATE, _STEP, _PHASE, _AT, _LINE, _COUNT, _BEAT, _WAITS, _LENGTH, _BESIDE, _GIVEN, _BEFORE, _DECIDED, _CALLS, _AGREED = range(16)
@@ -36,6 +37,7 @@ _WROTE, _TOTAL = 18, 19  # side by side, to be read at once
 _BROKE, _BROKE_ODD = 20, 21  # of calls of even numbers, of odd ones
 BATCH_OF, GRADIENTS_OF = 0, 1  # a call
 _GIVEN_LAST, _LAST = 22, 8  # of each of the last calls three numbers of its batch, and of gradients
+_PASSES = 2**16  # more than there are backward passes behind one call
 _NUMBERS, _TEXT, _SIZE = 70, 560, 4096  # int64 numbers; where text begins; bytes of a record
 NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
@@ -61,6 +63,7 @@ _AXIS = {name: number for number, name in enumerate(_AXES)}
 _told: Callable[[str, int], None] | None = None
 _over = ""  # why this rank takes part in no collective any more
 _now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others
+_gradients = [0, 0]  # the call behind which this rank was given gradients last, and how many before them
 
 
 def entered(kind: int, axis: str = EVERYONE) -> None:
@@ -149,9 +152,21 @@ def wrote(what: int, total: float) -> Wrote:
     return Wrote(call=_now[_BEGUN], what=what, total=total)
 
 
+def gradients() -> int:
+    """The number of the gradients that this rank is given now, in the order of calls: several calls may go backward behind the last one."""
+    call = calls()
+    _gradients[:] = call, _gradients[1] + 1 if _gradients[0] == call else 0
+    return call * _PASSES + min(_gradients[1], _PASSES - 1)
+
+
+def given_in(number: int, what: int) -> int:
+    """The last call that had begun when this rank was given what has this number."""
+    return number // _PASSES if what == GRADIENTS_OF else number
+
+
 def was_given(call: int, what: int, exact: int, rounded: float) -> Batch:
-    """Which batch (what: BATCH_OF) or gradients (GRADIENTS_OF) this rank was given in one of its last calls, as two numbers: one that is
-    equal for equal ones, and one within rounding."""
+    """Which batch (what: BATCH_OF) this rank was given in one of its last calls, or which gradients (GRADIENTS_OF; call: their number, see
+    `gradients`), as two numbers: one that is equal for equal ones, and one within rounding."""
     at = _given_at(call, what)
     _now[at] = 0  # the others are of no call
     _now[at + 1] = exact
@@ -161,7 +176,8 @@ def was_given(call: int, what: int, exact: int, rounded: float) -> Batch:
 
 
 def _given_at(call: int, what: int) -> int:
-    return _GIVEN_LAST + (call % _LAST * 2 + what) * 3
+    place = call // _PASSES + call % _PASSES if what == GRADIENTS_OF else call
+    return _GIVEN_LAST + (place % _LAST * 2 + what) * 3
 
 
 def count() -> int:

@@ -8,6 +8,7 @@ import html
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -26,8 +27,10 @@ _OF_CONTAINERS = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__l
 _ITS_STATE = ("state_dict", "load_state_dict", "get_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 _ITS_OWN = (
     *_ITS_STATE, "set_extra_state", "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
-    "get_parameter", "get_buffer", "get_submodule", "zero_grad", "requires_grad_", "train", "eval",
+    "get_parameter", "get_buffer", "get_submodule", "zero_grad", "requires_grad_", "train", "eval", "compile",
 )  # fmt: skip
+_FOR_USERS = ("train_step", "profile", "clip_grad_norm_")  # of a parallel module, which a class may have its own of as well
+_OF_ITSELF = ("device", "manifest", "mesh", "plan", "source")  # what a parallel module says of itself
 
 
 def runs_as_it_is(holder: type, name: str, *, compiler: bool = False) -> None:
@@ -51,8 +54,13 @@ def has_state_of_its_own(model: nn.Module) -> bool:
 
 
 def _overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Which of these methods of nn.Module a class has its own of. Torch's own classes keep the state that nn.Module would."""
-    return [name for name in names if not str(getattr(getattr(kind, name), "__module__", "")).startswith("torch.")]
+    """Which of these methods a class has its own of. Torch's own classes keep the state that nn.Module would."""
+    methods = {name: getattr(kind, name, None) for name in names}
+    return [name for name, own in methods.items() if callable(own) and not str(getattr(own, "__module__", "")).startswith("torch.")]
+
+
+def _has_its_own(model: nn.Module, name: str) -> bool:
+    return name in model.__dict__ or any(name in vars(kind) for kind in type(model).__mro__ if kind not in nn.Module.__mro__)
 
 
 @functools.cache
@@ -120,7 +128,8 @@ class StandIn(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("original")
-        if original is None or name in self.__dict__ or hasattr(type(self), name):
+        known = name in self.__dict__ or hasattr(type(self), name)
+        if original is None or (known and not (name in _OF_ITSELF and _has_its_own(original, name))):
             super().__setattr__(name, value)
         else:
             setattr(original, name, value)
@@ -138,7 +147,14 @@ class StandIn(nn.Module):
         self.__dict__.update((name, original.__dict__[name]) for name in hooks.OF_STATE)
         kind: Any = type(self)
         of_container = [name for name in _OF_CONTAINERS if hasattr(type(original), name)]
-        found = (*of_container, *_overridden(type(original), _ITS_OWN))
+        found = (*of_container, *_overridden(type(original), (*_ITS_OWN, *_FOR_USERS)))
+        if both := [name for name in _OF_ITSELF[1:] if _has_its_own(original, name)]:
+            names = ", ".join(both)
+            warnings.warn(
+                f"{type(original).__name__} has attributes that a parallel module has too ({names}): read from what is compiled they are "
+                f"autopar's. Those of the model are model.original.{both[0]}; what is set is set on the model",
+                stacklevel=2,
+            )
         self.__class__ = _with_methods(kind, found, inspect.signature(original.forward))
 
     def _repr_html_(self) -> str:

@@ -42,8 +42,11 @@ def of_shape(value: Tensor, lies: Lies) -> Tensor:
 
 
 def whole_of(x: AnyPart) -> Tensor:
-    """Collective: all of it, in autograd's graph."""
+    """Collective: all of it, in autograd's graph. In inference mode too, it counts how often it is written to."""
     not_transformed(x._lies.name)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return fresh(x)
     found: Tensor = Whole.apply(in_graph(x), x._lies)
     return found
 
