@@ -23,6 +23,7 @@ class Model(nn.Module):
     """Two linear layers, and what a forward may ask."""
 
     keep: Tensor
+    few: Tensor
     order: Tensor
     bank: Tensor
 
@@ -32,6 +33,7 @@ class Model(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
         self.gate = nn.Parameter(torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
         self.register_buffer("keep", torch.tensor([1, 0, 1, 1, 0, 0, 1, 1], dtype=torch.bool))
+        self.register_buffer("few", torch.arange(3 * WIDTH).view(3, WIDTH) % 5 > 2)
         self.register_buffer("order", torch.tensor([3, 1, 2]))
         self.register_buffer("bank", torch.tensor([1, 0, 1, 0]))
         self.sizes = torch.tensor([3, 5])
@@ -122,7 +124,13 @@ def of_buffers(m: Model, x: Tensor, y: Tensor) -> Tensor:
     h = m.a(x)[:, m.keep]
     for i in m.order:
         h = h + m.b(y)[:, m.keep.nonzero().squeeze(1)] * i
-    return h
+    return h.sum(1) + m.a(x)[:, None].expand(-1, 3, -1)[:, m.few].sum(1)
+
+
+def copies_in_place(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    """As rotary embeddings have them: a number of copies follows from no values."""
+    angles = torch.arange(WIDTH)[:, None] * m.gate.detach()[None, : WIDTH // 2]
+    return m.a(x) * torch.repeat_interleave(angles, 2, dim=-1).cos()[0] + m.b(y)
 
 
 def weights_that_repeat(m: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -145,7 +153,7 @@ def runs_as_written(found: Captured) -> bool:
     "computes",
     [
         views_of_a_batch, crops_of_several_sizes, levels, lower_triangle, band, loops, numbers, repeats, of_a_tensor_of_its_own,
-        of_buffers, weights_that_repeat,
+        of_buffers, copies_in_place, weights_that_repeat,
     ],
 )  # fmt: skip
 def test_what_follows_from_known_values_has_fixed_sizes(computes: Forward) -> None:
@@ -161,8 +169,9 @@ def test_what_state_decides_is_asked_again() -> None:
     assert changed is not None and "keep" in changed and "of_buffers" not in changed
 
 
-def test_what_sizes_decide_is_not_asked_again() -> None:
-    _, found = captured(views_of_a_batch)
+@pytest.mark.parametrize("computes", [views_of_a_batch, copies_in_place])
+def test_what_sizes_decide_is_not_asked_again(computes: Forward) -> None:
+    _, found = captured(computes)
     assert not found.answers.questions
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import Captured, capture
 from autopar.capture.conditions import must_be
-from autopar.compiler import plan_of
+from autopar.compiler import emit, plan_of
 from autopar.errors import CaptureError
 from autopar.ir import Op
+from autopar.planner.moments import split_into_moments
 from autopar.run import WorkerPool
 from autopar.run.condition import Condition
 from autopar.run.ctc import ctc_loss
@@ -211,6 +212,39 @@ def test_conditions_that_can_only_raise_are_asked_in_every_step() -> None:
     assert [(type(c), c.expected) for c in asked] == [(Condition, False), (Condition, False)]
     assert [("y.max() >= CLASSES" in c.line, "isnan" in c.line) for c in asked] == [(True, False), (False, True)]
     assert sum("is asked in every step, and raises" in note for note in found.program.notes) == 2
+
+
+class Finite(Model):
+    """Asks each element, of what samples decide and of what they do not."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        if torch.isnan(hidden).any():
+            raise ValueError("activations are not finite")
+        if not (hidden < 1e9).all():
+            raise ValueError("activations are too large")
+        assert torch.isfinite(self.last.weight).all()
+        assert (self.last.weight > 0).any()  # of which some are not
+        return F.cross_entropy(self.last(hidden), y)
+
+
+@pure
+def test_ranks_and_micro_batches_count_what_speaks_against_a_condition() -> None:
+    program = capture(Finite(), inputs(Finite)).program
+    counted = [op for op in program.ops if op.target == REGION]
+    assert [op.kwarg("counts") for op in counted] == [True, True, True, None]
+    body = split_into_moments(program, 2).body  # where the weights are the same for both
+    assert [op.target for op in body.ops].count(REGION) == 4
+    source = emit(captured(Finite), plan_of(captured(Finite), 2, cluster="cpu", pins={"dp": 2}))
+    assert "all_gather" not in source
+
+
+@pure
+def test_a_count_is_against_a_condition_wherever_it_is_not_zero() -> None:
+    for expected in (True, False):
+        assert Condition(expected, "", counts=True)(torch.tensor(0))
+        with pytest.raises(RuntimeError, match=f"the value that it asks for is {not expected}"):
+            Condition(expected, "", counts=True)(torch.tensor(2))
 
 
 @pure

@@ -13,6 +13,7 @@ written before a call: the trace finds it done.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from autopar.capture.around import asking
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 
-__all__ = ["NONE", "Answers", "Tape", "Whole"]
+__all__ = ["NONE", "Answers", "Tape", "Whole", "listed"]
 
 Whole = Callable[[str], Tensor]  # a parameter or buffer by its name, as it is now: whole, on any device
 
@@ -269,7 +270,9 @@ class Tape:
         if found is None or sum(x.numel() for x in pytree.tree_leaves(found) if isinstance(x, Tensor)) > MOST:
             return None
         if asked.leaves:
-            self._questions.append(_Question(question.after, _Call(func, says=True), question.args, _said(found), question.line))
+            with _as_it_is():
+                said = _said(found)
+            self._questions.append(_Question(question.after, _Call(func, says=True), question.args, said, question.line))
         return (found,)
 
     def answers(self) -> Answers:
@@ -353,7 +356,7 @@ class Tape:
     def _found(self, asked: Answers) -> object:
         """The answer to a question; None where it cannot be told, or draws random numbers."""
         state = torch.get_rng_state()
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with _as_it_is(), torch.no_grad():
             values: dict[int, Any] = {k: self._real[n].detach().clone().to(asked.names[n]) for k, n in asked.leaves.items()}
             try:
                 (found,) = _asked(asked.steps, asked.questions, values)
@@ -363,6 +366,19 @@ class Tape:
                 drawn = not torch.equal(state, torch.get_rng_state())
                 torch.set_rng_state(state)
         return None if drawn else found
+
+
+@contextlib.contextmanager
+def _as_it_is() -> Iterator[None]:
+    """Inside, tensors are computed with as if nothing were traced."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def listed(t: Tensor) -> Any:
+    """Its elements as Python's numbers, while something else is traced."""
+    with _as_it_is():
+        return t.tolist()
 
 
 def _filled(name: str, args: Any, kwargs: Mapping[str, Any]) -> _Called | None:

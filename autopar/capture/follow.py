@@ -140,7 +140,8 @@ def _trained(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module._parameters.items() if p is not None and p.requires_grad)
 
 
-Ask = Callable[[torch.Tensor, bool, str], torch.Tensor]
+Ask = Callable[[torch.Tensor, bool, str, torch.Tensor | None], torch.Tensor]
+_TRUTHS: Mapping[str, bool] = {"all": True, "_is_all_true": True, "any": False, "_is_any_true": False}
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _READS_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
@@ -184,6 +185,7 @@ class AtTheBorder(TorchFunctionMode):
         self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
+        self._truths: dict[int, tuple[object, torch.Tensor, bool]] = {}  # of what any and all have given: that, of what, whether of all
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -213,7 +215,8 @@ class AtTheBorder(TorchFunctionMode):
             if chooses_a_kernel(frame):
                 return False
             if (expected := must_be(frame)) is not None:
-                self.asked.append((running_line(), self._ask(args[0], expected, running_line())))
+                of = self._elements(args[0], expected)
+                self.asked.append((running_line(), self._ask(args[0], expected, running_line(), of)))
                 return expected
         if (known := self._tape.answer(func, args)) is not None:
             return known[0]
@@ -252,7 +255,15 @@ class AtTheBorder(TorchFunctionMode):
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)
+        if (of_all := _TRUTHS.get(getattr(func, "__name__", ""))) is not None and len(args) == 1 and not kwargs:
+            self._truths[id(result)] = result, args[0], of_all
         return result
+
+    def _elements(self, value: torch.Tensor, expected: bool) -> torch.Tensor | None:
+        """The elements of which each must be as a value is expected, None if there are no such: of any() that is False, all() that is
+        True."""
+        _, elements, of_all = self._truths.get(id(value), (None, None, None))
+        return elements if of_all is expected else None
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         call = self._tape.before(torch.Tensor.detach, (tensor,), {})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.capture.answers import Tape
+from autopar.capture.answers import Tape, listed
 
 __all__ = ["with_known_values"]
 
@@ -55,7 +55,10 @@ def with_known_values(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...
 
 
 def _values(tape: Tape, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
-    if name == "where" and len(args) + len(kwargs) != 1:  # that chooses among values, and has their size
+    given = len(args) + len(kwargs)
+    if name == "where" and given != 1:  # that chooses among values, and has their size
+        return None
+    if name == "repeat_interleave" and given > 1 and not isinstance(kwargs.get("repeats", args[1] if len(args) > 1 else None), Tensor):
         return None
     found = tape.values(func, args, kwargs)
     if found is None:
@@ -110,5 +113,5 @@ def _numbers(tape: Tape, tree: Any) -> Any:
 
 def _constant(value: Tensor, device: torch.device) -> Tensor:
     """As code would write it: of the same values."""
-    made = torch.tensor(value.tolist(), dtype=value.dtype, device=device)
+    made = torch.tensor(listed(value), dtype=value.dtype, device=device)
     return made if made.shape == value.shape else made.reshape(value.shape)

@@ -67,10 +67,14 @@ library.register_fake("autopar_region::call", _made, lib=_LIBRARY)
 _LIBRARY.impl("call", _made, "CompositeExplicitAutograd")
 
 
-def asked(value: Tensor, expected: bool, line: str) -> Tensor:
-    """While a model is exported: a region that asks in every step whether a value is as expected; its result, True."""
+def asked(value: Tensor, expected: bool, line: str, of: Tensor | None = None) -> Tensor:
+    """While a model is exported: a region that asks in every step whether a value is as expected; its result, True. of: bool[*], the
+    elements of which each must be so: those that are not are counted, which ranks do by their parts."""
     key = f"{_CONDITION}{sum(k.startswith(_CONDITION) for k in _TRACED)}"
-    region = Region(path=key, module=Condition(expected, line), state=(), arguments=((Place(),), {}), modes=(True,))
+    if of is not None:
+        value = (of.logical_not() if expected else of.bool()).sum()
+    module = Condition(expected, line, counts=of is not None)
+    region = Region(path=key, module=module, state=(), arguments=((Place(),), {}), modes=(True,))
     _TRACED[f"{key}@0"] = Call(
         region=region, arguments=(), results=(torch.empty((), dtype=torch.bool),), structure=None, flops=0, saved=0, draws=False, rows=(),
         line=line,

@@ -214,6 +214,8 @@ def _without_exchange(view: OpView) -> list[Strategy]:
     stated = strategies_of(view)
     kept = [s for s in stated if not s.collective and I not in (*s.inputs, *s.outputs)]
     kept = [_without_axis(s) for s in kept if s.local is None or s.local in LOCAL_CODE_WITHOUT_EXCHANGE | RANDOM_LOCAL_CODE]
+    if view.op.kwarg("counts"):  # of the elements that speak against a condition: each moment asks for its own
+        kept.append(Strategy(inputs=(R, P), outputs=(R,)))
     if not refs(view.op):
         same = [] if draws(view.op) else [Strategy(inputs=(), outputs=(R,) * len(view.outs))]
         return [*same, *(s for s in kept if all(x.is_shard for x in s.outputs))]

@@ -9,15 +9,16 @@ __all__ = ["Condition"]
 
 
 class Condition(nn.Module):
-    """expected: the answer with which the forward goes on; line: of the model's source, which asks."""
+    """expected: the answer with which the forward goes on; line: of the model's source, which asks. counts: the value is the number of
+    elements that speak against it."""
 
-    def __init__(self, expected: bool, line: str) -> None:
+    def __init__(self, expected: bool, line: str, *, counts: bool = False) -> None:
         super().__init__()
-        self.expected, self.line = expected, line
+        self.expected, self.line, self.counts = expected, line, counts
 
     def forward(self, value: Tensor) -> Tensor:
         """True as a tensor []. RuntimeError if the answer is another one."""
-        if bool(value) != self.expected:
+        if bool(value) != (self.expected and not self.counts):
             raise RuntimeError(
                 f"the model raises: {self.line} (the value that it asks for is {not self.expected})\n  what to do: look for what it guards "
                 f"against in this batch, or in the weights"

@@ -215,3 +215,35 @@ def gradients_that_are_not_finite(compile: Compile) -> Results:
             losses.append(loss.item())
         optimizer.zero_grad()
     return {"losses": losses, "skipped": skipped, "state": state(model)}
+
+
+class Finite(Net):
+    """Raises where activations are not finite, or too large."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        if not torch.isfinite(hidden).all():
+            raise RuntimeError("activations are not finite")
+        assert not (x.abs() > 50).any(), "an input is too large"
+        return F.cross_entropy(self.logits(x), y)
+
+
+@program(KIND, plans=(*MORE, "dp2mb2"))
+def batches_skipped_that_are_not_finite(compile: Compile) -> Results:
+    """The loop skips what the forward raises for: one sample of the first or of the last half of a batch is not finite, or too large."""
+    model = compile(seeded(Finite))
+    optimizer, losses, skipped = sgd(model), [], []
+    for k, (x, y) in enumerate((*batches(), *batches())):
+        if k in (1, 2, 4):
+            x = x.clone()
+            x[0 if k == 1 else -1, 0] = float("nan") if k < 4 else 100.0
+        optimizer.zero_grad()
+        try:
+            loss = model(x, y)
+        except (RuntimeError, AssertionError):
+            skipped.append(float(k))
+            continue
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "skipped": skipped, "state": state(model)}
