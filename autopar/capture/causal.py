@@ -21,7 +21,7 @@ from autopar.capture.trace import Trace
 from autopar.ir import Op, Ref, TensorType, refs
 from autopar.run.region import REGION
 
-__all__ = ["is_causal", "with_known_masks"]
+__all__ = ["Known", "is_causal", "with_known_masks"]
 
 ATTENTION: Final = "aten.scaled_dot_product_attention.default"
 EXPAND: Final = "aten.expand.default"
@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 def with_known_masks(trace: Trace) -> Trace:
     """The trace, in which attention under a mask of truth values that is the causal one for as many keys as queries is causal, and that
     under one that masks nothing has none."""
-    masks = _Known(trace)
+    masks = Known(trace)
     known: dict[tuple[str, bool], bool | None] = {}
     ops = []
     for traced in trace.ops:
@@ -70,7 +70,7 @@ def _without_mask(op: Op, *, causal: bool) -> Op:
     return dataclasses.replace(op, args=(*op.args[:3], None, dropout, causal), kwargs=others)
 
 
-class _Known:
+class Known:
     """The values of a trace that follow from sizes and constants of its code alone."""
 
     def __init__(self, trace: Trace) -> None:
@@ -82,7 +82,7 @@ class _Known:
     def is_causal(self, mask: str, square: bool) -> bool | None:
         """Whether a mask is the causal one; False if it masks nothing, None if it is another one, or not known."""
         t = self._types[mask]
-        if t.dtype != torch.bool or len(t.shape) < 2 or not self._is_known(mask):
+        if t.dtype != torch.bool or len(t.shape) < 2 or not self.is_known(mask):
             return None
         rows, keys = t.shape[-2:]
         if (only := self._only(mask)) is not None:
@@ -104,7 +104,7 @@ class _Known:
             low, entries = high, keys * math.prod(here.shape[:-2])
         return min(found, default=None)
 
-    def _is_known(self, value: str) -> bool:
+    def is_known(self, value: str) -> bool:
         """Whether no operator that a value is made by reads what is given, draws, or is no operator of torch's own."""
         seen, pending = set[str](), [value]
         while pending:
@@ -171,13 +171,14 @@ class _Known:
 
     def _once(self, value: str) -> Tensor:
         if value not in self._each:
-            self._each[value] = _once(self._whole(value))
+            self._each[value] = _once(self.whole(value))
         return self._each[value]
 
-    def _whole(self, value: str) -> Tensor:
+    def whole(self, value: str) -> Tensor:
+        """Of one that is known."""
         if value not in self._known:
             op = self._made[value]
-            results = run_op(op, {r: self._whole(r) for r in refs(op)}, _CPU)
+            results = run_op(op, {r: self.whole(r) for r in refs(op)}, _CPU)
             self._known |= {o: x for o, x in zip(op.outputs, results, strict=True) if o is not None and x is not None}
         return self._known[value]
 

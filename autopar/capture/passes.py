@@ -50,6 +50,7 @@ from autopar.capture.normalise import (
 )  # fmt: skip
 from autopar.capture.order import in_one_order
 from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients, runs_again
+from autopar.capture.picked import with_picks_of_samples
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
@@ -195,7 +196,7 @@ def _captured(
             checkpointed = functions_called() - checkpointed
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             trace, mutations = in_one_order(trace, mutations)
-            trace = with_known_masks(trace)
+            trace = with_picks_of_samples(with_known_masks(trace))
             frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
             _check_precision(model, at_rest, frozen)
             trace = split_label_means(trace)
