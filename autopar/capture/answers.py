@@ -28,7 +28,7 @@ from autopar.capture.around import asking
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 
-__all__ = ["NONE", "Answers", "Tape", "Whole"]
+__all__ = ["NONE", "Answers", "Numbers", "Tape", "Whole"]
 
 Whole = Callable[[str], Tensor]  # a parameter or buffer by its name, as it is now: whole, on any device
 
@@ -36,6 +36,7 @@ LARGEST = 1 << 28  # elements of a tensor that is computed to ask for a value
 _ASKS = frozenset(
     {"__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item", "tolist"}
 )  # the names of functions that give a value to Python
+_SIZED = frozenset({"bincount", "nonzero", "unique_consecutive", "unique_dim", "_unique2"})  # whose sizes depend on values
 _MAKES = frozenset({"as_tensor", "full", "ones", "scalar_tensor", "tensor", "zeros"})  # of numbers alone
 _UNNOTED = ("norm", "fused", "fake_quant")  # in names of functions that may write without saying so
 _MODULES = os.path.dirname(nn.modules.__file__) + os.sep
@@ -46,6 +47,18 @@ class _Made:
     """Stands for the tensor that a step of a tape makes, or for one of the state."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A tensor by its numbers."""
+
+    values: Any
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def tensor(self) -> Tensor:
+        return torch.tensor(self.values, dtype=self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +256,21 @@ class Tape:
             return None
         self._questions.append(_Question(question.after, func, question.args, found, question.line))
         return (found,)
+
+    def sized(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+        """What a function gives whose sizes depend on values, if these are computed of numbers alone. Numbers stand for tensors."""
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if getattr(func, "__name__", "") not in _SIZED or not given:
+            return None
+        if not all(isinstance(x, FakeTensor) and self._number(x) is not None for x in given):
+            return None
+
+        def in_numbers(*args: Any) -> Any:
+            return pytree.tree_map_only(Tensor, lambda t: Numbers(t.tolist(), t.dtype, t.shape), func(*args, **kwargs))
+
+        asked = self._with_steps([_Question(len(self._steps), in_numbers, self._of_tape(args), None, running_line())])
+        found = None if asked.leaves else self._found(asked)
+        return None if found is None else (found,)
 
     def answers(self) -> Answers:
         """All that was asked."""

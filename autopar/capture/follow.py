@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.answers import Tape
+from autopar.capture.answers import Numbers, Tape
 from autopar.capture.around import asking
 from autopar.capture.conditions import chooses_a_kernel, is_only_kept, must_be
 from autopar.capture.source import in_library, running_line
@@ -244,6 +244,9 @@ class AtTheBorder(TorchFunctionMode):
             return args[0]
         if func in _OF_TARGETS:
             _check_sizes(*args[:2], **kwargs)
+        if (sized := self._tape.sized(func, args, kwargs)) is not None:
+            with self:  # which notes of what they are made
+                return pytree.tree_map_only(Numbers, Numbers.tensor, sized[0])
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)
