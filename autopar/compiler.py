@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured, capture, program_hash
+from autopar.capture.export import each_output
 from autopar.collector import held_back
 from autopar.debug import said, timed
 from autopar.errors import PlanError
@@ -218,9 +219,10 @@ def compile(  # noqa: A001  (the field's word)
     model's before anything is trained, else VerificationError.
 
     outputs: 'loss': a call returns the loss alone. 'all': all that the original returns, every tensor whole on every rank; gradients
-    go through the loss alone (with loss=fn a call returns just the loss in training). A model that computes no loss returns what the
-    original returns in any case, and gradients go through that; so does a call without labels. What cannot run as it was planned is,
-    with 'all' and under torch.no_grad(), computed by the original with whole parameters on every rank.
+    go through the loss alone (with loss=fn a call returns just the loss in training). 'trained': as 'all', and gradients go through every
+    output beside the loss that the model makes, as if it made none: to distil a teacher's logits. A model that computes no loss returns
+    what the original returns in any case, and gradients go through that; so does a call without labels. What cannot run as it was planned
+    is, but for 'loss' and under torch.no_grad(), computed by the original with whole parameters on every rank.
 
     local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
     global batch all the same. Without it every rank is called with the global batch.
@@ -243,8 +245,11 @@ def compile(  # noqa: A001  (the field's word)
         raise ValueError("local_batch=True needs example_inputs: the global batch, of which the plan says who is given which part")
     if local_batch and verify:
         raise ValueError("verify=True calls the module with the global batch, local_batch=True with parts of it: verify without it once")
-    check_name("outputs", outputs, ("loss", "all"))
-    wanted_outputs = True if outputs == "all" else None  # of a model without a loss in any case
+    check_name("outputs", outputs, ("loss", "all", "trained"))
+    if outputs == "trained" and (loss is not None or verify):
+        raise ValueError("outputs='trained' leaves the loss to be made outside: leave out loss= and verify=")
+    objective = each_output if outputs == "trained" else loss
+    wanted_outputs = None if outputs == "loss" else True  # of a model without a loss in any case
     dtype, backend = compute_dtype(model, precision), check_backend(compile_stages)
     given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     wanted = wishes(
@@ -277,19 +282,20 @@ def compile(  # noqa: A001  (the field's word)
             whole_again(model)
         decide = wanted if given is None else lambda _: given
         with as_if_trained(model, inputs):
-            return build(model, inputs, count, loss=loss, decide=decide, outputs=wanted_outputs, dtype=dtype)
+            return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         expected = first_loss(model, inputs, loss, compiled.captured.program, dtype) if verify else None
         captured = compiled.captured
         another = Variants(
-            model, compiled.plan, captured.program, loss, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
+            model, compiled.plan, captured.program, objective, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
             backend=backend,
         )  # fmt: skip
         with as_if_trained(model, inputs):
             module = ParallelModule(
-                load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another, guards=captured.guards,
-                returns=captured.returns, returned=captured.returned, outputs=outputs, autocast=captured.autocast, dtype=dtype,
+                load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another,
+                guards=captured.guards, returns=captured.returns, returned=captured.returned,
+                outputs="all" if wanted_outputs else "loss", autocast=captured.autocast, dtype=dtype,
                 local_batch=local_batch, example=inputs,
             )  # fmt: skip
         keep = module.__dict__

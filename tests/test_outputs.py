@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.export import each_output
 from autopar.errors import CaptureError, PlanError
 from autopar.run import WorkerPool
 
@@ -282,3 +283,27 @@ def test_what_a_loss_outside_excludes_is_said(pair: WorkerPool) -> None:
     for said in pair.run(_refused, timeout_s=60):
         assert len(said) == len(words)
         assert all(word in text for word, text in zip(words, said, strict=True)), said
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("more", [{"loss": torch.sum}, {"verify": True}])
+def test_trained_outputs_leave_the_loss_to_the_loop(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="leaves the loss to be made outside"):
+        autopar.compile(nn.Linear(2, 2), 2, cluster="cpu", outputs="trained", **more)
+
+
+@pytest.mark.pure
+def test_trained_outputs_are_those_of_a_model_without_a_loss() -> None:
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            logits = self.layer(x)
+            return {"loss": nn.functional.cross_entropy(logits, y), "logits": logits}
+
+    assert not capture(Both(), (x, y), loss=each_output, outputs=True).program.own_loss
+    assert capture(Both(), (x, y), outputs=True).program.own_loss

@@ -204,6 +204,20 @@ def test_what_writes_to_what_it_made_is_an_island() -> None:
     assert len(regions(found)) == 1
 
 
+@pure
+def test_sizes_that_numbers_alone_decide_are_computed() -> None:
+    class Counted(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            counts = torch.unique_consecutive(torch.tensor([x.shape[1], x.shape[1], 1]), return_counts=True)[1]
+            h = self.hidden(x)
+            for count in counts.cumsum(0):
+                h = h + torch.cat([h] * int(count)).sum(0)
+            return F.cross_entropy(self.last(h), y)
+
+    found = capture(Counted(), inputs(Counted))
+    assert not regions(found) and not found.program.notes
+
+
 # --------------------------------------------------------------------------------------------------------------- conditions
 @pure
 def test_conditions_that_can_only_raise_are_asked_in_every_step() -> None:

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
 __all__ = [
-    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "export", "left_at", "loss_of", "objective_of", "own_gradients",
-    "quiet", "without_key_value_cache",
+    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "each_output", "export", "left_at", "loss_of", "objective_of",
+    "own_gradients", "quiet", "without_key_value_cache",
 ]  # fmt: skip
 
 HOOK = "the hook "  # begins the name of one
@@ -96,7 +96,7 @@ class Step(nn.Module):
                 others: tuple[torch.Tensor, ...] = ()
                 returned = None
                 with torch._C.DisableTorchFunction():
-                    returns = "" if _is_scalar(output) or loss is not None else _describe(output)
+                    returns = "" if _is_scalar(output) or loss not in (None, each_output) else _describe(output)
                     if outputs or not own:
                         containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
@@ -134,6 +134,8 @@ def objective_of(
     """The scalar that a program ends in, and whether it is the loss. Without one, and if outputs is not False: the sum of all outputs,
     whose gradients are those of any loss that is made of them, with other cotangents. left: further outputs."""
     try:
+        if loss is each_output:
+            each_output(output)
         return loss_of(output, loss), True
     except NoLoss:
         tensors = (x for x in (*found_in(output), *left) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
@@ -143,6 +145,11 @@ def objective_of(
                 check_seen(output)
             raise
         return functools.reduce(torch.add, sums), False
+
+
+def each_output(output: Any) -> NoReturn:
+    """In the place of a loss: none of the outputs is it, and the user makes one of all of them."""
+    raise NoLoss(f"no loss is made of {_describe(output)}: each of its tensors is trained")
 
 
 def loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

@@ -104,7 +104,7 @@ class AutoparTrainer(Trainer):
         module = self._started()
         own_loss = self.label_smoother is None and self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
         asks_for_all = labelled and own_loss and not prediction_loss_only
-        if module is not None and asks_for_all and self._compile_options.get("outputs", "loss") != "all":
+        if module is not None and asks_for_all and self._compile_options.get("outputs", "loss") == "loss":
             warnings.warn(
                 "predictions for samples with labels are made by the original, with whole parameters on every process: with "
                 "AutoparTrainer(..., compile_options={'outputs': 'all'}) they are made as planned",

@@ -315,8 +315,8 @@ class _Ends(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:
         raise RuntimeError(
-            "backward() through an output of the parallel module beside its loss: only the loss gives gradients. Compute what is "
-            "trained in the model's forward, or give autopar.compile(..., loss=fn)"
+            "backward() through an output of the parallel module beside its loss: only the loss gives gradients. Compile it with "
+            "outputs='trained', where all outputs do; or compute what is trained in the model's forward, or give loss=fn"
         )
 
 

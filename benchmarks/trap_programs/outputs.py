@@ -239,6 +239,18 @@ def backward_through_logits(compile: Compile) -> Results:
     return {"losses": loss_loop(model, lambda out: out["loss"] + 0.1 * out["logits"].square().mean()), "state": state(model)}
 
 
+@program(KIND, remedy_of="backward_through_logits")
+def backward_through_all_outputs(compile: Compile) -> Results:
+    """The same with outputs="trained"; the loss alone in one step, and evaluation."""
+    model = compile(seeded(InDict), example_inputs=batch(), outputs="trained")
+    losses = loss_loop(model, lambda out: out["loss"] + 0.1 * out["logits"].square().mean())
+    losses += loss_loop(model, lambda out: out["loss"])
+    model.eval()
+    with torch.no_grad():
+        found = model(*batch(4))
+    return {"losses": losses, "found": found, "state": state(model)}
+
+
 def _gpt() -> Any:
     t = load_transformers()
     config = t.GPT2Config(

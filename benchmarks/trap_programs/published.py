@@ -98,6 +98,34 @@ def methods_of_the_same_names(compile: Compile) -> Results:
     return {"losses": losses, "state": state(model)}
 
 
+class _Crops(Logits):
+    """Takes crops of several sizes: those of one size go through it together."""
+
+    def forward(self, crops: list[Tensor]) -> Tensor:  # type: ignore[override]
+        sizes = torch.tensor([crop.shape[-1] for crop in crops])
+        ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+        first, found = 0, []
+        for end in ends:
+            joined = torch.cat(crops[first:end])
+            found.append(self.logits(F.pad(joined, (0, WIDTH - joined.shape[-1]))))
+            first = end
+        return torch.cat(found)
+
+
+@program(KIND)
+def crops_of_one_size_together(compile: Compile) -> Results:
+    """As self-supervised learning has it: how many crops are of each size is counted by tensors of their sizes; then there are others."""
+    model, losses = compile(seeded(_Crops)), []
+    optimizer = sgd(model)
+    for index, widths in enumerate(((WIDTH, WIDTH, 4), (WIDTH, WIDTH, 4), (WIDTH, 6, 6, 4))):
+        loss = model([samples(index + k)[:, :width] for k, width in enumerate(widths)]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
 class _Asserting(Logits):
     """Makes no loss, and asserts what should be so."""
 
