@@ -54,6 +54,22 @@ def numbers(h: Tensor, words: Tensor) -> Tensor:
     return h.sum(1)[torch.arange(len(h)), words[:, 0] % WIDTH][:, None] * h.mean(1)
 
 
+def written_to_each(h: Tensor, words: Tensor) -> Tensor:
+    """Classes in one number of each row, and one place of each sample that others take the value of."""
+    chosen = torch.zeros(len(h), LENGTH, dtype=h.dtype)
+    chosen[torch.arange(len(h)), words[:, 0] % LENGTH] = 1.0
+    h = h * chosen[:, :, None]
+    h[torch.arange(len(h)), -1 - words[:, 1] % 3] = h.mean(1) * 2
+    return h
+
+
+def written_to_several(h: Tensor, words: Tensor) -> Tensor:
+    """Which of two values a place has follows from nothing: it stays as it is."""
+    h = h.clone()
+    h[torch.arange(len(h))[:, None], words % LENGTH] = 0.5
+    return h
+
+
 def in_another_order(h: Tensor, words: Tensor) -> Tensor:
     return h[torch.arange(len(h)).flip(0), words[:, 0] % LENGTH]
 
@@ -74,32 +90,33 @@ def captured(picks: Picks) -> Captured:
     return capture(Model(picks).double(), inputs())  # which compares loss and gradients
 
 
-def has(found: Captured, name: str) -> bool:
-    return any(op.target == name for op in found.program.ops)
+def has(found: Captured, *names: str) -> bool:
+    return any(op.target in names for op in found.program.ops)
 
 
 OWN = (the_last_one, from_the_end, several, the_same_for_all, numbers)
+INDEXES = ("aten.index.Tensor", "aten.index_put.default")
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("picks", OWN)
+@pytest.mark.parametrize("picks", [*OWN, written_to_each])
 def test_what_is_picked_of_each_sample_is_split_by_samples(picks: Picks) -> None:
     found = captured(picks)
-    assert has(found, "aten.gather.default") and not has(found, "aten.index.Tensor")
+    assert has(found, "aten.gather.default", "aten.scatter.src") and not has(found, *INDEXES)
     body = split_into_moments(found.program, 4).body
     assert [body.types[op.name].shape[0] for op in body.ops if op.target == "aten.embedding.default"] == [BATCH // 4]
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("picks", [in_another_order, of_fewer, of_what_is_given])
+@pytest.mark.parametrize("picks", [in_another_order, of_fewer, of_what_is_given, written_to_several])
 def test_other_indexes_stay(picks: Picks) -> None:
     found = captured(picks)
-    assert has(found, "aten.index.Tensor") and not has(found, "aten.gather.default")
+    assert has(found, *INDEXES) and not has(found, "aten.gather.default", "aten.scatter.src")
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("pins", [{"dp": 2, "tp": 2}, {"dp": 4, "micro_batches": 2}], ids=str)
 def test_equals_the_original(pins: dict[str, Any], workers: WorkerPool) -> None:
-    for picks in OWN:
+    for picks in (*OWN, written_to_each):
         report = verify(Model(picks), inputs(), 4, pins=pins, steps=2, pool=workers)
         assert report.ok, report
