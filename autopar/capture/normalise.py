@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -114,6 +115,8 @@ def _plain(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterator[Op]:
         for operand, output in zip(operands, op.outputs, strict=True):
             assert output is not None, op
             yield dataclasses.replace(op, target="aten.expand.default", args=(operand, metas[output].shape), outputs=(output,), multi=False)
+    elif op.target == "aten.cat.default" and (other := _without_empty(op, metas)) is not None:
+        yield other
     elif op.target in _SIZE_OF_OTHER:
         yield dataclasses.replace(op, target=_SIZE_OF_OTHER[op.target], args=(op.args[0], metas[op.name].shape), kwargs=())
     elif op.target in _DRAWN:
@@ -123,6 +126,22 @@ def _plain(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterator[Op]:
         yield dataclasses.replace(op, target=target, args=(Ref(made.name), *op.args[:own]), kwargs=())
     else:
         yield op
+
+
+def _without_empty(op: Op, metas: Mapping[str, Meta]) -> Op | None:
+    """A concatenation without operands of no elements, which torch passes over whatever the shape of the others is: `torch.empty(0)`, to
+    which a loop adds. None if there are none, or if they decide the dtype."""
+    operands = op.args[0]
+    assert isinstance(operands, tuple), op
+    kept = [r for r in operands if isinstance(r, Ref) and metas[r.name].shape != (0,)]
+    if not kept or len(kept) == len(operands):
+        return None
+    dtype = functools.reduce(torch.promote_types, (metas[r.name].dtype for r in kept))
+    if dtype != metas[op.name].dtype:
+        return None
+    if len(kept) == 1:
+        return dataclasses.replace(op, target="aten.alias.default", args=(kept[0],), kwargs=())
+    return dataclasses.replace(op, args=(tuple(kept), *op.args[1:]))
 
 
 _SIZE_OF_OTHER = {
