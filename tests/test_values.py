@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -239,6 +240,9 @@ class Finite(Model):
             raise ValueError("activations are too large")
         assert torch.isfinite(self.last.weight).all()
         assert (self.last.weight > 0).any()  # of which some are not
+        assert hidden.max() < 1e9 and hidden.min() >= -1e9
+        if y.amin() < 0 or torch.max(x) > 1e9:
+            raise ValueError("no class, or a large number")
         return F.cross_entropy(self.last(hidden), y)
 
 
@@ -246,11 +250,31 @@ class Finite(Model):
 def test_ranks_and_micro_batches_count_what_speaks_against_a_condition() -> None:
     program = capture(Finite(), inputs(Finite)).program
     counted = [op for op in program.ops if op.target == REGION]
-    assert [op.kwarg("counts") for op in counted] == [True, True, True, None]
-    body = split_into_moments(program, 2).body  # where the weights are the same for both
-    assert [op.target for op in body.ops].count(REGION) == 4
+    assert [op.kwarg("counts") for op in counted] == [True, True, True, None, *(True,) * 4]
+    moments = split_into_moments(program, 2)  # where the weights are the same for both
+    assert [op.target for op in (*moments.prologue, *moments.body.ops)].count(REGION) == 8
     source = emit(captured(Finite), plan_of(captured(Finite), 2, cluster="cpu", pins={"dp": 2}))
-    assert "all_gather" not in source
+    assert set(re.findall(r"all_gather\((\w+)", source)) <= {"x", "y"}  # a few numbers of the batch
+
+
+@gloo
+def test_what_one_sample_violates_is_raised_on_all_ranks(workers: WorkerPool) -> None:
+    for said in workers.run(_give_samples_out_of_bounds, timeout_s=120):
+        assert [line.partition(":")[0] for line in said] == ["went on", *("the model raises",) * 3, "went on"], said
+
+
+def _give_samples_out_of_bounds() -> list[str]:
+    x, y = inputs(Finite)
+    model = autopar.compile(Finite(), example_inputs=(x, y), gpus=4, pins={"dp": 2, "tp": 2})
+    last, found = torch.arange(BATCH) == BATCH - 1, []
+    wrong = [(torch.where(last[:, None], number, x), y) for number in (torch.nan, 1e12)]
+    for given in ((x, y), *wrong, (x, torch.where(last, -1, y)), (x, y)):
+        try:
+            model(*given)
+            found.append("went on")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
 
 
 @pure
