@@ -70,6 +70,18 @@ def written_to_several(h: Tensor, words: Tensor) -> Tensor:
     return h
 
 
+def a_large_index(h: Tensor, words: Tensor) -> Tensor:
+    """More of each row than it has, of an index that is small by itself."""
+    return h[torch.arange(len(h))[:, None, None], torch.arange(LENGTH)[None, None, :].expand(1, 3, LENGTH)].sum(1)
+
+
+def of_weights(h: Tensor, words: Tensor) -> Tensor:
+    """A kernel on the diagonal, as in resampling: nothing of it is of samples."""
+    weight = torch.zeros(BATCH, BATCH, 3, dtype=h.dtype)
+    weight[torch.arange(BATCH), torch.arange(BATCH)] = torch.tensor([0.25, 0.5, 0.25], dtype=h.dtype).expand(BATCH, 3)
+    return torch.nn.functional.conv1d(h, weight[: LENGTH, : LENGTH], padding=1)
+
+
 def in_another_order(h: Tensor, words: Tensor) -> Tensor:
     return h[torch.arange(len(h)).flip(0), words[:, 0] % LENGTH]
 
@@ -108,7 +120,7 @@ def test_what_is_picked_of_each_sample_is_split_by_samples(picks: Picks) -> None
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("picks", [in_another_order, of_fewer, of_what_is_given, written_to_several])
+@pytest.mark.parametrize("picks", [in_another_order, of_fewer, of_what_is_given, written_to_several, a_large_index, of_weights])
 def test_other_indexes_stay(picks: Picks) -> None:
     found = captured(picks)
     assert has(found, *INDEXES) and not has(found, "aten.gather.default", "aten.scatter.src")

@@ -1,7 +1,8 @@
 """What is picked of each sample, or written to it: `h[torch.arange(len(h)), last]`, of rows that are numbered in order.
 
 An index may read any row, so that nothing of it can be split by samples. Where it reads each sample's own, it is a gather along the second
-dim, and where it writes to it, a scatter, which ranks and micro-batches do for their samples.
+dim, and where it writes to it, a scatter, which ranks and micro-batches do for their samples. What does not depend on inputs stays as it
+is, and so does what would take a larger index than there is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from autopar.capture.causal import Known
 from autopar.capture.trace import Trace
-from autopar.ir import Arg, Op, Ref
+from autopar.ir import Arg, Op, Ref, refs
 
 __all__ = ["with_picks_of_samples"]
 
@@ -26,9 +27,14 @@ MOST = 1 << 20  # numbers of rows that are looked at
 def with_picks_of_samples(trace: Trace) -> Trace:
     """The trace, in which such indexes are gathers and scatters."""
     known: Known | None = None
+    of_inputs = {x.value for x in trace.inputs}
     ops = []
     for traced in trace.ops:
         op = traced.op
+        if of_inputs.isdisjoint(refs(op)):
+            ops.append(traced)
+            continue
+        of_inputs |= {o for o in op.outputs if o is not None}
         if op.target in (INDEX, PUT) and isinstance(op.args[1], tuple) and len(op.args[1]) == 2 and None not in op.args[1]:
             known = known or Known(trace)
             if _numbers_rows(op, trace, known):
@@ -56,7 +62,8 @@ def _numbers_rows(op: Op, trace: Trace, known: Known) -> bool:
     shape = torch.broadcast_shapes(first.shape, second.shape)
     if not shape or shape[0] != whole.shape[0] or not known.is_known(rows.name):
         return False
-    if op.target == PUT and (math.prod(shape[1:]) != 1 or _adds(op)):
+    count = math.prod(shape[1:])
+    if (tuple(second.shape) != tuple(shape) and count > whole.shape[1]) or (op.target == PUT and (count != 1 or _adds(op))):
         return False
     found: Tensor = known.whole(rows.name)
     return torch.equal(found.broadcast_to(shape), torch.arange(shape[0]).view(-1, *(1,) * (len(shape) - 1)).expand(shape))
