@@ -1,18 +1,68 @@
 """Conditions on values that can only raise, as `if labels.max() >= size: raise ValueError(...)` or `assert mask.any()`: a program goes on
-as if they did not, and asks in every step. And numbers that are only kept, as in `self.accuracy = float(hits.mean())`."""
+as if they did not, and asks in every step. Where each element must be so, it counts those that are not, which ranks and micro-batches do by
+their parts. And numbers that are only kept, as in `self.accuracy = float(hits.mean())`."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
+from torch import Tensor
 from torch.nn.modules import transformer
 
-__all__ = ["chooses_a_kernel", "is_only_kept", "must_be"]
+__all__ = ["Truths", "chooses_a_kernel", "is_only_kept", "must_be"]
 
 _IS_CAUSAL = getattr(getattr(transformer, "_detect_is_causal_mask", None), "__code__", None)  # of torch.nn.Transformer; private
+
+_SAYS: Mapping[str, bool] = {"all": True, "_is_all_true": True, "any": False, "_is_any_true": False}  # whether of all elements
+_EXTREMES: Mapping[str, bool] = {"max": True, "amax": True, "min": False, "amin": False}  # whether the largest
+_COMPARES: Mapping[str, bool] = {
+    "__lt__": True, "lt": True, "__le__": True, "le": True, "__gt__": False, "gt": False, "__ge__": False, "ge": False
+}  # fmt: skip  (whether less)
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """What a tensor says of all elements of another one, or of some. value: that tensor. asked: makes of the elements what each is."""
+
+    value: object
+    elements: Tensor
+    of_all: bool
+    asked: Callable[[Tensor], Tensor] = Tensor.bool
+
+
+class Truths:
+    """What any and all say of elements, and comparisons of their maximum or minimum with a number."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Truth] = {}  # by the id of what says it, which is kept
+        self._extremes: dict[int, tuple[object, Tensor, bool]] = {}  # what max and min give: that, of what, whether the largest
+
+    def note(self, func: Callable[..., Any], args: tuple[Any, ...], result: object) -> None:
+        """A torch function has been called with these arguments alone."""
+        name = getattr(func, "__name__", "")
+        if name in _SAYS and len(args) == 1:
+            self._known[id(result)] = _Truth(result, args[0], _SAYS[name])
+        elif name in _EXTREMES and len(args) == 1:
+            self._extremes[id(result)] = result, args[0], _EXTREMES[name]
+        elif name in _COMPARES and id(args[0]) in self._extremes and isinstance(args[1], int | float):
+            _, elements, largest = self._extremes[id(args[0])]
+            self._known[id(result)] = _Truth(result, elements, largest is _COMPARES[name], functools.partial(_compared, func, args[1]))
+
+    def elements(self, value: Tensor, expected: bool) -> Tensor | None:
+        """bool[*]: the elements of which each must be as a value is expected, None if there are no such: of any() that is False, all() that
+        is True, a maximum that is not more than a number."""
+        truth = self._known.get(id(value))
+        return truth.asked(truth.elements) if truth is not None and truth.of_all is expected else None
+
+
+def _compared(func: Callable[..., Tensor], number: float, elements: Tensor) -> Tensor:
+    return func(elements, number)
 
 
 def chooses_a_kernel(frame: FrameType) -> bool:

@@ -6,7 +6,6 @@ new value is copied into the old tensor, which the registry gets back. What a gr
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import Tape
 from autopar.capture.around import asking
-from autopar.capture.conditions import chooses_a_kernel, is_only_kept, must_be
+from autopar.capture.conditions import Truths, chooses_a_kernel, is_only_kept, must_be
 from autopar.capture.known import with_known_values
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
@@ -142,25 +141,6 @@ def _trained(module: nn.Module) -> frozenset[str]:
 
 
 Ask = Callable[[torch.Tensor, bool, str, torch.Tensor | None], torch.Tensor]
-_TRUTHS: Mapping[str, bool] = {"all": True, "_is_all_true": True, "any": False, "_is_any_true": False}
-_EXTREMES: Mapping[str, bool] = {"max": True, "amax": True, "min": False, "amin": False}  # whether the largest
-_COMPARES: Mapping[str, bool] = {
-    "__lt__": True, "lt": True, "__le__": True, "le": True, "__gt__": False, "gt": False, "__ge__": False, "ge": False
-}  # whether less
-
-
-@dataclass(frozen=True, slots=True)
-class _Truth:
-    """What is true of all elements of a tensor, or of some. value: the tensor that says so. asked: makes of the elements what each is."""
-
-    value: object
-    elements: torch.Tensor
-    of_all: bool
-    asked: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.bool
-
-
-def _compared(func: Callable[..., torch.Tensor], number: float, elements: torch.Tensor) -> torch.Tensor:
-    return func(elements, number)
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _READS_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
@@ -204,8 +184,7 @@ class AtTheBorder(TorchFunctionMode):
         self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
-        self._truths: dict[int, _Truth] = {}  # by the id of what they are
-        self._extremes: dict[int, tuple[object, torch.Tensor, bool]] = {}  # what max and min give: that, of what, whether the largest
+        self._truths = Truths()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -235,7 +214,7 @@ class AtTheBorder(TorchFunctionMode):
             if chooses_a_kernel(frame):
                 return False
             if (expected := must_be(frame)) is not None:
-                of = self._elements(args[0], expected)
+                of = self._truths.elements(args[0], expected)
                 self.asked.append((running_line(), self._ask(args[0], expected, running_line(), of)))
                 return expected
         if (known := self._tape.answer(func, args)) is not None:
@@ -275,25 +254,9 @@ class AtTheBorder(TorchFunctionMode):
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)
-        if not kwargs and args and isinstance(args[0], torch.Tensor):
-            self._note_truth(getattr(func, "__name__", ""), func, args, result)
+        if not kwargs:
+            self._truths.note(func, args, result)
         return result
-
-    def _note_truth(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], result: object) -> None:
-        """What any, all, max and min give of a tensor, and comparisons of the latter with a number."""
-        if name in _TRUTHS and len(args) == 1:
-            self._truths[id(result)] = _Truth(result, args[0], _TRUTHS[name])
-        elif name in _EXTREMES and len(args) == 1:
-            self._extremes[id(result)] = result, args[0], _EXTREMES[name]
-        elif name in _COMPARES and id(args[0]) in self._extremes and isinstance(args[1], int | float):
-            _, elements, largest = self._extremes[id(args[0])]
-            self._truths[id(result)] = _Truth(result, elements, largest is _COMPARES[name], functools.partial(_compared, func, args[1]))
-
-    def _elements(self, value: torch.Tensor, expected: bool) -> torch.Tensor | None:
-        """The elements of which each must be as a value is expected, None if there are no such: of any() that is False, all() that is
-        True, a maximum that is not more than a number."""
-        truth = self._truths.get(id(value))
-        return truth.asked(truth.elements) if truth is not None and truth.of_all is expected else None
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         call = self._tape.before(torch.Tensor.detach, (tensor,), {})
