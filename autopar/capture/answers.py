@@ -342,7 +342,7 @@ class Tape:
             self._lost |= written
             return
         if call.func is _fill and made[0] is not None:
-            args = (list(made[0].shape), *args, made[0].dtype)
+            args = self._of_tape((list(made[0].shape), *args, made[0].dtype, made[0].device))
         results = [None if x is None else self._add(x) for x in made]
         given = [self._known[id(x)][1] for x in pytree.tree_leaves((call.args, call.kwargs)) if id(x) in self._known]
         of = frozenset().union(*(self._of[k] for k in given))
@@ -387,8 +387,8 @@ def _filled(name: str, args: Any, kwargs: Mapping[str, Any]) -> _Called | None:
     return _Called(_fill, (value,), {}, {}, True) if isinstance(value, int | float) else None
 
 
-def _fill(shape: list[int], value: float, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, value, dtype=dtype)
+def _fill(shape: list[int], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
