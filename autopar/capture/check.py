@@ -64,8 +64,7 @@ def check_program(
                 found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)
                 gradients = gradients_of(found, list(leaves.values()))
         except _FAILURES as e:
-            kind = OtherGradients if "derivative for" in str(e) else CaptureError  # an operator inside of a function that has its own
-            raise kind(
+            raise CaptureError(
                 f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
                 f"become Python numbers in the forward (.item(), int(), asserts), and keep them tensors"
             ) from e

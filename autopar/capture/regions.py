@@ -72,7 +72,7 @@ def asked(value: Tensor, expected: bool, line: str, of: Tensor | None = None) ->
     elements of which each must be so: those that are not are counted, which ranks do by their parts."""
     key = f"{_CONDITION}{sum(k.startswith(_CONDITION) for k in _TRACED)}"
     if of is not None:
-        value = (of.logical_not() if expected else of.bool()).sum()
+        value = (of.logical_not() if expected else of).sum()
     module = Condition(expected, line, counts=of is not None)
     region = Region(path=key, module=module, state=(), arguments=((Place(),), {}), modes=(True,))
     _TRACED[f"{key}@0"] = Call(

@@ -19,7 +19,6 @@ from autopar.run.plain import plainly
 __all__ = ["NAMES", "QUESTIONS", "kinds_of", "said_of", "transformed"]
 
 
-
 def _lies(t: Tensor) -> str:
     least, expected = 1, []
     for n in reversed(t.shape):

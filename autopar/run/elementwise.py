@@ -19,7 +19,6 @@ from autopar.run.wholes import on_the_whole, target_of
 __all__ = ["elementwise", "foreach", "unscale"]
 
 
-
 def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the parts; NotImplemented where an operand does not lie as the others or is broadcast."""
     if name in F.IN_PLACE and not kwargs and is_part(args[0]) and all(map(_is_number, args[1:])):  # as gradients are clipped

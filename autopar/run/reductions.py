@@ -22,7 +22,6 @@ from autopar.run.plain import plainly
 __all__ = ["Power", "Root", "Whole", "any_of", "extreme", "norms", "reduced"]
 
 
-
 class Power(torch.autograd.Function):
     """A part -> the sum of |x|^p over the whole (p = 0: of x itself), on every rank; every copy has its gradient."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import CLASSES, HIDDEN, WIDTH, Compile, Net, Results, batches, program, samples, seeded, sgd, state, trained
+from benchmarks._traps_kit import CLASSES, HIDDEN, WIDTH, Compile, Net, Results, batches, program, samples, seeded, state, stepped, trained
 
 KIND = "known sizes"
 
@@ -56,15 +58,11 @@ class Crops(nn.Module):
 def crops_of_several_widths(compile: Compile) -> Results:
     """A list of views, and a loss that is made outside of what all of them give."""
     model = compile(seeded(Crops))
-    optimizer, losses = sgd(model), []
-    for k in range(3):
-        x = samples(k)
-        loss = model([x, x + 0.1, x[:, :4], x[:, 4:], x[:, 2:6]]).log_softmax(1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+
+    def loss_of(x: Tensor, _: Tensor) -> Tensor:
+        return model([x, x + 0.1, x[:, :4], x[:, 4:], x[:, 2:6]]).log_softmax(1).square().mean()  # type: ignore[no-any-return]
+
+    return {"losses": stepped(model, loss_of), "state": state(model)}
 
 
 class Pruned(Net):
@@ -91,18 +89,16 @@ def units_pruned_in_turns(compile: Compile) -> Results:
     """The loop writes to the mask in front of every other step, and once to the plain tensor."""
     raw = seeded(Pruned)
     model = compile(raw)
-    optimizer, losses = sgd(model), []
-    for k, given in enumerate((*batches(), *batches())):
-        if k % 2:
-            model.keep[k + 3] = ~model.keep[k + 3]
-        if k == 3:
-            raw.bounds.add_(torch.tensor([0, 1, 2]))
-        optimizer.zero_grad()
-        loss = model(*given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+
+    def given() -> Iterator[tuple[Tensor, Tensor]]:
+        for k, each in enumerate((*batches(), *batches())):
+            if k % 2:
+                model.keep[k + 3] = ~model.keep[k + 3]
+            if k == 3:
+                raw.bounds.add_(torch.tensor([0, 1, 2]))
+            yield each
+
+    return trained(model, inputs=given())
 
 
 class Slots(Net):
@@ -125,15 +121,13 @@ class Slots(Net):
 @program(KIND)
 def slots_that_a_buffer_names(compile: Compile) -> Results:
     model = compile(seeded(Slots))
-    optimizer, losses = sgd(model), []
-    for k, given in enumerate((*batches(), *batches())):
-        model.place.fill_(k % 4)
-        optimizer.zero_grad()
-        loss = model(*given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+
+    def given() -> Iterator[tuple[Tensor, Tensor]]:
+        for k, each in enumerate((*batches(), *batches())):
+            model.place.fill_(k % 4)
+            yield each
+
+    return trained(model, inputs=given())
 
 
 class Levels(Net):
