@@ -352,14 +352,16 @@ def verify(
     cluster: str = "cpu",
     memory: int | str | None = None,
     pool: WorkerPool | None = None,
+    device: str | None = None,
 ) -> Report:
-    """Verify a model under the solver's own plan, a pinned one, or a given one, on `gpus` local gloo workers: `steps` steps, then an
-    evaluation and steps on batches of other sizes."""
+    """Verify a model under the solver's own plan, a pinned one, or a given one, on `gpus` local workers: `steps` steps, then an
+    evaluation and steps on batches of other sizes. device: of the workers, 'cuda' or 'cpu'; by default GPUs if there is one for each.
+    The original runs on the CPU."""
     ref = reference(model, example_inputs, steps=steps, loss=loss, later=True)
     decided = plan if plan is not None else plan_of(ref.captured, gpus, cluster=cluster, memory=memory, pins=pins)
     if pool is not None:
         return verify_plan(ref, decided, pool)
-    with WorkerPool(decided.gpus) as own:
+    with WorkerPool(decided.gpus, device=device) as own:
         return verify_plan(ref, decided, own)
 
 

@@ -56,13 +56,14 @@ def verify_loop(
     memory: int | str | None = None,
     pool: WorkerPool | None = None,
     timeout_s: float | None = None,
+    device: str | None = None,
 ) -> LoopReport:
-    """target, loop, loss: as on the command line (file.py:name), since the workers load them too. Raises TargetError, LaunchError,
-    and VerificationError where the loop returns nothing that can be compared."""
+    """target, loop, loss: as on the command line (file.py:name), since the workers load them too. device: of the workers, as in `verify`.
+    Raises TargetError, LaunchError, and VerificationError where the loop returns nothing that can be compared."""
     with _in_float64():
         expected = _run(loop, _plain(target, loss))
     options = {"pins": pins, "plan": plan, "cluster": cluster, "memory": memory}
-    with contextlib.nullcontext(pool) if pool is not None else WorkerPool(gpus) as workers:
+    with contextlib.nullcontext(pool) if pool is not None else WorkerPool(gpus, device=device) as workers:
         ranks = workers.run(_on_rank, target, loop, loss, gpus, options, timeout_s=timeout_s)
     errors = [(*worst_leaf(found, expected, floor=FLOOR), rank) for rank, (found, _) in enumerate(ranks)]
     error, at, rank = max(errors, key=lambda e: e[0])

@@ -98,9 +98,9 @@ def train_on_rank(task: Task) -> Found:
         gradients: dict[str, Tensor] = {}
         for step in range(task.steps):
             losses.append(_step(module, optimizer, task.inputs((True, 0), step), gradients))
-        state, buffers = module.full_state_dict(), _buffers(module)
+        state, buffers = _on_host(module.full_state_dict()), _buffers(module)
         later = _later(module, optimizer, task)
-        final = module.full_state_dict() if task.later else {}
+        final = _on_host(module.full_state_dict()) if task.later else {}
     parts = {part: digest(tensor) for part, tensor in _parts(module, optimizer)}
     if torch.distributed.get_rank() != 0:
         gradients, state, buffers, final = {}, {}, {}, {}
@@ -121,7 +121,7 @@ def _step(
     loss = _call(module, inputs)
     loss.backward()
     if gradients is not None and not gradients:
-        gradients |= module.full_gradients()
+        gradients |= _on_host(module.full_gradients())
     if optimizer is not None:
         optimizer.step()
     return loss.item()
@@ -152,6 +152,10 @@ def _buffers(module: ParallelModule) -> dict[str, Tensor]:
     specs = [spec for spec in module.manifest.buffers if not spec.constant]
     assembled = assemble(specs, module.at_rest, module.mesh, module.device)
     return {name: tensor.to("cpu", copy=True) for spec, tensor in assembled for name in (spec.name, *spec.aliases)}
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _call(module: ParallelModule, inputs: Mapping[Any, Any]) -> Tensor:

@@ -88,10 +88,11 @@ class Outcome:
 
 class Judge:
     """Keeps a pool of workers for each number of processes. Use as a context. limit_s: for each run of a program. It ends a pool that
-    hangs; a run that did not end is tried a second time. device: where what is compiled runs; programs make their tensors on the CPU."""
+    hangs; a run that did not end is tried a second time. device: where what is compiled runs. made_on: torch's default device, on which
+    programs make what they say no device of."""
 
-    def __init__(self, *, limit_s: float, device: str = "cpu") -> None:
-        self.limit_s, self.device = limit_s, device
+    def __init__(self, *, limit_s: float, device: str = "cpu", made_on: str = "cpu") -> None:
+        self.limit_s, self.device, self.made_on = limit_s, device, made_on
         self._pools: dict[tuple[int, str], WorkerPool] = {}
 
     def __enter__(self) -> Judge:
@@ -131,16 +132,16 @@ class Judge:
             yield Outcome(plan=plan, outcome="wrong" if wrong else "right", reason="; ".join(wrong[:4]), **about)
 
     def _run(self, gpus: int, name: str, plan: str | None) -> list[Any]:
-        backend = "gloo" if self.device == "cpu" or plan is None else "nccl"
-        if (gpus, backend) not in self._pools:
-            self._pools[gpus, backend] = WorkerPool(gpus, backend=backend)
-        pool = self._pools[gpus, backend]
+        device = self.made_on if plan is None else self.device
+        if (gpus, device) not in self._pools:
+            self._pools[gpus, device] = WorkerPool(gpus, device=device)
+        pool = self._pools[gpus, device]
         try:
-            return pool.run(run_program, name, plan, self.device, timeout_s=self.limit_s)
+            return pool.run(run_program, name, plan, device, self.made_on, timeout_s=self.limit_s)
         except LaunchError as error:
             if "did not end within" not in str(error):
                 raise
-        return pool.run(run_program, name, plan, self.device, timeout_s=self.limit_s)  # busy machines are slow once; what hangs is twice
+        return pool.run(run_program, name, plan, device, self.made_on, timeout_s=self.limit_s)  # what hangs does so twice
 
 
 def differences(found: Results, expected: Results) -> list[str]:
@@ -207,10 +208,12 @@ class Stopped(Exception):  # noqa: N818  (its text is the record of an error)
     """What stopped a program."""
 
 
-def run_program(name: str, plan: str | None, device: str = "cpu") -> Any:
+def run_program(name: str, plan: str | None, device: str = "cpu", made_on: str = "cpu") -> Any:
     """The program's results on this process, tensors whole, on the CPU and without gradients. plan: None for the plain model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    if made_on != "cpu":
+        torch.set_default_device(made_on)
     torch.manual_seed(1234)
     try:
         return _plain(PROGRAMS[name].run(_same if plan is None else _compiled(plan, device)))

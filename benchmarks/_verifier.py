@@ -84,11 +84,14 @@ class Verifier:
     """Verifies targets of one file or module, `jobs` models at a time. Use as a context.
 
     limit_s: for building, capturing and training a model on one process, and again for each of its plans. memory_bytes: of the
-    model's process; beyond it the process is ended and the outcome is 'failed'.
+    model's process; beyond it the process is ended and the outcome is 'failed'. device: of the workers; models run on the CPU before.
     """
 
-    def __init__(self, place: str, *, limit_s: float, jobs: int = 1, memory_bytes: int = 6 * 2**30, steps: int = 3) -> None:
+    def __init__(
+        self, place: str, *, limit_s: float, jobs: int = 1, memory_bytes: int = 6 * 2**30, steps: int = 3, device: str = "cpu"
+    ) -> None:
         self.place, self.limit_s, self.jobs, self.memory_bytes, self.steps = place, limit_s, jobs, memory_bytes, steps
+        self._device = device
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["autopar.run.launch", "benchmarks._preload"])
         self._local = threading.local()
@@ -169,7 +172,7 @@ class Verifier:
         """Run on this thread's pool of n workers. (True, results, s), or (False, LaunchError's message, s)."""
         pools: dict[int, WorkerPool] = self._local.__dict__.setdefault("pools", {})
         if n not in pools:
-            pools[n] = WorkerPool(n)
+            pools[n] = WorkerPool(n, device=self._device)
             self._pools.append(pools[n])
             pools[n].run(os.getpid)  # starting them is not the plan's time
         start = time.perf_counter()

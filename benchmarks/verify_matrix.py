@@ -1,6 +1,7 @@
 """Eleven real architectures under every kind of plan, in float64 on real processes: the table of what is verified.
 
-    python -m benchmarks verify_matrix [--models A,B] [--plans C,D] [--limit-s 120] [--jobs 1] [--results FILE.jsonl] [--json]
+    python -m benchmarks verify_matrix [--models A,B] [--plans C,D] [--limit-s 120] [--jobs 1] [--device cpu] [--results FILE.jsonl]
+                                      [--json]
 
 Exit code 1 if anything is wrong, failed or timed out; what a pin makes impossible is refused with the reason, which is no failure.
 """
@@ -49,6 +50,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plans", type=_listed(names), default=names, help=", ".join(names))
     parser.add_argument("--limit-s", type=float, default=120.0, help="for a model's capture and training, and for each plan")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each with workers of its own")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the workers, who may share GPUs")
     parser.add_argument("--results", type=Path, help="every outcome is appended to this file, a JSON object a line")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     args = parser.parse_args(argv)
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> int:
     out = sys.stderr if args.json else sys.stdout
     start = time.perf_counter()
     outcomes: dict[tuple[str, str], Outcome] = {}
-    with Verifier("benchmarks._models", limit_s=args.limit_s, jobs=args.jobs) as verifier:
+    with Verifier("benchmarks._models", limit_s=args.limit_s, jobs=args.jobs, device=args.device) as verifier:
         for found in verifier.outcomes([(name, plans) for name in args.models]):
             outcomes |= {(o.name, o.plan): o for o in found}
             if args.results is not None:

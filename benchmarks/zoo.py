@@ -1,7 +1,7 @@
 """Which of many models are verified under which plans: verified, refused with the reason, wrong, failed, timed out.
 
     python -m benchmarks zoo --targets FILE.py [--names A,B] [--plans auto,dp2tp2,tp4,pp2,zero3] [--json] [--results FILE.jsonl]
-                             [--redo failed,timeout] [--limit-s 90] [--jobs 1]
+                             [--redo failed,timeout] [--limit-s 90] [--jobs 1] [--device cpu]
 
 FILE.py (or package.module) names callables that return (model, example_inputs), by attributes or a module `__getattr__`; its
 NAMES lists them if --names does not. Names may have wildcards (lm_*) where there is a NAMES. With --results each outcome is
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     outcomes = {key: o for key, o in known.items() if key[0] in names and key[1] in {p.name for p in plans}}
     out = sys.stderr if args.json else sys.stdout
     start = time.perf_counter()
-    with Verifier(args.targets, limit_s=args.limit_s, jobs=args.jobs) as verifier:
+    with Verifier(args.targets, limit_s=args.limit_s, jobs=args.jobs, device=args.device) as verifier:
         for count, found in enumerate(verifier.outcomes(work), 1):
             outcomes |= {(o.name, o.plan): o for o in found}
             _append(args.results, found)
@@ -72,6 +72,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--redo", type=lambda s: tuple(filter(None, s.split(","))), default=(), help="outcomes in --results to do again")
     parser.add_argument("--limit-s", type=float, default=90.0, help="for a model's capture and training, and for each plan")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each with workers of its own")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the workers, who may share GPUs")
     return parser.parse_args(argv)
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import autopar
 from autopar.report import doctor
 from autopar.run import WorkerPool
 from autopar.run.launch import default_device
+from autopar.verify import verify
 from benchmarks import gpu
 from tests.test_host_synchronisation import WORDS, Language
 
@@ -126,6 +128,35 @@ def test_two_gpus_over_nccl_are_one(pins: dict[str, Any]) -> None:
 
 def losses_of_two(pins: dict[str, Any]) -> list[float]:
     return losses(pins, 2, strict=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 2}, {"pp": 4, "micro_batches": 4}, {"dp": 4, "zero": 3}, {"tp": 4}], ids=str)
+def test_workers_that_share_a_gpu_compute_what_one_process_does(pins: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(WORDS, (8, 8))
+    report = verify(Language().eval(), (ids, ids), 4, pins=pins, device="cuda")
+    assert report.ok
+
+
+@pytest.mark.gpu
+def test_workers_that_share_a_gpu_lie_on_it() -> None:
+    with WorkerPool(2, backend="gloo", device="cuda") as pool:
+        assert {name for name, _ in pool.run(device_and_backend)} == {"cuda"}
+        assert {backend for _, backend in pool.run(device_and_backend)} == {"gloo"}
+
+
+def device_and_backend() -> tuple[str, str]:
+    return default_device().type, str(dist.get_backend())
+
+
+@pytest.mark.pure
+def test_a_gpu_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU, and torch sees none"):
+        WorkerPool(2, device="cuda")
+    with pytest.raises(ValueError, match="device must be 'cuda' or 'cpu'; got 'tpu'"):
+        WorkerPool(2, device="tpu")
 
 
 @pytest.mark.gpu

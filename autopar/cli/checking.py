@@ -17,6 +17,7 @@ from autopar.cli.options import (
     Memory,
     PinList,
     Target,
+    check_device,
     check_gpus,
     loss_of,
     memory_of,
@@ -36,6 +37,7 @@ def verify(
     loss: Loss = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 3,
     loop: Annotated[str | None, typer.Option("--loop", help="file.py:name of train(model) -> numbers; compare what it returns")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="of the workers: cuda, whose GPUs they may share, or cpu")] = None,
     as_json: Json = False,
 ) -> None:
     """Run the plan on local workers in float64 and compare with the single-process model: loss, gradients, parameters, buffers,
@@ -47,11 +49,12 @@ def verify(
     from autopar.verify_loop import verify_loop
 
     check_gpus(gpus)
+    check_device(device)
     pins, memory_bytes, loss_fn = pins_of(pin), memory_of(memory), loss_of(loss)
     given = given_plan(plan_file, gpus, pin)
     if loop is not None:
         with answers_only(as_json):
-            looped = verify_loop(target, loop, gpus, plan=given, pins=pins, loss=loss, cluster=cluster, memory=memory_bytes)
+            looped = verify_loop(target, loop, gpus, plan=given, pins=pins, loss=loss, cluster=cluster, memory=memory_bytes, device=device)
         if as_json:
             answer(loop_json(looped))
         else:
@@ -62,8 +65,9 @@ def verify(
     with answers_only(as_json):
         model, example_inputs = load_target(target)
         report = run_verify(
-            model, example_inputs, gpus, plan=given, pins=pins, steps=steps, loss=loss_fn, cluster=cluster, memory=memory_bytes
-        )
+            model, example_inputs, gpus, plan=given, pins=pins, steps=steps, loss=loss_fn, cluster=cluster, memory=memory_bytes,
+            device=device,
+        )  # fmt: skip
     if as_json:
         answer(verification_json(report))
     else:

@@ -36,6 +36,16 @@ def check_gpus(gpus: int) -> None:
         raise UsageError(f"--gpus must be {MOST_GPUS:,} or less, not {gpus:,}")
 
 
+def check_device(device: str | None) -> None:
+    if device not in (None, "cuda", "cpu"):
+        raise UsageError(f"--device must be cuda or cpu, not {device!r}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda needs a GPU, and torch sees none on this machine")
+
+
 def check_time_limit(seconds: float | None) -> None:
     if seconds is not None and not 0 < seconds < float("inf"):
         raise UsageError(f"--time-limit must be a positive number of seconds, not {seconds:g}")

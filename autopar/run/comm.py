@@ -7,7 +7,7 @@ only moved as bytes, one that is summed as the dtype that `_summed_as` names. No
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from autopar.run.mesh import Axis
 from cost_models.collectives import summed_by_gathering
 
 __all__ = [
-    "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "finish", "gather_flat", "reduce_scatter", "scatter_flat",
-    "sums_by_gathering",
+    "all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "exchange", "finish", "gather_flat", "reduce_scatter",
+    "scatter_flat", "sums_by_gathering",
 ]  # fmt: skip
 
 _INTO: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -129,6 +129,38 @@ def scatter_flat(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     work = _SCATTER(out, x, group=axis.group, async_op=True)
     record.left()
     return _started(work)
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[dist.Work]:
+    """Start to send tensors to global ranks of the axis, and to receive into tensors from them: the works in this order, or one for all.
+    gloo sends the host's memory alone, so that what lies on a GPU goes through it."""
+    by_host = axis.held is not None and axis.held.gloo
+    landing = [torch.empty_like(t, device="cpu") if by_host and t.is_cuda else t for t, _ in receives]
+    ops = [dist.P2POp(dist.isend, t.cpu() if by_host else t, rank, axis.group) for t, rank in sends]
+    ops += [dist.P2POp(dist.irecv, t, rank, axis.group) for t, (_, rank) in zip(landing, receives, strict=True)]
+    record.entered(record.EXCHANGE, axis.name)  # which may find out that the other rank has gone
+    works: list[dist.Work] = dist.batch_isend_irecv(ops)
+    record.left()
+    for k, (landed, (t, _)) in enumerate(zip(landing, receives, strict=True), len(sends)):
+        if landed is not t:
+            works[k] = _ThroughHost(works[k], landed, t)
+    return works
+
+
+class _ThroughHost(dist.Work):
+    """Copies what has arrived on the host to where it is wanted."""
+
+    def __init__(self, work: dist.Work, landed: Tensor, wanted: Tensor) -> None:
+        super().__init__()
+        self._work, self._landed, self._wanted = work, landed, wanted
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: object = None) -> bool:
+        self._work.wait()
+        self._wanted.copy_(self._landed)
+        return True
 
 
 def finish(work: dist.Work, kind: int, axis: str) -> None:

@@ -1,7 +1,7 @@
 """Processes: joining the group that torchrun made, starting local workers, and a pool of workers that stay.
 
 Workers run functions that can be pickled (defined at the top level of a module that can be imported). On GPUs they have
-NCCL and a GPU each, else gloo and one thread each.
+NCCL and a GPU each, or share GPUs over gloo; else gloo and one thread each.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ __all__ = ["WorkerPool", "default_device", "join_process_group", "launch"]
 _GRACE_S = 3.0  # for the other workers to report, once one has failed: most of them wait for it in a collective
 _UNGUARDED = 77  # the exit code of a worker that would start workers while it imports the script
 _START_S = 120.0  # for all workers to import torch and find each other
+_sharing = False  # whether this process is a worker that shares a GPU with others
 
 
 def default_device() -> torch.device:
-    """This process's GPU, or the CPU if there is none or the process group is gloo's. The GPU is that of LOCAL_RANK, as torchrun sets it;
-    without it the one that torch.cuda.set_device has chosen."""
+    """This process's GPU, or the CPU if there is none or the process group is gloo's, but in workers that share GPUs. The GPU is that of
+    LOCAL_RANK, as torchrun sets it; without it the one that torch.cuda.set_device has chosen."""
     gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
-    if gloo or not torch.cuda.is_available():
+    if (gloo and not _sharing) or not torch.cuda.is_available():
         return torch.device("cpu")
     number = os.environ.get("LOCAL_RANK", "")
     return torch.device("cuda", int(number) % torch.cuda.device_count() if number.isdecimal() else torch.cuda.current_device())
@@ -83,19 +84,32 @@ def launch(fn: Callable[..., Any], *args: Any, gpus: int, timeout_s: float | Non
 class WorkerPool:
     """n local processes in one process group that run one function after another, so that importing torch is paid once.
 
-    backend: 'nccl' or 'gloo'; by default NCCL if there are n GPUs. children: workers may start processes of their own
-    (they are then not ended with this process if it is killed). enter: is called first in each worker, with its rank (to take its cores, or
-    its network); defined as what is run. Workers start at the first run; a failed function
-    leaves the pool usable. Close it, or use it as a context.
+    device: 'cuda' or 'cpu'; by default GPUs if there are n. Of fewer GPUs each is shared by several workers, over gloo: what they send
+    goes through the host. backend: 'nccl' or 'gloo'; by default NCCL for GPUs that are not shared. children: workers may start processes
+    of their own (they are then not ended with this process if it is killed). enter: is called first in each worker, with its rank (to
+    take its cores, or its network); defined as what is run. Workers start at the first run; a failed function leaves the pool usable.
+    Close it, or use it as a context. Raises ValueError for what is no number of workers or no device, and for GPUs where there is none.
     """
 
     def __init__(
-        self, n: int, *, backend: str | None = None, children: bool = False, enter: Callable[[int], None] | None = None
+        self,
+        n: int,
+        *,
+        backend: str | None = None,
+        device: str | None = None,
+        children: bool = False,
+        enter: Callable[[int], None] | None = None,
     ) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ValueError(f"gpus must be a whole number of at least one worker; got {n!r}")
         self.n = n
-        self._backend = backend or ("nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= n else "gloo")
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device not in (None, "cuda", "cpu"):
+            raise ValueError(f"device must be 'cuda' or 'cpu'; got {device!r}")
+        if device == "cuda" and not there:
+            raise ValueError("device='cuda' needs a GPU, and torch sees none on this machine: leave device out, or give 'cpu'")
+        self._backend = backend or ("nccl" if device != "cpu" and there >= n else "gloo")
+        self._shared = device == "cuda" and self._backend == "gloo"
         self._daemon, self._enter = not children, enter
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = ""
@@ -148,14 +162,15 @@ class WorkerPool:
     def _start(self) -> None:
         methods = multiprocessing.get_all_start_methods()
         _check_main()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods and self._backend == "gloo" else "spawn")
+        on_cpu = self._backend == "gloo" and not self._shared  # CUDA does not work in a process that was forked of one that has used it
+        context = multiprocessing.get_context("forkserver" if "forkserver" in methods and on_cpu else "spawn")
         context.set_forkserver_preload(["autopar.run.preloaded"])
         self._folder = tempfile.mkdtemp(prefix="autopar-")
         for rank in range(self.n):
             ours, theirs = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_worker,
-                args=(theirs, rank, self.n, self._backend, self._folder, self._enter),
+                args=(theirs, rank, self.n, self._backend, self._shared, self._folder, self._enter),
                 name=f"autopar-{rank}",
                 daemon=self._daemon,
             )
@@ -268,16 +283,21 @@ def _check_main() -> None:
         os._exit(_UNGUARDED)
 
 
-def _worker(connection: Connection, rank: int, n: int, backend: str, folder: str, enter: Callable[[int], None] | None) -> None:
-    """The main function of a worker: join the group, then run what is sent until an empty message or the end."""
+def _worker(
+    connection: Connection, rank: int, n: int, backend: str, shared: bool, folder: str, enter: Callable[[int], None] | None
+) -> None:
+    """The main function of a worker: join the group, then run what is sent until an empty message or the end. shared: it is one of
+    several on a GPU."""
+    global _sharing
+    _sharing = shared
     if enter is not None:
         enter(rank)
     threading.Thread(target=_end_with_parent, name="autopar-parent", daemon=True).start()
     watchdog.in_pool(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    else:
+    if backend == "nccl" or shared:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == "gloo":
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
         if sys.platform == "linux":

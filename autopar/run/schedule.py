@@ -203,22 +203,20 @@ class _Run:
         for message in exchange.sends:
             to = self._rank(message.stage + 1 if message.pass_ == "F" else message.stage - 1)
             results = self._results.pop(message)
-            sends += [(dist.P2POp(dist.isend, t, to, self._pp.group), results) for t in results]
+            sends += [((t, to), results) for t in results]
         for message in exchange.receives:
             forward = message.pass_ == "F"
             stage = message.stage + 1 if forward else message.stage - 1
             arriving = self._empty(self._stages[stage].receives if forward else self._stages[stage].sends)
             (self._received if forward else self._grads)[stage, message.micro_batch] = arriving
-            receives += [(dist.P2POp(dist.irecv, t, self._rank(message.stage), self._pp.group), message) for t in arriving]
+            receives += [((t, self._rank(message.stage)), message) for t in arriving]
         if not sends and not receives:
             return
         if self._pipeline.talks:
             self._works = [(work, sent) for work, sent in self._works if not work.is_completed()]  # what has arrived need not be kept
         else:  # in a fake process group nothing is on its way
             self._works = []
-        record.entered(record.EXCHANGE, LAYERS)  # which may find out that the other rank has gone
-        works = dist.batch_isend_irecv([op for op, _ in (*sends, *receives)])
-        record.left()
+        works = comm.exchange([one for one, _ in sends], [one for one, _ in receives], self._pp)
         if len(works) == len(sends) + len(receives):
             self._works.extend((work, results) for work, (_, results) in zip(works, sends, strict=False))
             for work, (_, message) in zip(works[len(sends) :], receives, strict=True):
