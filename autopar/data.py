@@ -146,11 +146,11 @@ class Batches(Sampler[list[int]]):
         found: list[list[int]] = []
         for length in sorted(self._of_length):
             own = self._of_length[length]
-            order = [own[i] for i in torch.randperm(len(own), generator=generator)] if self._shuffle else own
+            order = [own[i] for i in torch.randperm(len(own), generator=generator, device="cpu")] if self._shuffle else own
             cut = (order[i : i + self._batch_size] for i in range(0, len(order), self._batch_size))
             found += [batch for batch in cut if len(batch) >= self._least]
         if self._shuffle:
-            found = [found[i] for i in torch.randperm(len(found), generator=generator)]
+            found = [found[i] for i in torch.randperm(len(found), generator=generator, device="cpu")]
         return (batch[self._part :: self._parts] for batch in found)
 
 

@@ -26,7 +26,7 @@ def generate(model: ParallelModule | DeferredModule, *args: Any, **kwargs: Any) 
     if module is None:
         return original.generate(*args, **kwargs)
     devices = [module.device] if module.device.type == "cuda" else []
-    seed = module.mesh.agree(int(torch.randint(2**62, ())))
+    seed = module.mesh.agree(int(torch.randint(2**62, (), device="cpu")))
     with module.full_parameters(write=False), torch.no_grad(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         return original.generate(*args, **kwargs)

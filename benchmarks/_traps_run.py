@@ -88,10 +88,10 @@ class Outcome:
 
 class Judge:
     """Keeps a pool of workers for each number of processes. Use as a context. limit_s: for each run of a program. It ends a pool that
-    hangs; a run that did not end is tried a second time. device: where what is compiled runs. made_on: torch's default device, on which
-    programs make what they say no device of."""
+    hangs; a run that did not end is tried a second time. device: where what is compiled runs. made_on: what programs
+    give to torch.set_default_device; none do without it."""
 
-    def __init__(self, *, limit_s: float, device: str = "cpu", made_on: str = "cpu") -> None:
+    def __init__(self, *, limit_s: float, device: str = "cpu", made_on: str | None = None) -> None:
         self.limit_s, self.device, self.made_on = limit_s, device, made_on
         self._pools: dict[tuple[int, str], WorkerPool] = {}
 
@@ -132,7 +132,7 @@ class Judge:
             yield Outcome(plan=plan, outcome="wrong" if wrong else "right", reason="; ".join(wrong[:4]), **about)
 
     def _run(self, gpus: int, name: str, plan: str | None) -> list[Any]:
-        device = self.made_on if plan is None else self.device
+        device = (self.made_on or "cpu") if plan is None else self.device
         if (gpus, device) not in self._pools:
             self._pools[gpus, device] = WorkerPool(gpus, device=device)
         pool = self._pools[gpus, device]
@@ -208,12 +208,13 @@ class Stopped(Exception):  # noqa: N818  (its text is the record of an error)
     """What stopped a program."""
 
 
-def run_program(name: str, plan: str | None, device: str = "cpu", made_on: str = "cpu") -> Any:
+def run_program(name: str, plan: str | None, device: str = "cpu", made_on: str | None = None) -> Any:
     """The program's results on this process, tensors whole, on the CPU and without gradients. plan: None for the plain model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    if made_on != "cpu":
+    if made_on is not None:
         torch.set_default_device(made_on)
+        _drawn_on(made_on)
     torch.manual_seed(1234)
     try:
         return _plain(PROGRAMS[name].run(_same if plan is None else _compiled(plan, device)))
@@ -221,7 +222,22 @@ def run_program(name: str, plan: str | None, device: str = "cpu", made_on: str =
         raise Stopped(json.dumps(_described(error))) from None
     finally:
         torch.set_default_dtype(before)
+        torch.set_default_device(None)
         gc.collect()
+
+
+@functools.cache
+def _drawn_on(device: str) -> None:
+    """What programs draw from a generator of the CPU is brought to the device from then on."""
+    for name in ("rand", "randn", "randint", "randperm"):
+        plain = getattr(torch, name)
+
+        def drawn(*args: Any, _plain: Callable[..., Tensor] = plain, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
+            if generator is None or generator.device.type != "cpu" or "device" in kwargs:
+                return _plain(*args, generator=generator, **kwargs)
+            return _plain(*args, generator=generator, device="cpu", **kwargs).to(device)
+
+        setattr(torch, name, drawn)
 
 
 def _compiled(plan: str, device: str) -> Compile:

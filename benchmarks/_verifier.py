@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["OUTCOMES", "Outcome", "PlanSpec", "Verifier"]
 OUTCOMES = ("verified", "refused", "wrong", "failed", "timeout")
 REFUSALS = (CaptureError, Infeasible, PlanError, UnsupportedOp)
 _POLL_S = 0.25
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _TARGETS = "AUTOPAR_BENCHMARK_TARGETS"
 _OWN = str(Path(__file__).parent.parent / "autopar") + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -107,6 +109,11 @@ class Verifier:
     def outcomes(self, work: Sequence[tuple[str, Sequence[PlanSpec]]]) -> Iterator[list[Outcome]]:
         """The outcomes of each (name, plans), in the order in which the models are done."""
         os.environ[_TARGETS] = "\n".join([self.place, *(name for name, _ in work)])  # the fork server has not started yet
+        seen = os.environ.get(_GPUS)
+        os.environ[_GPUS] = ""  # CUDA works in no fork of a process that has asked for its devices; models run on the CPU there
+        forkserver.ensure_running()
+        os.environ.pop(_GPUS)
+        os.environ |= {} if seen is None else {_GPUS: seen}
         with ThreadPoolExecutor(self.jobs) as executor:
             pending = deque(work)
             running: list[Any] = []

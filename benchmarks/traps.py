@@ -1,7 +1,7 @@
 """Ordinary programs around a model, beside the same program on one process: right, refused with a remedy, wrong, or failed.
 
     python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero2,zero3,hybrid3,dp2mb2,dp2tp2,one,one2]
-                               [--device cpu] [--made-on cpu] [--json] [--results FILE.jsonl] [--redo failed,wrong]
+                               [--device cpu] [--default-device cpu] [--json] [--results FILE.jsonl] [--redo failed,wrong]
                                [--limit-s 180] [--list]
 
 Each program is a small training script, written once as a function of `compile`. It runs with the plain model on one process, and
@@ -10,8 +10,7 @@ buffers, outputs) equal to 1e-9; refused: autopar raised an error of its own tha
 word; failed: a crash, a hang, any other error.
 
 With --device cuda what is compiled runs on GPUs, which workers share where there are fewer. Programs make their tensors on the CPU all the
-same (and fail where they mix them with what the model returns), unless --made-on cuda makes GPUs torch's default device (then those fail
-that hand a CPU's generator to what makes tensors).
+same (and fail where they mix them with what the model returns), unless --default-device cuda gives that to torch.set_default_device.
 
 Names may have wildcards. With --results each outcome is appended to the file as it is found, and what stands there already is not done
 again, except for outcomes in --redo. Exit code 1 if any is wrong or failed.
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> int:
     known = {(o.name, o.plan): o for o in _read(args.results) if o.outcome not in args.redo and (o.name, o.plan) in wanted}
     out = sys.stderr if args.json else sys.stdout
     start, outcomes = time.perf_counter(), dict(known)
-    with Judge(limit_s=args.limit_s, device=args.device, made_on=args.made_on) as judge:
+    with Judge(limit_s=args.limit_s, device=args.device, made_on=args.default_device) as judge:
         for count, name in enumerate(names, 1):
             if not (left := [p for n, p in wanted if n == name and (n, p) not in known]):
                 continue
@@ -79,7 +78,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     everywhere = f"by default {', '.join(USUAL)}, and for some programs others"
     parser.add_argument("--plans", default="", help=f"comma-separated, of {', '.join(PLANS)}; {everywhere}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where what is compiled runs")
-    parser.add_argument("--made-on", default="cpu", choices=("cpu", "cuda"), help="torch's default device in programs")
+    parser.add_argument("--default-device", choices=("cpu", "cuda"), help="have programs call torch.set_default_device")
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     parser.add_argument("--results", type=Path, help="JSON lines: outcomes are appended, and those in it are not done again")
     parser.add_argument("--redo", type=lambda s: tuple(filter(None, s.split(","))), default=(), help="outcomes in --results to do again")

@@ -93,6 +93,21 @@ def test_what_a_call_sets_is_there_after_it_and_tensors_are_left_out() -> None:
         LAST["size"] = 0
 
 
+def test_a_number_of_values_that_is_what_it_was_before_is_left_out() -> None:
+    """The values of another batch make it another."""
+
+    def counted(m: Any, x: Tensor) -> Tensor:
+        many = x.abs() > 100
+        m.number, m.calls = 1 + many.float().mean().item(), many.sum().item()
+        m.table["many"], m.sizes[:] = many.sum().item(), [many.sum().item()]
+        return m.linear(x)
+
+    model, guards = build(counted, table={"many": 0}, sizes=[0])
+    guards.leave({})
+    assert left_out(model.number, "number") and left_out(model.calls, "calls")
+    assert left_out(model.table["many"], "table['many']") and left_out(model.sizes[0], "sizes[0]")
+
+
 def test_a_list_that_the_loop_puts_there_is_filled() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         m.sizes.clear()

@@ -36,11 +36,13 @@ __all__ = ["OF_GRADIENTS", "Around", "as_called", "asking", "capturing", "check_
 
 @dataclass(slots=True)
 class Around:
-    """autocast: what is on. mode: whether gradients are wanted. asked: whether code of the model has asked for that. asks: whether it may
-    ask activations. given: by their paths, the tensors of the call of which code is told what they say, where a copy says otherwise."""
+    """autocast: what is on. mode: whether gradients are wanted. modes: whether modes of torch functions are on (torch.set_default_device is
+    one), under which torch takes no fast paths. asked: whether code of the model has asked for gradients. asks: whether it may ask
+    activations. given: by their paths, the tensors of the call of which code is told what they say, where a copy says otherwise."""
 
     autocast: tuple[Autocast, ...]
     mode: GradMode
+    modes: bool
     asked: bool = False
     asks: bool = False
     given: Mapping[tuple[Any, ...], Tensor] = field(default_factory=dict)
@@ -130,7 +132,8 @@ _AROUND: ContextVar[Around | None] = ContextVar("what is around the call", defau
 @contextlib.contextmanager
 def capturing() -> Iterator[Around]:
     """Inside, autocast is off, except for what runs as_called(): that is in the state that was on here."""
-    around = Around(ambient(), called_in())
+    modes = torch.overrides.has_torch_function((torch.empty(0, device="cpu"),))
+    around = Around(ambient(), called_in(), modes)
     token = _AROUND.set(around)
     try:
         with without():
@@ -195,7 +198,7 @@ def _told(around: Around | None) -> Iterator[None]:
     before = torch.is_grad_enabled, torch.is_inference_mode_enabled
     torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
     try:
-        with left_out_as_evaluated(wanted):
+        with contextlib.nullcontext() if around.modes else left_out_as_evaluated(wanted):
             yield
     finally:
         torch.is_grad_enabled, torch.is_inference_mode_enabled = before

@@ -75,8 +75,8 @@ def hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str, names
         _, rows = works_by_samples(region, given, (), (result,), draws=False, own_backward=True)
         linear = is_linear(region, given, (), draws=False)
     return Call(
-        region=dataclasses.replace(region, linear=linear), arguments=given, results=(result,), structure=torch.empty(0), flops=0,
-        saved=0, draws=False, rows=rows, line=line,
+        region=dataclasses.replace(region, linear=linear), arguments=given, results=(result,), structure=torch.empty(0, device="cpu"),
+        flops=0, saved=0, draws=False, rows=rows, line=line,
     )  # fmt: skip
 
 

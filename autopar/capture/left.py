@@ -26,6 +26,7 @@ from autopar.run.left_out import LeftOut
 __all__ = ["Left", "is_read", "left_by"]
 
 _KEPT = object()  # what stays as it was
+_COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of a trace
 
 
 class Left:
@@ -125,7 +126,7 @@ class _Comparison:
             if known is None or held.table or isinstance(held.holder, FunctionType):
                 continue
             if isinstance(held.holder, (CellType, ContextVar)):
-                new = held.items is not known.items and held.path not in self._counted
+                new = held.path not in self._counted and (held.items is not known.items or self._is_computed(held.path))
                 if new and is_plain(value := self._left(held.items, held.path)):
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, value)
@@ -137,13 +138,14 @@ class _Comparison:
                 if held.items != known.items and all(map(is_plain, held.items)) and self._follows(held.path):
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, held.items)
-            elif isinstance(held.items, tuple) and list(map(id, held.items)) != list(map(id, known.items)):
+            elif isinstance(held.items, tuple) and (list(map(id, held.items)) != list(map(id, known.items)) or self._computes(held)):
                 if (items := self._items(held, known)) is not None:
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, items)
 
     def _entries(self, held: Held, known: Held) -> dict[Any, Any]:
-        changed = {k: v for k, v in held.items.items() if known.items.get(k, ABSENT) is not v and k not in TABLES and k != "training"}
+        there = {k: v for k, v in held.items.items() if k not in TABLES and k != "training"}
+        changed = {k: v for k, v in there.items() if known.items.get(k, ABSENT) is not v or self._is_computed(child(held, k))}
         made = {key: value for key, value in changed.items() if value is not ABSENT and child(held, key) not in self._counted}
         left = {key: self._left(value, child(held, key)) for key, value in made.items()}
         if not isinstance(held.holder, type):
@@ -156,7 +158,8 @@ class _Comparison:
         """What is left in a list that calls change; None for a cache."""
         before = set(map(id, known.items))
         paths = [child(held, i) for i in range(len(held.items))]
-        left = [value if id(value) in before else self._left(value, path) for value, path in zip(held.items, paths, strict=True)]
+        stays = [id(value) in before and not self._is_computed(path) for value, path in zip(held.items, paths, strict=True)]
+        left = [value if stay else self._left(value, path) for value, path, stay in zip(held.items, paths, stays, strict=True)]
         if not any(map(self._is_written, paths)) and any(value is _KEPT for value in left):
             return None
         return tuple(LeftOut(path) if value is _KEPT else value for value, path in zip(left, paths, strict=True))
@@ -183,6 +186,8 @@ class _Comparison:
     def _plain(self, value: object, path: str) -> object:
         if not same(self._first.leaves.get(path, ABSENT), value):
             return _KEPT
+        if self._is_computed(path):
+            return LeftOut(path)
         if same(self._start.leaves.get(path, ABSENT), value):
             return value
         if path not in self._traced:  # a submodule that runs as it is written sets it itself, from its part of the batch
@@ -190,6 +195,14 @@ class _Comparison:
         if not same(self._traced[path], value):
             return LeftOut(path)
         return _KEPT if self._caches and is_read(path, self._start) else value
+
+    def _computes(self, held: Held) -> bool:
+        return any(self._is_computed(child(held, i)) for i in range(len(held.items)))
+
+    def _is_computed(self, path: str) -> bool:
+        """Whether a call leaves a number there that it has computed from values, whatever that was before."""
+        left = self._traced.get(path)
+        return isinstance(left, Opaque) and isinstance(left.value, _COMPUTED) and is_plain(self._first.leaves.get(path, ABSENT))
 
     def _follows(self, path: str) -> bool:
         """Whether what a set holds after the call is there after the trace of it too, and is no mark of a cache."""

@@ -66,7 +66,8 @@ def _numbers_rows(op: Op, trace: Trace, known: Known) -> bool:
     if (tuple(second.shape) != tuple(shape) and count > whole.shape[1]) or (op.target == PUT and (count != 1 or _adds(op))):
         return False
     found: Tensor = known.whole(rows.name)
-    return torch.equal(found.broadcast_to(shape), torch.arange(shape[0]).view(-1, *(1,) * (len(shape) - 1)).expand(shape))
+    numbers = torch.arange(shape[0], device=found.device).view(-1, *(1,) * (len(shape) - 1))
+    return torch.equal(found.broadcast_to(shape), numbers.expand(shape))
 
 
 def _adds(op: Op) -> bool:

@@ -53,7 +53,7 @@ _CONDITION = "condition_"
 
 
 def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
-    like = next((t for t in tensors), torch.empty(0))
+    like = next((t for t in tensors), torch.empty(0, device="cpu"))
     return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in _TRACED[key].results]
 
 
@@ -76,8 +76,8 @@ def asked(value: Tensor, expected: bool, line: str, of: Tensor | None = None) ->
     module = Condition(expected, line, counts=of is not None)
     region = Region(path=key, module=module, state=(), arguments=((Place(),), {}), modes=(True,))
     _TRACED[f"{key}@0"] = Call(
-        region=region, arguments=(), results=(torch.empty((), dtype=torch.bool),), structure=None, flops=0, saved=0, draws=False, rows=(),
-        line=line,
+        region=region, arguments=(), results=(torch.empty((), dtype=torch.bool, device="cpu"),), structure=None, flops=0, saved=0,
+        draws=False, rows=(), line=line,
     )  # fmt: skip
     result: Tensor = torch.ops.autopar_region.call(f"{key}@0", [value.detach()], 1)[0]
     return result
@@ -441,7 +441,7 @@ def _observed(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
         modes=tuple(m.training for m in module.modules()), autocast=ambient(),
     )  # fmt: skip
-    structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0), output)
+    structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0, device="cpu"), output)
     call = Call(
         region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
         structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,

@@ -142,7 +142,7 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
 
 def _is_linear_at(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], once: Ran) -> bool:
     generator = torch.Generator().manual_seed(2)
-    other = [torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.dtype) for g in once[1]]
+    other = [torch.randn(g.shape, generator=generator, dtype=torch.float64, device="cpu").to(g.dtype) for g in once[1]]
     second = _differentiated(region, tensors, state, other)
     summed = _differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
     if second is None or summed is None:
@@ -220,7 +220,7 @@ def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     def noise(t: Tensor, scale: float) -> Tensor:
         if not t.dtype.is_floating_point:
             return t
-        return torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) * scale
+        return torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.dtype) * scale
 
     yield list(given)
     yield [t.roll(1, 0) if t.dim() else t for t in given]
@@ -244,7 +244,7 @@ def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[T
     if found is None:
         return None
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in found]
+    drawn = [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.dtype) for r in found]
     given = arriving if arriving is not None else drawn
     if [g.shape for g in given] != [r.shape for r in found]:
         return None

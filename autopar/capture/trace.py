@@ -361,7 +361,7 @@ class _Flattener:
         handle = self.names.fresh(f"region_{fqn}")
         params = tuple((k, self.fqn_of_value[x.name]) for k, x in enumerate(operands) if x.name in self.fqn_of_value)
         self.tensors[handle] = replace(call.region, params=params)  # type: ignore[assignment]  # which is asked for what tensors are
-        self.metas[handle] = meta_of(torch.empty(0))
+        self.metas[handle] = meta_of(torch.empty(0, device="cpu"))
         self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
         return Ref(handle)
 

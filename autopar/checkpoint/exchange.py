@@ -72,7 +72,7 @@ def export_model(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]
     names = list(keys)
 
     def data(i: int) -> Tensor:
-        whole = torch.empty(tensors[i][2], dtype=tensors[i][1])
+        whole = torch.empty(tensors[i][2], dtype=tensors[i][1], device="cpu")
         read(reader, metadata, {"": Target(key=keys[names[i]], here=whole, boxes=whole_box(whole.shape))}, None)
         return whole
 

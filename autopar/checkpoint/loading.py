@@ -212,7 +212,7 @@ def _whole_targets(
         for key in tensor_keys(list(value.values())):
             found = _entry(key, metadata)
             shape = tuple(found.size)
-            values[key] = torch.empty(shape, dtype=found.properties.dtype)
+            values[key] = torch.empty(shape, dtype=found.properties.dtype, device="cpu")
             targets[key] = Target(key=key, here=values[key], boxes=whole_box(shape))
 
 

@@ -127,7 +127,7 @@ def _bytes_of(x: Tensor) -> Tensor:
 def read_elements(file: IO[bytes], start: int, dtype: torch.dtype, shape: Sequence[int], crc: int | None = None) -> Tensor:
     """The tensor whose data begins at this byte of the file. crc: what the CRC-32 of its bytes must be. CheckpointError if the file ends
     before that, or holds other bytes."""
-    data = torch.empty(math.prod(shape) * itemsize(dtype), dtype=torch.uint8)
+    data = torch.empty(math.prod(shape) * itemsize(dtype), dtype=torch.uint8, device="cpu")
     view = _memory(data)
     file.seek(start)
     got = 0
@@ -138,7 +138,7 @@ def read_elements(file: IO[bytes], start: int, dtype: torch.dtype, shape: Sequen
         got += count
     if crc is not None and zlib.crc32(view) != crc:
         raise CheckpointError(f"{file.name} is damaged: the {len(view)} bytes at {start} are not those that were written")
-    return data.view(dtype).reshape(tuple(shape)) if data.numel() else torch.empty(tuple(shape), dtype=dtype)
+    return data.view(dtype).reshape(tuple(shape)) if data.numel() else torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -199,7 +199,7 @@ class _Kept:
         """On the CPU. From a GPU to pinned memory, one copy behind another, for which `wait` waits once."""
         if here.device.type != "cuda":
             return here.to("cpu", copy=True)
-        host = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+        host = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=True)
         host.copy_(here, non_blocking=True)
         self._copying.add(here.device)
         return host

@@ -90,7 +90,7 @@ class Subject:
         if stream is not None and isinstance(self.model, ParallelModule | DeferredModule):
             self.model.random_stream = (stream.seed, stream.calls)
             if just_seeded():
-                torch.rand(())  # else the next call would take it for seeded by now
+                torch.rand((), device="cpu")  # else the next call would take it for seeded by now
 
 
 def subject_of(model: nn.Module, *, write: bool) -> Subject:

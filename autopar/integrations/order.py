@@ -14,4 +14,4 @@ def shuffled_alike(sampler: Any, of_process_0: Callable[[int], int]) -> None:
     """Collective: a sampler that would draw from the generator of each process draws from one of its own, with the seed of process 0.
     of_process_0: gives every process the number of that one."""
     if getattr(sampler, "generator", sampler) is None:
-        sampler.generator = torch.Generator().manual_seed(of_process_0(int(torch.randint(2**62, ()))))
+        sampler.generator = torch.Generator().manual_seed(of_process_0(int(torch.randint(2**62, (), device="cpu"))))

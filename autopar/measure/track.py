@@ -54,7 +54,7 @@ def step_memory(
         with tracker:
             model = ParallelModule(emitted, given, device="cpu")
         del given
-        batch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()}
+        batch = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in inputs.items()}
         updater = optimizer(model.parameters())
         tracker.hold(batch.values(), "inputs")
         with tracker:

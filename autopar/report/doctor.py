@@ -74,7 +74,7 @@ def _gloo() -> Check:
         return Check(name="gloo", state="ok", found="in this build of torch")
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1, device="cpu"))
     except RuntimeError as error:
         return Check(name="gloo", state="missing", found=f"does not start: {str(error).splitlines()[0]}", remedy=remedy)
     finally:

@@ -68,7 +68,7 @@ class _Opened(torch.autograd.Function):
     def forward(ctx: Any, gradients: OfOutputs, more: OfOutputs, n: int, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.more, ctx.n = gradients, more, n
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # which is there as long as the graph is
+        ctx.save_for_backward(torch.empty(0, device="cpu"))  # which is there as long as the graph is
         return tuple(v.detach() for v in values[:n])  # which may be written in place, as views may not
 
     @staticmethod

@@ -108,7 +108,7 @@ class GivenBatches:
             device = next((x.device for x in inputs if x.device.type != "cpu"), None)
             if device is None:
                 return _Coming(call, what, found, exact, None)
-            here = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
+            here = torch.empty(len(found), dtype=torch.float64, device="cpu", pin_memory=True)
             here.copy_(torch.stack([x.to(device, torch.float64, non_blocking=True) for x in found]), non_blocking=True)
             ready = torch.get_device_module(device).Event()
             ready.record()
@@ -128,8 +128,9 @@ class GivenBatches:
         key = x.numel(), x.device, x.dtype
         if key not in self._places:
             generator = torch.Generator().manual_seed(0)  # at equal distances they might all be first words, which say nothing
-            places = torch.randint(x.numel(), (min(_ELEMENTS, x.numel()),), generator=generator)
-            weights = torch.arange(1, 1 + len(places)) * (2 * torch.randint(2, (len(places),), generator=generator) - 1)
+            places = torch.randint(x.numel(), (min(_ELEMENTS, x.numel()),), generator=generator, device="cpu")
+            signs = 2 * torch.randint(2, (len(places),), generator=generator, device="cpu") - 1
+            weights = torch.arange(1, 1 + len(places), device="cpu") * signs
             if x.dtype in _ROUNDED:
                 weights = torch.nn.functional.normalize(weights.to(torch.promote_types(x.dtype, torch.float32)), dim=0)
             self._places[key] = places.to(x.device), weights.to(x.device)
@@ -165,7 +166,7 @@ def _numbers_of_all(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    found = 2 * torch.randint(2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0)).double() - 1
+    found = 2 * torch.randint(2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0), device="cpu").double() - 1
     return found.to(device)
 
 

@@ -46,6 +46,6 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
     """torch.nn.functional.ctc_loss by this operator. Lengths may be numbers, too."""
-    lengths = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in (input_lengths, target_lengths))
+    lengths = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu") for x in (input_lengths, target_lengths))
     found: Tensor = _ctc(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     return found

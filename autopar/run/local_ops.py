@@ -271,7 +271,7 @@ def _seed_of_shard(axis: Axis | tuple[Axis, ...] | None) -> int:
     # The seed is a digest of the state, which is equal on all ranks. A number drawn as a tensor could not be read on a GPU
     # without waiting for it, nor from a fake tensor at all.
     state = torch.get_rng_state()
-    torch.rand(())  # so that the next one has another state
+    torch.rand((), device="cpu")  # so that the next one has another state
     digest = hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.numel()) + shard.to_bytes(4, "little"), digest_size=7)
     return int.from_bytes(digest.digest(), "little")
 

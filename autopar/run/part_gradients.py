@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, PartTensor, in_graph, is_part, lies_of, part_like
-from autopar.run.plain import plainly
+from autopar.run.plain import asker, plainly
 from autopar.run.wholes import cut_as, of_shape
 
 __all__ = ["gradients", "register_hook", "seen_as_itself"]
@@ -65,8 +64,8 @@ def _arriving(grad: Tensor, lies: Lies) -> Tensor:
 def seen_as_itself(func: Callable[..., Any], x: AnyPart) -> Tensor:
     """x.expand_as(x): by what autograd records of it, and of nothing else, the node is found that adds a leaf's gradient up. TypeError
     where gradients are to be asked for by that node: they would be of a part."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name in ("_by_parts", "_get_grad_fn_or_grad_acc"):
+    frame: FrameType | None = asker(2)
+    while frame is not None and frame.f_code.co_name == "_get_grad_fn_or_grad_acc":
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name == "get_gradient_edge":
         raise TypeError(f"{x._lies.name} is held in parts: ask torch.autograd.grad for the parameter itself, instead of its gradient edge")

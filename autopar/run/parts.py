@@ -14,7 +14,6 @@ Elementwise optimizers of torch.optim step on the parts themselves (`stepping`),
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -27,7 +26,7 @@ from autopar.run.elementwise import elementwise, foreach, unscale
 from autopar.run.given import DATA, GRAD, note
 from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
 from autopar.run.part_gradients import gradients, register_hook, seen_as_itself
-from autopar.run.plain import plainly
+from autopar.run.plain import asker, plainly
 from autopar.run.reductions import reduced
 from autopar.run.sent import COLLECTIVES, not_in_parts
 from autopar.run.wholes import cut_as, fresh, of_shape, on_the_whole, view
@@ -47,7 +46,7 @@ def _by_parts(
         return _attribute(func, name, args)
     if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
         return id(args[0]._lies)  # of no memory here, and another for each parameter
-    if name in F.STORAGES and args[0]._lies.split and not _asked_by_torch(sys._getframe(1)):
+    if name in F.STORAGES and args[0]._lies.split and not _asked_by_torch(asker()):
         raise TypeError(
             f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
             f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
@@ -56,7 +55,7 @@ def _by_parts(
         with torch.no_grad():
             return on_the_whole(func, name, args, kwargs)
     if name == "is_complex":
-        not_in_parts(first._lies, sys._getframe(1))
+        not_in_parts(first._lies, asker())
     if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
         with plainly():
             return func(*args, **kwargs)

@@ -46,7 +46,7 @@ class RandomNumbers:
             found = self._known.get(here, (torch.initial_seed() % 2**63, 0) if just_seeded() else self.stream)
             self.seed, self.calls = self._mesh.agree_numbers(found)
             self._note(here, self.calls)
-            torch.rand(())  # as a draw of the model's own would: a generator that has just been seeded is told from one that has not
+            torch.rand((), device="cpu")  # as a draw of the model's own would: one that has just been seeded is told from one that has not
             self._note(_state(), self.calls + 1)
         with seeded((self.seed + 0x9E3779B97F4A7C15 * self.calls) % 2**63, self._device):
             self.calls += 1

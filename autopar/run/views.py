@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.run import function_names as F
 from autopar.run.given import Memory
 from autopar.run.lies import Lies
-from autopar.run.plain import plainly
+from autopar.run.plain import asker, plainly
 from autopar.run.sent import COLLECTIVES, finished, not_in_parts
 
 __all__ = ["Gathered", "Source", "no_parameter_of", "sharing", "write_whole", "writes"]
@@ -66,7 +66,7 @@ class Gathered(Tensor):
         for source in sources:
             source.check(name)
             if name == "is_complex":
-                not_in_parts(source.lies, sys._getframe(1))
+                not_in_parts(source.lies, asker())
         with plainly():
             if name in F.SHOWN:  # what the format of a number asks of a tensor is that it is of no subclass
                 return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
