@@ -250,7 +250,8 @@ class Input:
 class Param:
     """A parameter as the program uses it. aliases: the further names of a tied parameter. rests: the dtype in which it rests, in which its
     gradient is summed, if the program reads it in a lower one (that of its type): it is cast before it is used, once a step or whenever it
-    is gathered. None: it is used as it rests."""
+    is gathered. None: it is used as it rests. agreed: the axes whose ranks all compute its whole gradient, by operators that do not give
+    the same bits each time (autopar.catalog.determinism), so that its mean over them is taken."""
 
     value: str
     fqn: str
@@ -258,6 +259,7 @@ class Param:
     trainable: bool = True
     rests: torch.dtype | None = None
     layouts: tuple[tuple[str, Layout], ...] = ()
+    agreed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

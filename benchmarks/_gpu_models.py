@@ -51,10 +51,19 @@ def _resnet() -> Made:
     return _cnns.ResNet(blocks=(3, 4, 6, 3), bottleneck=True).build(), {"images": images["x"], "labels": images["y"]}
 
 
+def _of_transformers() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8}
+    ids = torch.randint(32000, (8, 2048))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, use_cache=False, **sizes)), {"input_ids": ids, "labels": ids}
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "gpt": _decoder(_GPT, 16),
     "gpt with dropout": _decoder(replace(_GPT, dropout=0.1), 16),
     "llama": _decoder(_LLAMA, 8),
+    "llama of transformers": _of_transformers,
     "long": _decoder(replace(_LLAMA, layers=4, hidden=1024, heads=16, kv_heads=16, ffn=4096, length=16384), 1),
     "short": _decoder(replace(_GPT, hidden=768, heads=12, kv_heads=12, ffn=3072, length=64), 256),
     "tiny": _decoder(replace(_GPT, layers=4, hidden=128, heads=4, kv_heads=4, ffn=512, vocabulary=512, length=128), 8),

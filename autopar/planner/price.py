@@ -261,6 +261,6 @@ def param_bytes(program: Program, dims: Mapping[str, int], shard: int, *, ranks:
         found[p.value] = ParamBytes(
             local_bytes=t.nbytes, resting_bytes=resting * (p.rests or t.dtype).itemsize, numel=t.numel, resting_numel=resting,
             trainable=p.trainable,
-            summed=(*beside, *(axis for axis, layout in p.layouts if layout == R and axis in AXES)),
+            summed=(*beside, *(axis for axis, layout in p.layouts if (layout == R or axis in p.agreed) and axis in AXES)),
         )  # fmt: skip
     return found

@@ -7,14 +7,16 @@ axis is laid over it in the same way.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.catalog import OpView, localized, needs_transition, transition_op
+from autopar.catalog.determinism import varies
 from autopar.catalog.rule import localizer_of
-from autopar.ir import Block, Buffer, I, Input, Layout, Op, Param, Program, Ref, Repeat, Span, Strategy, TensorType, map_refs, refs
+from autopar.ir import Block, Buffer, I, Input, Layout, Op, Param, Program, R, Ref, Repeat, Span, Strategy, TensorType, map_refs, refs
 
 LeafT = TypeVar("LeafT", Input, Param, Buffer)
 
@@ -94,7 +96,7 @@ class _Sharder:
             blocks=alike(blocks, self.ops),
             repeats=tuple(Repeat(Span(begins[x.span.start], begins[x.span.stop]), x.times) for x in program.repeats),
             inputs=tuple(self._leaf(x) for x in program.inputs),
-            params=tuple(self._leaf(x) for x in program.params),
+            params=tuple(self._agreed(self._leaf(x)) for x in program.params),
             buffers=tuple(self._leaf(x) for x in program.buffers),
             layouts={**program.layouts, self.axis: self.layouts},
         )
@@ -126,6 +128,17 @@ class _Sharder:
                             if needs_transition(layout[v], usual, program.types[v]):
                                 found.setdefault((b, k), {}).setdefault(v, (usual, same[k]))
         return found
+
+    @functools.cached_property
+    def _differs(self) -> bool:
+        """Whether ranks run on all of it what does not give the same bits each time."""
+        whole = (op for op in self.program.ops if any(layout in (I, R) for layout in self.assignment.ops[op.name].outputs))
+        return any(varies(op, self.program.types) for op in whole)
+
+    def _agreed(self, param: Param) -> Param:
+        if self.layouts[param.value] != I or not param.trainable or not self._differs:
+            return param
+        return dataclasses.replace(param, agreed=(*param.agreed, self.axis))
 
     def _leaf(self, leaf: LeafT) -> LeafT:
         return dataclasses.replace(leaf, layouts=(*leaf.layouts, (self.axis, self.layouts[leaf.value])))

@@ -60,6 +60,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             rest=plan.rest if p.fqn in plan.zero_dims else WHOLE.name,
             unit=units.get(p.value),
             regions_only=p.value in only,
+            agreed=p.agreed,
         )
         for p in local.params
     )

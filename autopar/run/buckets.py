@@ -5,7 +5,7 @@ use it is whole over dp again: gathered once a step with its bucket, or where it
 
 Gradients of what is used become gradients of what rests: over an axis on which the use is R they are partial and summed
 (where the parameter rests in slices, reduce-scattered over 'shard', then summed over 'replica'); on which it is I they are the same
-everywhere; on which it is S they are this rank's own.
+everywhere, or the same but for rounding, and their mean is taken; on which it is S they are this rank's own.
 
 What is cast before it is used is gathered in the lower dtype. Gradients are kept, and added over uses and micro-batches, in the dtype in
 which their parameter rests; in which they travel is the manifest's reduce_dtype.
@@ -13,6 +13,7 @@ which their parameter rests; in which they travel is the manifest's reduce_dtype
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,9 +46,9 @@ Computes = Mapping[str, torch.dtype]  # parameters that are cast before they are
 class Held:
     """One parameter on one rank. param: the user's parameter; shape, dtype: of what rests here of it. zero: its dim that is cut into
     `shards` parts at rest, None if it rests whole; rest: the row that says when it is gathered and its gradient reduced. partial: the axes
-    over which the gradient of its use is partial. stages: those of this rank that use it. tied: the pipeline ranks that share it, None if
-    it is on one of them. trains: whether the present step computes its gradient. computes: the dtype in which it is used. reduce_dtype: in
-    which its gradient is reduced."""
+    over which the gradient of its use is summed; terms: how many equal terms such a sum has (ParamSpec.agreed). stages: those of this rank
+    that use it. tied: the pipeline ranks that share it, None if it is on one of them. trains: whether the present step computes its
+    gradient. computes: the dtype in which it is used. reduce_dtype: in which its gradient is reduced."""
 
     spec: ParamSpec
     param: nn.Parameter
@@ -57,6 +58,7 @@ class Held:
     shards: int
     rest: Rest
     partial: tuple[str, ...]
+    terms: int
     stages: tuple[int, ...]
     tied: Axis | None
     trains: bool
@@ -107,7 +109,8 @@ def hold(spec: ParamSpec, param: nn.Parameter, mesh: Mesh, tied: Axis | None, re
         zero=spec.zero_dim if mesh.shard.size > 1 else None,
         shards=mesh.shard.size,
         rest=rest_of(spec.rest),
-        partial=tuple(name for name in cut_order() if layouts[name].kind is Kind.REPLICATE and mesh.axis(name).size > 1),
+        partial=tuple(n for n in cut_order() if (layouts[n].kind is Kind.REPLICATE or n in spec.agreed) and mesh.axis(n).size > 1),
+        terms=math.prod(mesh.axis(n).size for n in spec.agreed),
         stages=tuple(s for s in spec.stages or (0,) if mesh.pp.rank in mesh.pp_ranks((s,))),
         tied=tied,
         trains=spec.trainable,
@@ -138,6 +141,7 @@ class Bucket:
         copies = ("replica" if name == BATCH and in_parts else name for name in first.partial)
         remaining = [name for name in copies if mesh.axis(name).size > 1]
         self.summed_over = mesh.joint(remaining) if remaining and not often else None
+        self.terms = first.terms
         self.late = first.late and not often
         self.reduce_dtype = first.reduce_dtype
         self.numels = [one.shape.numel() for one in held]
@@ -229,6 +233,8 @@ class Reduction:
             return
         self._wait()
         self._summed = True
+        if self.bucket.terms > 1:
+            self._flat.div_(self.bucket.terms)
         self._work = comm.all_reduce_(self._flat, self.bucket.summed_over, wait=False)
 
     def _wait(self) -> None:
@@ -290,7 +296,8 @@ def _filled(held: Iterable[Held], size_bytes: int) -> list[list[Held]]:
     last_first = tuple(held)[::-1]
     for one in sorted(last_first, key=lambda h: h.late):
         gathered_as = one.computes if one.zero is not None else None
-        key = (one.dtype, one.zero is not None, one.rest, one.partial, one.late, one.stages, one.spec.trainable, gathered_as)
+        summed = one.partial, one.terms
+        key = (one.dtype, one.zero is not None, one.rest, summed, one.late, one.stages, one.spec.trainable, gathered_as)
         bucket = open_.setdefault(key, [])
         bucket.append(one)
         if sum(h.shape.numel() * h.dtype.itemsize * (h.shards if h.zero is not None else 1) for h in bucket) >= size_bytes:
@@ -304,5 +311,5 @@ def make_units(held: Iterable[Held], mesh: Mesh) -> tuple[tuple[Bucket, ...], ..
     for one in held:
         if one.gathered_when_used:
             unit = one.spec.name if one.spec.unit is None else one.spec.unit
-            units.setdefault(unit, {}).setdefault((one.dtype, one.computes, one.partial), []).append(one)
+            units.setdefault(unit, {}).setdefault((one.dtype, one.computes, one.partial, one.terms), []).append(one)
     return tuple(tuple(Bucket(of, mesh, often=True) for of in unit.values()) for unit in units.values())
