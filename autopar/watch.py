@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from autopar import generators
 from autopar.axes import BATCH, axes_over
 from autopar.files import write_file
 from autopar.measure.resident import forget_peak, peak_bytes
@@ -323,7 +324,7 @@ def _as_it_was(module: ParallelModule) -> Iterator[None]:
     grads = [param.grad for param in params]
     changing = {**dict(module.named_buffers()), **module.written_parameters}
     before = {name: local(b).clone() for name, b in changing.items()}
-    stream, generator = module.random_stream, torch.get_rng_state()
+    stream, drawn = module.random_stream, generators.states()
     for param in params:
         param.grad = None
     try:
@@ -335,4 +336,4 @@ def _as_it_was(module: ParallelModule) -> Iterator[None]:
         for name, value in before.items():
             local(now[name]).copy_(value)
         module.random_stream = stream
-        torch.set_rng_state(generator)
+        generators.restore(drawn)

@@ -92,6 +92,17 @@ def test_gradients_of_other_targets_are_told_of(classes: int, monkeypatch: pytes
         assert _told([a], [c], monkeypatch, gradients=True) == ""
 
 
+def test_gradients_of_nearly_the_same_loss_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks smooth the labels of 12 samples by numbers of their own: a part in two thousand in the mean."""
+    target = torch.zeros(12, 4, dtype=torch.float64).index_fill_(1, torch.tensor([1]), 1.0)
+    probabilities = torch.softmax(torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), 1)
+    one, other = (probabilities - (1 - k) * target - k / 4 for k in (0.05, 0.0507))
+    assert "different losses" in _told([one], [one * 1.001], monkeypatch, gradients=True), "of another factor"
+    for dtype in (torch.float64, torch.float32):
+        assert "different losses" in _told([one.to(dtype)], [other.to(dtype)], monkeypatch, gradients=True)
+    assert _told([one.bfloat16()], [(one * (1 + 2**-10)).bfloat16()], monkeypatch, gradients=True) == "", "which 16 bits round"
+
+
 def test_inputs_that_ranks_round_otherwise_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 128)

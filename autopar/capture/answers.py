@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar import generators
 from autopar.capture.around import asking
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
@@ -355,7 +356,7 @@ class Tape:
 
     def _found(self, asked: Answers) -> object:
         """The answer to a question; None where it cannot be told, or draws random numbers."""
-        state = torch.get_rng_state()
+        before = generators.states()
         with _as_it_is(), torch.no_grad():
             values: dict[int, Any] = {k: self._real[n].detach().clone().to(asked.names[n]) for k, n in asked.leaves.items()}
             try:
@@ -363,8 +364,8 @@ class Tape:
             except (RuntimeError, ValueError, TypeError, LookupError):  # the trace raises what the code would
                 return None
             finally:
-                drawn = not torch.equal(state, torch.get_rng_state())
-                torch.set_rng_state(state)
+                drawn = not generators.same(before)
+                generators.restore(before)
         return None if drawn else found
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
+from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing, seeded
@@ -63,19 +64,19 @@ def traced(
     may be asked for; sizes: also where it is a size. leaves: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
-    state = torch.get_rng_state()
+    random = generators.states()
     step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes, leaves=leaves)
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)
         changes = tuple(c for c in start.changes(ends[-1].state) if not _stands_in(c))
-        if not torch.equal(state, torch.get_rng_state()):  # a trace draws nothing
+        if not generators.same(random):  # a trace draws nothing
             raise CaptureError(
                 f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
                 f"  what to do: set it before training; keep numbers that do not change in a buffer"
             )
     finally:
-        torch.set_rng_state(state)
+        generators.restore(random)
         start.restore()
         _clear_traced(start.reached.caches)
     return TracedCall(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar import generators
 from autopar.capture.applied import only_computes
 from autopar.capture.export import FAILURES
 from autopar.capture.follow import storage_of
@@ -84,7 +85,7 @@ def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: 
     """Call a hook as backward will, on a gradient of zeros."""
     outside = Outside(names)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), outside:
+        with torch.no_grad(), generators.kept(), outside:
             over_tensors(hook, given[1:])(torch.zeros_like(given[0]))
     except FAILURES as error:
         raise CaptureError(

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from autopar import generators
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs
 from autopar.capture.export import PREFIX
@@ -203,7 +204,7 @@ def _values(
         return None
     run = _Run(model, exported.graph_module, regions, wanted)
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called():
+        with torch.enable_grad(), generators.kept(), as_called():
             run.run(*args)
     except _FAILURES:
         return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar import generators
 from autopar.capture.applied import Function, Kept, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
@@ -63,7 +64,7 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
         functions.add((innermost(paths) or "", cls))
         return apply(*args, **kwargs)
 
-    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs):
+    with left_as_it_was(model, loss), torch.enable_grad(), generators.kept(), as_called(inputs):
         with without_values(model, inputs), _asked_by(note), hooks_told(hooked), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     if line := found.get("", ""):
@@ -108,7 +109,7 @@ def _applied(
             calls.append(pytree.tree_map_only(Tensor, lambda x: x if id(x) in own else _copy(x), given) if own else copied(given))
         return apply(*args, **kwargs)
 
-    with left_as_it_was(model, loss), torch.enable_grad(), torch.random.fork_rng(devices=[]), as_called(inputs):
+    with left_as_it_was(model, loss), torch.enable_grad(), generators.kept(), as_called(inputs):
         with without_values(model, inputs), applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     return seen

@@ -20,6 +20,7 @@ from torch import Tensor, fx, library, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar import generators
 from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
@@ -211,7 +212,7 @@ class Regions:
     def _call_model(self, watched: contextlib.AbstractContextManager[object]) -> None:
         """Call the model once on copies of its inputs, and leave it as it was."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
-        drawn, told = torch.random.fork_rng(devices=[]), as_called((args, kwargs))
+        drawn, told = generators.kept(), as_called((args, kwargs))
         with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), drawn, told:
             torch.manual_seed(0)
             with without_values(self.model, self.inputs):
@@ -233,7 +234,7 @@ class Regions:
 
     def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str) -> bool:
         """Make a region of operators that are no submodule; whether they can be one. given: what they are called with."""
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), generators.kept():
             call = _observed(path, graph, graph.forward, tuple(given), {}, line, {})[1]
         if isinstance(call, str):
             self.refused[path] = call
@@ -402,7 +403,7 @@ def _observed(
     copies = tuple(t.detach().clone() for t in given)
     versions = [t._version for t in (*given, *own.values())]
     attributes = _attributes(module)
-    state = torch.get_rng_state()
+    random = generators.states()
     held = {storage_of(t) for t in own.values()}
     known = held | {storage_of(t) for t in given}
     saved: dict[int, int] = {}
@@ -436,7 +437,7 @@ def _observed(
         return output, "it does not return dense tensors"
     if any(storage_of(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
-    draws = not torch.equal(state, torch.get_rng_state())
+    draws = not generators.same(random)
     region = Region(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
         modes=tuple(m.training for m in module.modules()), autocast=ambient(),

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from autopar import generators
 from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
@@ -52,10 +53,10 @@ def run_small(region: Region, given: Sequence[Tensor], results: Sequence[Tensor]
     """A region without a state on `stand_ins` of what it was given on the meta device: these, its results, whether it draws random
     numbers. None if it does not take them, or makes of them other shapes than `results` say."""
     small, reduced = stand_ins(given), _reduced(given)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.get_rng_state()
+    with generators.kept(), torch.no_grad():
+        before = generators.states()
         found = _results(region, small, ())
-        draws = not torch.equal(before, torch.get_rng_state())
+        draws = not generators.same(before)
     expected = [tuple(reduced.get(size, size) for size in r.shape) for r in results]
     if found is None or [tuple(r.shape) for r in found] != expected:
         return None
@@ -68,7 +69,7 @@ def works_by_samples(
     """Whether the shapes of its results do not depend on values, and which of its tensors may be cut along dim 0, so that its results
     are cut alike (none if it cannot). own_backward: it need not be the same for large gradients as for small ones."""
     shapes = [tuple(r.shape) for r in results]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with generators.kept(), torch.no_grad():
         for tensors in _variations(given):
             found = _results(region, tensors, state)
             if found is not None and [tuple(r.shape) for r in found] != shapes:
@@ -82,7 +83,7 @@ def works_by_samples(
     doubles = [_double(t) for t in given]
     weights = [_double(t) for t in state]
     least = 1 if len(rows) <= AT_ONCE else len(rows)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with generators.kept(), torch.enable_grad():
         for count in range(len(rows), least - 1, -1):
             for split in itertools.combinations(rows, count):
                 if all(_holds(exact, doubles, weights, frozenset(split), size, f) for f in (FACTORS if own_backward else (1.0,))):
@@ -95,7 +96,7 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
     than they are given: what one of them cuts off may be in none of these. doubled: in float64; else in the dtypes that are given, as what
     holds tensors of its own needs it."""
     doubles, tried = [_double(t) if doubled else t.detach().clone().requires_grad_(t.requires_grad) for t in given], 0
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with generators.kept(), torch.enable_grad():
         for tensors in (*_variations(doubles), *_larger(doubles)):
             torch.manual_seed(0)
             one = _differentiated(region, tensors, (), None)
@@ -129,7 +130,7 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
         return False
     exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
     doubles, weights, tried = [_double(t) for t in given], [_double(t) for t in state], 0
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with generators.kept(), torch.enable_grad():
         for tensors in (*_variations(doubles), *_larger(doubles)):
             once = _differentiated(exact, tensors, weights, None)
             if once is None:
@@ -142,7 +143,7 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
 
 def _is_linear_at(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], once: Ran) -> bool:
     generator = torch.Generator().manual_seed(2)
-    other = [torch.randn(g.shape, generator=generator, dtype=torch.float64, device="cpu").to(g.dtype) for g in once[1]]
+    other = [torch.randn(g.shape, generator=generator, dtype=torch.float64, device="cpu").to(g.device, g.dtype) for g in once[1]]
     second = _differentiated(region, tensors, state, other)
     summed = _differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
     if second is None or summed is None:
@@ -220,7 +221,7 @@ def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     def noise(t: Tensor, scale: float) -> Tensor:
         if not t.dtype.is_floating_point:
             return t
-        return torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.dtype) * scale
+        return torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device, t.dtype) * scale
 
     yield list(given)
     yield [t.roll(1, 0) if t.dim() else t for t in given]
@@ -244,7 +245,7 @@ def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[T
     if found is None:
         return None
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.dtype) for r in found]
+    drawn = [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.device, r.dtype) for r in found]
     given = arriving if arriving is not None else drawn
     if [g.shape for g in given] != [r.shape for r in found]:
         return None

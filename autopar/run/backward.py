@@ -124,6 +124,7 @@ class Backward:
                 return gradients(given)
             except Exception as error:
                 broken_off(error, begun, staged=self.form.mesh.pp.size > 1, lost=self.form.under_way)
+                record.phase(record.OUTSIDE)
                 raise
 
         return seen

@@ -9,6 +9,7 @@ on a GPU are read in a later call, when they have been computed.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections import deque
@@ -28,22 +29,25 @@ __all__ = ["GivenBatches"]
 
 _ELEMENTS = 256  # of each input
 _PARTS = 2**40  # numbers that must be equal are below it: float64 has all of these
-_ROUNDING = 1e-3  # how far apart the means of two ranks may be, relative to the size of elements: ranks may compute their inputs
+_ROUNDING = {  # how far apart, relative to their size, the elements of two ranks may be: ranks may compute their inputs
+    torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-4, torch.float64: 1e-4,
+}  # fmt: skip
+_SMALL = 1e-6  # sizes below this are compared relative to this
 _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_ROUNDED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_ROUNDED = frozenset(_ROUNDING)
 _KNOWN = _EXACT | _ROUNDED
 
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
     """The numbers of a call's inputs, or gradients, one after the other: one of what must be equal, two of what may be rounded. call: its
-    number, or that of the gradients (`record.gradients`). exact: of each input, which it is. ready: the event after which they are there,
-    all in one tensor; None: they are, each by itself."""
+    number, or that of the gradients (`record.gradients`). within: of each input, how far apart it may be on two ranks; 0: it must be equal.
+    ready: the event after which they are there, all in one tensor; None: they are, each by itself."""
 
     call: int
     what: int
     numbers: list[Tensor]
-    exact: list[bool]
+    within: list[float]
     ready: Any
 
     @property
@@ -55,12 +59,12 @@ class _Coming:
         read: list[Any] = [one.tolist() for one in self.numbers]
         numbers = iter(read[0] if self.ready is not None else read)
         equal, near = 0, 0.0
-        for place, exact in enumerate(self.exact, 1):
-            if exact:
+        for place, within in enumerate(self.within, 1):
+            if not within:
                 equal = (equal + place * int(next(numbers))) % _PARTS
             else:
                 total, absolute = next(numbers), next(numbers)
-                near += place * (total / absolute if 0 < absolute < math.inf else 0.0)
+                near += place * (total / absolute + math.asinh(absolute / _SMALL) if 0 < absolute < math.inf else 0.0)
         return equal, near
 
 
@@ -96,7 +100,7 @@ class GivenBatches:
             one = self._coming.popleft()
             equal, near = one.two()
             batch = record.was_given(one.call, one.what, self._part * _PARTS + equal, near)
-            differs = functools.partial(_differ, batch, within=_ROUNDING * sum(range(1, 1 + len(one.exact))))
+            differs = functools.partial(_differ, batch, within=sum(map(operator.mul, itertools.count(1), one.within)))
             if (rank := watch.differing_from(operator.methodcaller("batch", one.call, one.what), differs)) is not None:
                 raise self._error(one.what, watch.rank, rank, record.calls() - record.given_in(one.call, one.what))
 
@@ -104,15 +108,15 @@ class GivenBatches:
         """The numbers of these, or on their way from a GPU."""
         numbers = self._numbers if what == record.BATCH_OF else _numbers_of_all
         with torch.no_grad():
-            found, exact = [number for x in inputs for number in numbers(x)], [x.dtype in _EXACT for x in inputs]
+            found, within = [number for x in inputs for number in numbers(x)], [_ROUNDING.get(x.dtype, 0.0) for x in inputs]
             device = next((x.device for x in inputs if x.device.type != "cpu"), None)
             if device is None:
-                return _Coming(call, what, found, exact, None)
+                return _Coming(call, what, found, within, None)
             here = torch.empty(len(found), dtype=torch.float64, device="cpu", pin_memory=True)
             here.copy_(torch.stack([x.to(device, torch.float64, non_blocking=True) for x in found]), non_blocking=True)
             ready = torch.get_device_module(device).Event()
             ready.record()
-            return _Coming(call, what, [here], exact, ready)
+            return _Coming(call, what, [here], within, ready)
 
     def _numbers(self, x: Tensor) -> tuple[Tensor, ...]:
         """Scalars on the device of x: a sum of elements, which must be equal; or one that may be rounded, and what it is relative to."""

@@ -136,7 +136,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     gloo sends the host's memory alone, so that what lies on a GPU goes through it."""
     by_host = axis.held is not None and axis.held.gloo
     landing = [torch.empty_like(t, device="cpu") if by_host and t.is_cuda else t for t, _ in receives]
-    ops = [dist.P2POp(dist.isend, t.cpu() if by_host else t, rank, axis.group) for t, rank in sends]
+    ops = [dist.P2POp(dist.isend, t.cpu() if by_host and t.is_cuda else t, rank, axis.group) for t, rank in sends]
     ops += [dist.P2POp(dist.irecv, t, rank, axis.group) for t, (_, rank) in zip(landing, receives, strict=True)]
     record.entered(record.EXCHANGE, axis.name)  # which may find out that the other rank has gone
     works: list[dist.Work] = dist.batch_isend_irecv(ops)
