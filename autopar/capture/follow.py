@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import Tape
 from autopar.capture.around import asking
+from autopar.capture.chances import Chances
 from autopar.capture.conditions import Truths, chooses_a_kernel, is_only_kept, must_be
 from autopar.capture.known import with_known_values
 from autopar.capture.source import in_library, running_line
@@ -184,7 +185,7 @@ class AtTheBorder(TorchFunctionMode):
         self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
-        self._truths = Truths()
+        self._truths, self._chances = Truths(), Chances()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -209,6 +210,8 @@ class AtTheBorder(TorchFunctionMode):
                 f"a hook on what autograd records of an activation, which no graph holds\n  at {running_line()}\n  what to do: register it "
                 f"on the activation instead (Tensor.register_hook)"
             )
+        if (certain := self._chances.answer(func, args)) is not None:
+            return certain
         if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
             frame = asking(1)
             if chooses_a_kernel(frame):
@@ -254,6 +257,7 @@ class AtTheBorder(TorchFunctionMode):
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)
+        self._chances.note(func, args, kwargs, result)
         if not kwargs:
             self._truths.note(func, args, result)
         return result

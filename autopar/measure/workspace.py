@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.interpret import run_op
 from autopar.catalog.transitions import ALL_TO_ALL, REGROUP, TRANSITIONS
@@ -161,7 +161,7 @@ def _backward(tracker: MemoryTracker, operands: Sequence[Tensor], results: Seque
     try:
         with tracker:
             found = iter(torch.autograd.grad(roots, leaves, arriving, allow_unused=True))
-    except (DynamicOutputShapeException, NotImplementedError):  # its backward depends on values: taken to make its operands' gradients
+    except (RuntimeError, TypeError, ValueError):  # its backward depends on values: taken to make its operands' gradients
         sizes = tuple(t.untyped_storage().nbytes() if t.requires_grad else 0 for t in operands)
         return sum(sizes), sizes
     peak = tracker.peak_bytes - before
