@@ -20,7 +20,7 @@ from autopar.planner.price import param_bytes
 from autopar.run import WorkerPool, buckets
 from autopar.run.part import local
 
-BATCH, WIDE = 3, 8192  # neither the batch nor the channels are divided by two ranks
+BATCH, WIDE = 3, 8  # neither the batch nor the channels are divided by two ranks, and the rest is too small to be
 
 
 class Odd(nn.Module):
@@ -91,12 +91,9 @@ def test_gradients_that_all_ranks_compute_are_agreed_upon(make: type[nn.Module],
     plan = plan_of(captured, 2, cluster="cpu", pins={"tp": 2})
     rank = lower(captured.program, plan).program
     found = {p.fqn: p.agreed for p in rank.params}
-    assert {name: found[name] for name in ("conv.weight", "norm.weight", "norm.bias")} == dict.fromkeys(
-        ("conv.weight", "norm.weight", "norm.bias"), agreed
-    )
-    assert found["up.weight"] == (), "each rank has a part of its own"
+    assert set(found.values()) == {agreed}, "all of it is whole on both ranks"
     summed = {p.fqn: param_bytes(rank, {}, 1)[p.value].summed for p in rank.params}
-    assert summed["norm.weight"] == agreed and summed["up.weight"] == (), "and that is priced"
+    assert summed == found, "and that is priced"
 
 
 def trained(pins: dict[str, Any], make: type[nn.Module]) -> dict[str, list[float]]:
