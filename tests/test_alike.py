@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import autopar
 from autopar.run import alike, record, watchdog
 
 pytestmark = pytest.mark.pure
@@ -81,6 +83,26 @@ def test_other_numbers_and_parameters_are_told_of(mine: list[Written], theirs: l
 def test_what_is_written_in_a_call_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     record.phase(record.BACKWARD)
     assert not told(scaled(0.5), [], monkeypatch)
+
+
+def test_an_error_ends_a_call() -> None:
+    """What is written after it is noted, also where the loop has gone on behind an error."""
+    torch.manual_seed(0)
+    module = autopar.compile(nn.Linear(4, 2), 1, example_inputs=(torch.randn(4, 4),))
+    with pytest.raises(TypeError):
+        module(torch.randn(4, 4), no="input")
+    assert record.now() == record.OUTSIDE
+    found = module(torch.randn(4, 4))
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    module.weight.register_hook(failing)
+    with pytest.raises(ArithmeticError, match="in backward"):
+        found.sum().backward()
+    assert record.now() == record.OUTSIDE
+
+
+def failing(grad: torch.Tensor) -> None:
+    raise ArithmeticError("in backward")
 
 
 def test_numbers_of_other_devices_are_not_read() -> None:
