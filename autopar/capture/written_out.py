@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.capture.strided import as_strided
 from autopar.run.ctc import ctc_loss
 
 __all__ = ["WRITTEN_OUT"]
@@ -126,5 +127,5 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss, F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.masked_select: _masked_select, torch.Tensor.masked_select: _masked_select, torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount, torch.cov: _cov, torch.Tensor.cov: _cov, torch.corrcoef: _corrcoef, torch.Tensor.corrcoef: _corrcoef,
-    torch.combinations: _combinations,
+    torch.combinations: _combinations, torch.as_strided: as_strided, torch.Tensor.as_strided: as_strided,
 }  # fmt: skip
