@@ -94,3 +94,42 @@ def test_what_reads_beside_a_tensor_is_refused(read: object) -> None:
         capture(Reads(), (torch.randn(4, 4),))
 
 
+
+
+@pytest.mark.pure
+def test_memory_by_its_place_is_refused() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = torch.ops.aten.as_strided(self.linear(x), (2, 2), (1, 1))
+            return found.sum()
+
+    with pytest.raises(CaptureError, match="reads memory by its place"):
+        capture(Reads(), (torch.randn(4, 4),))
+
+
+@pytest.mark.pure
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_writes_beside_a_vmap_have_gradients() -> None:
+    """torch functionalizes the whole graph there, and makes a copy of each write, which has no derivative."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(4)
+            mask = torch.vmap(lambda place: places <= place)(places)
+            h = self.linear(x).clone()
+            for i in range(1, 4):
+                h[..., i, :i] = h[..., i, :i] * 2 + h[..., :i, i]
+                h[..., i, i] = 1
+            return h.masked_fill(~mask, 0).square().sum()
+
+    torch.manual_seed(0)
+    captured = capture(Masked(), (torch.randn(2, 4, 4),))  # which compares the loss and all gradients
+    assert not any(op.target == "aten.copy.default" for op in captured.program.ops)

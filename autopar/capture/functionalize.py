@@ -170,6 +170,8 @@ class _Functionalizer:
         return self.current[name]
 
     def _read_only(self, op: Op) -> None:
+        if op.target == "aten.copy.default":
+            op = self._of_the_source(op)
         new = map_refs(op, lambda n: Ref(self._now(n)))
         self._check_effects(new)
         self._emit(new)
@@ -185,6 +187,17 @@ class _Functionalizer:
             if parent is not None and not op.target.startswith("aten.lift_fresh_copy"):
                 self.views[output] = _View(parent, op, index)
                 self.seen_version[output] = self.version.get(self._base(parent), 0)
+
+    def _of_the_source(self, op: Op) -> Op:
+        """A copy that is a value of its own, as torch functionalizes a write: of the source alone, in the dtype and shape of the other. It
+        has no derivative as it is."""
+        (target, source, *_), meta = op.args, self.metas[self._now(refs(op)[0])]
+        assert isinstance(target, Ref) and isinstance(source, Ref), op
+        name = self._now(source.name)
+        if self.metas[name].dtype != meta.dtype:
+            name = self._new("aten.to.dtype", Ref(name), meta.dtype, like=name)
+        self.current[name] = name
+        return dataclasses.replace(op, target="aten.expand.default", args=(Ref(name), tuple(meta.shape)), kwargs=())
 
     def _check_type(self, op: Op, found: Meta, traced: Meta) -> None:
         if op.target in _OTHERWISE_TRACED:

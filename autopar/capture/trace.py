@@ -387,6 +387,11 @@ class _Flattener:
                 raise symbolic.error()
             env[node] = symbolic  # which may serve an assertion only; the loss may not depend on it
             return
+        if target.name().startswith("aten::as_strided"):
+            raise CaptureError(
+                f"cannot capture {target}, which reads memory by its place: a value lies otherwise on several ranks\n  at {source}\n"
+                f"  what to do: call Tensor.as_strided, index the tensor, or use unfold"
+            )
         named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
         if named.get("sparse") is True:
             raise SparseGradients(
