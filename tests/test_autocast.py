@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 import autopar
 from autopar.capture import capture
@@ -345,3 +346,35 @@ def scaled(pins: dict[str, int], overflow_on: int) -> tuple[float, bool, bool]:
 @pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, pins: dict[str, int]) -> None:
     assert pool.run(scaled, pins, 1) == [(128.0, True, True)] * 2
+
+
+class _MasksByFunctions(nn.Module):
+    """As transformers 4 makes masks: by a vmap of a function of positions, which indexes the padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        def seen(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & padding[row, key]
+
+        places = torch.arange(x.shape[1])
+        with TransformGetItemToIndex():
+            over = torch.vmap(seen, (None, None, 0))
+            mask = torch.vmap(torch.vmap(over, (None, 0, None)), (0, None, None))(torch.arange(len(x)), places, places)
+        h = self.linear(x)
+        scores = (h @ h.transpose(1, 2)).masked_fill(~mask, -10.0)
+        return (scores.softmax(-1) @ h).float().square().mean()
+
+
+@pytest.mark.pure
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_vmap_inside_of_autocast(lower: bool) -> None:
+    torch.manual_seed(0)
+    model, x, padding = _MasksByFunctions(), torch.randn(4, 6, 8), torch.rand(4, 6) < 0.7
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        program = capture(model, (x, padding)).program  # which compares loss and gradients
+    products = [op for op in program.ops if op.target in ("aten.matmul.default", "aten.linear.default")]
+    assert {program.types[op.outputs[0] or ""].dtype for op in products} == {torch.bfloat16 if lower else torch.float32}

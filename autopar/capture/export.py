@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._export import verifier
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
@@ -193,7 +194,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     try:
         with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
-            with _themselves(), weighed_by_tensors(), states_of_lstms():
+            with _themselves(), weighed_by_tensors(), states_of_lstms(), _constants_of_regions():
                 exported = torch.export.export(step, args, dict(kwargs), strict=False)
     except FAILURES as e:
         if line := step.border.differentiates:
@@ -216,9 +217,27 @@ def _themselves() -> Iterator[None]:
         tracer.getattr = shows  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _constants_of_regions() -> Iterator[None]:
+    """Inside, torch's check of a graph passes constants over that are no tensors, where a region (of autocast) is given them: what indexes
+    in a vmap is described by one. (The check is private; there is no other way.)"""
+    check = verifier._check_val
+
+    def checked(node: fx.Node) -> None:
+        if node.op != "placeholder" or "val" in node.meta:
+            check(node)
+
+    verifier._check_val = checked
+    try:
+        yield
+    finally:
+        verifier._check_val = check
+
+
 def _without_vmap(exported: ExportedProgram) -> ExportedProgram:
     """Regions of torch.vmap (masks made from a function of positions) are replaced by the batched operators they stand for."""
-    names = (getattr(n.target, "__module__", "") for n in exported.graph.nodes if n.op == "call_function")
+    graphs = [module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    names = (getattr(n.target, "__module__", "") for graph in graphs for n in graph.nodes if n.op == "call_function")
     if not any(str(name).startswith("torch._functorch") for name in names):
         return exported
     batched = exported.run_decompositions({})
