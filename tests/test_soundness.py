@@ -12,7 +12,7 @@ from soundness_harness import Case, Tally, case_of, op_db, op_db_cases, unsound
 
 from autopar.catalog import strategies_of
 from autopar.ir import P, R, S, Strategy
-from autopar.run import ctc  # noqa: F401  (registers the operator)
+from autopar.run import bags, ctc  # noqa: F401  (which register operators)
 
 pytestmark = pytest.mark.pure
 
@@ -199,6 +199,9 @@ def local_code() -> Iterator[tuple[Any, ...]]:
     yield "aten.embedding.default", x(8, 6), integers(8, 4, 8), 3
     yield "aten.cross_entropy_loss.default", x(8, 12), integers(12, 8), None, 2
     yield "aten.cross_entropy_loss.default", x(8, 12), torch.tensor([-100, -100, -100, 1, 2, 3, 4, 5])  # a mean over those that count
+    for mode, weights in (("sum", x(8, 5)), ("sum", None), ("mean", None), ("max", None)):
+        yield "autopar_operators.embedding_bag.default", x(6, 12), integers(6, 8, 5), weights, mode, None
+        yield "autopar_operators.embedding_bag.default", x(6, 12), integers(6, 8, 5), weights, mode, 2
     frames = x(6, 8, 5).log_softmax(-1), integers(4, 8, 3) + 1, torch.tensor([6, 5, 6, 4] * 2), torch.tensor([2, 3, 1, 0] * 2)
     yield "autopar_operators.ctc_loss.default", *frames, 0, True
     yield "autopar.L.sync_batch_norm", x(4, 8, 3), x(8), x(8), x(8), positive(8), {"axis": "b", "momentum": 0.1, "eps": 1e-5}

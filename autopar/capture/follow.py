@@ -243,7 +243,9 @@ class AtTheBorder(TorchFunctionMode):
                     self._refuse(x)
         if func in WRITTEN_OUT:
             with self:  # what they ask is asked as the user's own code would
-                return WRITTEN_OUT[func](*args, **kwargs)
+                written_out = WRITTEN_OUT[func](*args, **kwargs)
+            if written_out is not NotImplemented:
+                return written_out
         if (call_of_values := with_known_values(self._tape, func, args, kwargs)) is not None:
             with self:
                 return call_of_values()
