@@ -238,7 +238,7 @@ class Finite(Model):
             raise ValueError("activations are not finite")
         if not (hidden < 1e9).all():
             raise ValueError("activations are too large")
-        assert torch.isfinite(self.last.weight).all()
+        assert torch.all(torch.isfinite(self.last.weight)).item()
         assert (self.last.weight > 0).any()  # of which some are not
         assert hidden.max() < 1e9 and hidden.min() >= -1e9
         if y.amin() < 0 or torch.max(x) > 1e9:
@@ -376,6 +376,10 @@ class _Asked:
     def any(self) -> _Asked:
         return self
 
+    def item(self) -> bool:
+        self.said.append(must_be(sys._getframe(1), by_item=True))
+        return self.otherwise if self.said[-1] is None else self.said[-1]
+
 
 def _if_raise(t: Any) -> None:
     if t.any():
@@ -449,6 +453,24 @@ def _not_inside(t: Any) -> None:
         raise ValueError
 
 
+def _assert_item(t: Any) -> None:
+    assert t.any().item(), "a message"
+
+
+def _if_item_raise(t: Any) -> None:
+    if t is not None and t.any().item():
+        raise ValueError
+
+
+def _item_compared(t: Any) -> None:
+    assert t.any().item() is False
+
+
+def _item_elsewhere(t: Any) -> None:
+    assert t is not None; found = t.any().item()  # noqa: E702
+    assert not found
+
+
 def _both_raise(t: Any) -> None:
     if t.any():
         raise ValueError
@@ -462,7 +484,8 @@ def _both_raise(t: Any) -> None:
     [
         (_if_raise, False), (_if_not_raise, True), (_if_none_and, False), (_else_raise, True), (_elif_raise, False), (_assert, True),
         (_assert_not, False), (_over_lines, False), (_chooses, None), (_branches, None), (_raises_perhaps, None), (_of_several, None),
-        (_not_inside, None), (_both_raise, None),
+        (_not_inside, None), (_both_raise, None), (_assert_item, True), (_if_item_raise, False), (_item_compared, None),
+        (_item_elsewhere, None),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip

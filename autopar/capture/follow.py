@@ -209,11 +209,12 @@ class AtTheBorder(TorchFunctionMode):
                 f"a hook on what autograd records of an activation, which no graph holds\n  at {running_line()}\n  what to do: register it "
                 f"on the activation instead (Tensor.register_hook)"
             )
-        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
+        by_item = func is torch.Tensor.item and args[0].dtype == torch.bool
+        if (func is torch.Tensor.__bool__ or by_item) and isinstance(args[0], FakeTensor):
             frame = asking(1)
             if chooses_a_kernel(frame):
                 return False
-            if (expected := must_be(frame)) is not None:
+            if (expected := must_be(frame, by_item=by_item)) is not None:
                 of = self._truths.elements(args[0], expected)
                 self.asked.append((running_line(), self._ask(args[0], expected, running_line(), of)))
                 return expected
