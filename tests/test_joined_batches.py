@@ -45,6 +45,15 @@ class Averaged(Joined):
         return self.layers(torch.cat([a, b])).square().mean()
 
 
+class Adversarial(Joined):
+    """Labels that are made in the forward, the same for all samples of a batch."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        true, false, count = self.layers(a), self.layers(b), len(a)
+        right, wrong = (F.binary_cross_entropy_with_logits(x, x.new_full((count, 10), y)) for x, y in ((true, 1.0), (false, 0.0)))
+        return right + wrong + F.cosine_embedding_loss(true, false, -torch.ones(count))
+
+
 def inputs() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(BATCH, DIM, generator=generator), torch.randn(BATCH, DIM, generator=generator)
@@ -56,6 +65,13 @@ def test_products_of_joined_batches_are_split(model: type[Joined]) -> None:
     plan = plan_of(capture(model(), inputs()), 4, cluster="cpu", pins={"dp": 4})
     split = {name: parse_strategy(text).splits_work for name, text in plan.axes["dp"].ops.items()}
     assert all(split[name] for name in split if name.startswith(("linear", "matmul", "cat", "layers"))), split
+
+
+@pytest.mark.gloo
+def test_labels_made_in_the_forward_are_exact(workers: WorkerPool) -> None:
+    for pins in ({"dp": 2, "tp": 2, "micro_batches": 3}, {"dp": 2, "pp": 2, "micro_batches": 2}):
+        report = verify(Adversarial(), inputs(), 4, pins=pins, steps=2, pool=workers)
+        assert report.ok and max(report.loss, report.gradient, report.parameter) < TOLERANCE, report
 
 
 @pytest.mark.gloo

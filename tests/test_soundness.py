@@ -176,6 +176,12 @@ def products_and_views() -> Iterator[tuple[Any, ...]]:
                           ((4, 8, 3), (96,)), ((1, 4, 8), (4, 1, 8)), ((4, 6, 8), (4, 2, 3, 8))):  # fmt: skip
         for name in ("view", "reshape"):
             yield f"aten.{name}.default", x(*before), after
+    for operand in (x(4, 8, 3, 3), x(4, 3, 3)):
+        symmetric = operand @ operand.mT + 3 * torch.eye(3, dtype=torch.float64)
+        yield "aten.linalg_cholesky.default", symmetric
+        yield "aten.logdet.default", symmetric
+    for more in ((), (x(4, 1, 6),), (None, x(4, 2, 6)), (x(4, 1, 6), x(4, 2, 6))):
+        yield "aten.diff.default", x(4, 8, 6), 1, 1, *more
     yield "aten.chunk.default", x(4, 24), 3, 1
     yield "aten.split.Tensor", x(4, 24), 8, -1
     yield "aten.split_with_sizes.default", x(4, 32), [16, 8, 8], 1

@@ -79,6 +79,8 @@ def tensordot(view: OpView) -> Iterable[Strategy]:
     yield view.strategy([P, R], [P])
 
 
+register("aten.linalg_cholesky aten.cholesky", Dims("b* m! n! -> b* m! n!"))
+register("aten.logdet", Dims("b* m! n! -> b*"))
 register("aten.tensordot", tensordot)
 register("aten.matmul", matmul)
 register("aten.addmm", addmm)
