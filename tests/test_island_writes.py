@@ -81,10 +81,41 @@ def largest_of_the_others(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return losses[y == 0].sum() + values.mean()
 
 
+def without_gradients(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m.first(x)
+    with torch.no_grad():
+        places = h.abs().floor().long()
+        places[(places > 0) & (y[:, None] == 1)] -= 1
+        with torch.enable_grad():
+            h = h.clone()
+            h[places == 1] *= 2.0
+    return F.cross_entropy(m.head(h * (places + 1)), y)
+
+
+def in_autocast(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m.first(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chosen = h[y != 0]
+        h = m.head(h.index_put((y != 0,), chosen * 2.0))
+    return F.cross_entropy(h.float(), y)
+
+
+def inside_and_outside(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m.first(x)
+    with torch.no_grad():
+        weights = torch.ones_like(h)
+        weights[y == 1] = h[y == 1].abs()
+    h[torch.where(weights[:, 0] > 0.5)] += 1.0
+    return F.cross_entropy(m.head(h * weights), y)
+
+
 @pytest.mark.parametrize(
     "fn",
-    [number, own_rows, in_place_of_what_is_chosen, read_after_it_was_written, through_views, experts, largest_of_the_others],
-)
+    [
+        number, own_rows, in_place_of_what_is_chosen, read_after_it_was_written, through_views, experts, largest_of_the_others,
+        without_gradients, in_autocast, inside_and_outside,
+    ],
+)  # fmt: skip
 def test_writes_at_chosen_places_are_those_of_the_model(fn: Forward) -> None:
     torch.manual_seed(1)
     given = torch.randn(12, 8), torch.arange(12) % 4

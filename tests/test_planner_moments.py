@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from autopar.capture import run_op, run_program
+from autopar.capture import capture, run_op, run_program
 from autopar.ir import Lowered, Program, Span, refs
 from autopar.planner.moments import NotSplittable, derived_from_inputs, split_into_moments
 from autopar.planner.stages import cut_stages, legal_cuts, segments_of
@@ -176,3 +179,16 @@ def test_blocks_that_are_cut_are_no_calls_and_others_are() -> None:
     inside = block.spans[1].start + 2
     cut = cut_stages(split_into_moments(program, 1), program, (inside,), {})
     assert [[c.instance for c in stage.calls] for stage in cut.stages] == [[0], [2, 3]]
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, F.mse_loss, F.soft_margin_loss])
+def test_labels_that_are_the_same_for_all_are_made_for_each_sample(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As of a discriminator, of which all samples are true."""
+
+    class Discriminator(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return loss(super().forward(x), torch.ones(len(x), 1)) + F.cosine_embedding_loss(x * self.weight, x, torch.ones(len(x)))
+
+    moments = split_into_moments(capture(Discriminator(6, 1), (torch.randn(8, 6),)).program, 4)
+    assert not moments.prologue
+    assert [op.args[0] for op in moments.body.ops if op.target == "aten.ones.default"] == [(2, 1), (2,)]

@@ -12,6 +12,7 @@ from soundness_harness import Case, Tally, case_of, op_db, op_db_cases, unsound
 
 from autopar.catalog import strategies_of
 from autopar.ir import P, R, S, Strategy
+from autopar.run import bags, ctc  # noqa: F401  (which register operators)
 
 pytestmark = pytest.mark.pure
 
@@ -147,7 +148,22 @@ def products_and_views() -> Iterator[tuple[Any, ...]]:
     for a, b in (((8,), (8,)), ((4, 8), (8,)), ((8,), (8, 4)), ((2, 4, 8), (8, 4)), ((4, 8, 12), (4, 12, 8)), ((1, 4, 8), (4, 8, 4)),
                  ((4, 8, 12), (2, 1, 12, 8)), ((8,), (4, 8, 4))):  # fmt: skip
         yield "aten.matmul.default", x(*a), x(*b)
-    for equation, shapes in (("bqhd,bkhd->bhqk", ((4, 8, 4, 6), (4, 8, 4, 6))), ("bij,jk->bik", ((4, 8, 4), (4, 8)))):
+    for equation, shapes in (
+        ("bqhd,bkhd->bhqk", ((4, 8, 4, 6), (4, 8, 4, 6))),
+        ("bij,jk->bik", ((4, 8, 4), (4, 8))),
+        ("... i d, ... j d -> ... i j", ((4, 8, 6, 12), (4, 8, 12, 12))),
+        ("...qhd,...khd->...hqk", ((8, 4, 6, 4, 3), (4, 6, 4, 3))),
+        ("...ij,...jk", ((4, 1, 8, 4), (8, 4, 6))),
+        ("ij,jk", ((4, 8), (8, 12))),
+        ("b...,b...->b", ((4, 8, 6), (4, 8, 6))),
+        ("...ij->...", ((4, 8, 12),)),
+        ("bii->bi", ((4, 8, 8),)),
+        ("b...c,cd->b...d", ((4, 6, 8, 4), (4, 8))),
+        ("...i,...i->...i", ((4, 8), (8,))),
+        ("Ba,aB", ((4, 8), (8, 4))),
+        ("i...,j...->ij...", ((4, 8), (8, 1))),
+        ("bij,ij,...j->...b", ((4, 8, 6), (8, 6), (4, 6))),
+    ):
         yield "aten.einsum.default", equation, [x(*s) for s in shapes]
     for repeats in ((2, 3), (1, 2), (3, 1, 1), (2, 2, 3)):
         yield "aten.repeat.default", x(4, 12), repeats
@@ -160,6 +176,12 @@ def products_and_views() -> Iterator[tuple[Any, ...]]:
                           ((4, 8, 3), (96,)), ((1, 4, 8), (4, 1, 8)), ((4, 6, 8), (4, 2, 3, 8))):  # fmt: skip
         for name in ("view", "reshape"):
             yield f"aten.{name}.default", x(*before), after
+    for operand in (x(4, 8, 3, 3), x(4, 3, 3)):
+        symmetric = operand @ operand.mT + 3 * torch.eye(3, dtype=torch.float64)
+        yield "aten.linalg_cholesky.default", symmetric
+        yield "aten.logdet.default", symmetric
+    for more in ((), (x(4, 1, 6),), (None, x(4, 2, 6)), (x(4, 1, 6), x(4, 2, 6))):
+        yield "aten.diff.default", x(4, 8, 6), 1, 1, *more
     yield "aten.chunk.default", x(4, 24), 3, 1
     yield "aten.split.Tensor", x(4, 24), 8, -1
     yield "aten.split_with_sizes.default", x(4, 32), [16, 8, 8], 1
@@ -183,6 +205,11 @@ def local_code() -> Iterator[tuple[Any, ...]]:
     yield "aten.embedding.default", x(8, 6), integers(8, 4, 8), 3
     yield "aten.cross_entropy_loss.default", x(8, 12), integers(12, 8), None, 2
     yield "aten.cross_entropy_loss.default", x(8, 12), torch.tensor([-100, -100, -100, 1, 2, 3, 4, 5])  # a mean over those that count
+    for mode, weights in (("sum", x(8, 5)), ("sum", None), ("mean", None), ("max", None)):
+        yield "autopar_operators.embedding_bag.default", x(6, 12), integers(6, 8, 5), weights, mode, None
+        yield "autopar_operators.embedding_bag.default", x(6, 12), integers(6, 8, 5), weights, mode, 2
+    frames = x(6, 8, 5).log_softmax(-1), integers(4, 8, 3) + 1, torch.tensor([6, 5, 6, 4] * 2), torch.tensor([2, 3, 1, 0] * 2)
+    yield "autopar_operators.ctc_loss.default", *frames, 0, True
     yield "autopar.L.sync_batch_norm", x(4, 8, 3), x(8), x(8), x(8), positive(8), {"axis": "b", "momentum": 0.1, "eps": 1e-5}
     yield "autopar.L.masked_embedding", integers(8, 4, 8), x(8, 16), {"axis": "b"}
     yield "autopar.L.cross_entropy_sum_vocab", x(8, 12), integers(12, 8), {"axis": "b"}

@@ -238,7 +238,7 @@ class Finite(Model):
             raise ValueError("activations are not finite")
         if not (hidden < 1e9).all():
             raise ValueError("activations are too large")
-        assert torch.isfinite(self.last.weight).all()
+        assert torch.all(torch.isfinite(self.last.weight)).item()
         assert (self.last.weight > 0).any()  # of which some are not
         assert hidden.max() < 1e9 and hidden.min() >= -1e9
         if y.amin() < 0 or torch.max(x) > 1e9:
@@ -376,6 +376,10 @@ class _Asked:
     def any(self) -> _Asked:
         return self
 
+    def item(self) -> bool:
+        self.said.append(must_be(sys._getframe(1), by_item=True))
+        return self.otherwise if self.said[-1] is None else self.said[-1]
+
 
 def _if_raise(t: Any) -> None:
     if t.any():
@@ -449,6 +453,24 @@ def _not_inside(t: Any) -> None:
         raise ValueError
 
 
+def _assert_item(t: Any) -> None:
+    assert t.any().item(), "a message"
+
+
+def _if_item_raise(t: Any) -> None:
+    if t is not None and t.any().item():
+        raise ValueError
+
+
+def _item_compared(t: Any) -> None:
+    assert t.any().item() is False
+
+
+def _item_elsewhere(t: Any) -> None:
+    assert t is not None; found = t.any().item()  # noqa: E702
+    assert not found
+
+
 def _both_raise(t: Any) -> None:
     if t.any():
         raise ValueError
@@ -462,7 +484,8 @@ def _both_raise(t: Any) -> None:
     [
         (_if_raise, False), (_if_not_raise, True), (_if_none_and, False), (_else_raise, True), (_elif_raise, False), (_assert, True),
         (_assert_not, False), (_over_lines, False), (_chooses, None), (_branches, None), (_raises_perhaps, None), (_of_several, None),
-        (_not_inside, None), (_both_raise, None),
+        (_not_inside, None), (_both_raise, None), (_assert_item, True), (_if_item_raise, False), (_item_compared, None),
+        (_item_elsewhere, None),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip
@@ -498,7 +521,24 @@ def test_ctc_is_that_of_torch(reduction: str, flat: bool) -> None:
 
 @pure
 def test_ctc_is_one_operator_or_part_of_an_island() -> None:
-    assert [op.outputs for op in regions(captured(Speech))] == [(captured(Speech).program.loss,)]  # of labels that are selected
+    class Numbered(Speech):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            probabilities = self.last(self.hidden(x)).log_softmax(-1).transpose(0, 1)
+            lengths = torch.full((x.size(0),), x.size(1), dtype=torch.long)
+            return F.ctc_loss(probabilities, y[y >= 0], lengths, 3 - (y < 0).sum(-1), zero_infinity=True)
+
+    class Written(Speech):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            probabilities, mask = self.last(self.hidden(x)).log_softmax(-1).transpose(0, 1), y >= 0
+            lengths, labels = torch.full((x.size(0),), x.size(1), dtype=torch.long), y[mask]
+            mask.view(-1)[3:] = True
+            mask &= y >= 0
+            return F.ctc_loss(probabilities, labels, lengths, mask.sum(-1), zero_infinity=True)
+
+    # labels that are selected, of which it is not seen that each row has so many
+    assert [op.target for op in capture(Numbered(), inputs(Speech)).program.ops].count(REGION) == 1
+    with pytest.raises(CaptureError, match="depends on the values"):
+        capture(Written(), inputs(Speech))
 
     class Padded(Speech):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -511,7 +551,19 @@ def test_ctc_is_one_operator_or_part_of_an_island() -> None:
             probabilities = self.last(self.hidden(x)).log_softmax(-1).transpose(0, 1)
             return F.ctc_loss(probabilities, y.clamp(min=1), [x.size(1)] * len(x), [2] * len(x))  # type: ignore[arg-type]
 
-    for kind in (Padded, InNumbers):
+    for kind in (Speech, Padded, InNumbers):
         program = capture(kind(), inputs(Speech)).program
         assert [op.target for op in program.ops].count("autopar_operators.ctc_loss.default") == 1
         assert not any(op.target == REGION for op in program.ops)
+
+
+@pure
+@pytest.mark.parametrize("pins", [{"dp": 4}, {"micro_batches": 4}], ids=str)
+def test_ctc_is_split_by_samples(pins: dict[str, Any]) -> None:
+    """Also of labels that a mask selects, those in the middle of a row too."""
+    x, y = inputs(Speech)
+    y[1, 0], y[3] = -100, -100
+    found = capture(Speech(), (x, y))
+    plan = plan_of(found, 4 if "dp" in pins else 1, cluster="cpu", pins=pins)
+    assert "autopar_operators.ctc_loss" not in "".join(plan.notes)
+    assert plan.mesh["dp"] * plan.micro_batches >= 4

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.written_out import WRITTEN_OUT
+from autopar.compiler import plan_of
 from autopar.errors import CaptureError
+from autopar.planner.plan import parse_strategy
+from autopar.run import WorkerPool
+from autopar.run.region import REGION
+from autopar.verify import verify
 
 pure = pytest.mark.pure
 
@@ -46,6 +51,55 @@ def test_combinations_are_those_of_torch(r: int, with_replacement: bool) -> None
     for count in (5, 1):
         x = torch.randn(count)
         assert WRITTEN_OUT[torch.combinations](x, r, with_replacement).equal(torch.combinations(x, r, with_replacement))
+
+
+@pure
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_size_are_those_of_torch(mode: str) -> None:
+    torch.manual_seed(0)
+    indices, grad = torch.randint(6, (4, 3)), torch.randn(4, 5)
+    for weights in (None, torch.rand(4, 3)) if mode == "sum" else (None,):
+        for padding in (None, 2):
+            tables = [torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+            scales = [None if weights is None else weights.clone().requires_grad_() for _ in range(2)]
+            functions = WRITTEN_OUT[F.embedding_bag], F.embedding_bag
+            for function, table, scale in zip(functions, tables, scales, strict=True):
+                function(indices, table, mode=mode, per_sample_weights=scale, padding_idx=padding).backward(grad)
+            torch.testing.assert_close(tables[0].grad, tables[1].grad)
+            if weights is not None:
+                torch.testing.assert_close(scales[0].grad, scales[1].grad)  # type: ignore[union-attr]
+    assert WRITTEN_OUT[F.embedding_bag](indices.flatten(), tables[0], torch.tensor([0, 2])) is NotImplemented
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.weighed = nn.EmbeddingBag(12, 8), nn.EmbeddingBag(12, 8, mode="sum", padding_idx=0)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, indices: Tensor, scales: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.rows(indices) + self.weighed(indices, per_sample_weights=scales)), y)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("pins", [{"dp": 4}, {"dp": 2, "micro_batches": 2, "tp": 2}], ids=str)
+def test_bags_of_one_size_are_split_by_samples(pins: dict[str, int], workers: WorkerPool) -> None:
+    torch.manual_seed(0)
+    given = torch.randint(12, (8, 3)), torch.rand(8, 3), torch.arange(8) % 4
+    plan = plan_of(capture(Bags(), given), 4, cluster="cpu", pins=pins)
+    assert all(parse_strategy(text).splits_work for name, text in plan.axes["dp"].ops.items() if "bag" in name)
+    report = verify(Bags(), given, 4, pins=pins, steps=2, pool=workers)
+    assert report.ok, report
+
+
+@pure
+def test_what_is_not_written_out_is_torchs_own() -> None:
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(x), y, weight=1 / (torch.bincount(y).amax() + torch.ones(4)))
+
+    program = capture(Counted(3, 4), (torch.randn(8, 3), torch.arange(8) % 4)).program
+    assert [op.target for op in program.ops].count(REGION) == 1
 
 
 @pure

@@ -418,8 +418,8 @@ def _digest(t: Tensor) -> str:
 
 
 def _traced(x: Tensor) -> bool:
-    """Whether a tensor is one of a trace, or has no values otherwise."""
-    return isinstance(x, FakeTensor) or x.is_meta
+    """Whether a tensor is one of a trace, or has no values otherwise; not one of torch.vmap, which has no memory of its own."""
+    return isinstance(x, FakeTensor) or (x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _may_write(name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -71,15 +71,17 @@ def chooses_a_kernel(frame: FrameType) -> bool:
     return frame.f_code is _IS_CAUSAL
 
 
-def must_be(frame: FrameType) -> bool | None:
+def must_be(frame: FrameType, *, by_item: bool = False) -> bool | None:
     """What a tensor must be, whose truth the line that runs in a frame asks for, for the code to go on without raising; None if the line
-    does something else with it."""
+    does something else with it. by_item: it asks by .item(), which stands for the truth where it is a term of the condition."""
     tree = _parsed(frame.f_code.co_filename)
     found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert) and _holds(n.test, frame.f_lineno)] if tree else []
     if not found:
         return None
     innermost = max(found, key=lambda n: n.lineno)
     truth = _truth(innermost.test)
+    if by_item and not _items_are_terms(innermost.test):
+        return None
     if truth is None or isinstance(innermost, ast.Assert):
         return truth
     raises, otherwise = _only_raises(innermost.body), _only_raises(innermost.orelse)
@@ -126,6 +128,15 @@ def _truth(test: ast.expr) -> bool | None:
     plain = all(isinstance(x, ast.Compare | ast.Name | ast.Attribute | ast.BinOp | ast.Call) for x in terms)
     builtin = any(isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id in ("all", "any", "bool") for x in terms)
     return True if plain and not builtin else None
+
+
+def _items_are_terms(test: ast.expr) -> bool:
+    """Whether there are .item() in a test, and each is one of its terms, not an operand of something else."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    terms = test.values if isinstance(test, ast.BoolOp) else [test]
+    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "item"]
+    return bool(calls) and {id(n) for n in calls} <= {id(x) for x in terms}
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:

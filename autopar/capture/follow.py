@@ -212,11 +212,12 @@ class AtTheBorder(TorchFunctionMode):
             )
         if (certain := self._chances.answer(func, args)) is not None:
             return certain
-        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
+        by_item = func is torch.Tensor.item and args[0].dtype == torch.bool
+        if (func is torch.Tensor.__bool__ or by_item) and isinstance(args[0], FakeTensor):
             frame = asking(1)
             if chooses_a_kernel(frame):
                 return False
-            if (expected := must_be(frame)) is not None:
+            if (expected := must_be(frame, by_item=by_item)) is not None:
                 of = self._truths.elements(args[0], expected)
                 self.asked.append((running_line(), self._ask(args[0], expected, running_line(), of)))
                 return expected
@@ -246,7 +247,9 @@ class AtTheBorder(TorchFunctionMode):
                     self._refuse(x)
         if func in WRITTEN_OUT:
             with self:  # what they ask is asked as the user's own code would
-                return WRITTEN_OUT[func](*args, **kwargs)
+                written_out = WRITTEN_OUT[func](*args, **kwargs)
+            if written_out is not NotImplemented:
+                return written_out
         if (call_of_values := with_known_values(self._tape, func, args, kwargs)) is not None:
             with self:
                 return call_of_values()

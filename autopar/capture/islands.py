@@ -2,13 +2,16 @@
 program each, a region, which runs them as they are.
 
 An island is as small as it can be: the operators between those that make such a size and those that give a tensor of a fixed one. It
-is worked out on an exported graph, in which it is replaced by the call of a region.
+is worked out on an exported graph, in which it is replaced by the call of a region; so is one in what a `with torch.no_grad()` or
+torch.autocast holds, which is a graph of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,27 +40,82 @@ _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, 
 def with_islands(model: nn.Module, exported: ExportedProgram, inputs: Inputs, regions: Regions) -> bool:
     """Replace the islands of a graph by calls of regions; whether all were. If not, the graph has the operators that it had, but for what
     is written apart. inputs: real ones, which tell what the islands are given."""
-    graph = exported.graph_module.graph
-    write_apart(graph, _by_values)
-    nodes = list(graph.nodes)
-    islands = [x for x in _islands(nodes) if _leaving(x)]  # others serve assertions
-    if not islands or any(_refused(island, nodes) for island in islands):
+    islands: list[tuple[_Part, list[fx.Node]]] = []
+    parts = _parts(exported.graph_module)
+    for part in parts:
+        write_apart(part.graph, _by_values)
+        nodes = list(part.graph.nodes)
+        own = [x for x in _islands(nodes) if _leaving(x)]  # others serve assertions
+        if any(_refused(island, nodes) for island in own):
+            return False
+        islands += [(part, island) for island in own]
+    if not islands:
         return False
-    given = dict.fromkeys(x for island in islands for x in _given(island))
+    given = dict.fromkeys(x for _, island in islands for x in _given(island))
     values = _values(model, exported, inputs, regions, given)
     if values is None:
         return False
-    found: list[tuple[str, list[fx.Node], list[fx.Node], list[fx.Node]]] = []
-    for island in islands:
+    found: list[tuple[_Part, str, list[fx.Node], list[fx.Node], list[fx.Node]]] = []
+    for part, island in islands:
         leaving, entering, path = _leaving(island), _given(island), f"by_values_{len(found)}"
-        if not regions.include_graph(path, _module(island, entering, leaving), [values[n] for n in entering], _source(island)):
+        operands, module = [values[n] for n in entering], _module(island, entering, leaving)
+        if not regions.include_graph(path, module, operands, _source(island), no_grad=part.no_grad):
             return False
-        found.append((path, island, entering, leaving))
+        found.append((part, path, island, entering, leaving))
     now: dict[fx.Node, fx.Node] = {}
-    for path, island, entering, leaving in found:
-        now |= _replace(graph, path, island, [now.get(n, n) for n in entering], leaving)
-    exported.graph_module.recompile()
+    for part, path, island, entering, leaving in found:
+        now |= _replace(part.graph, path, island, [now.get(n, n) for n in entering], leaving)
+    for part in parts:
+        part.module.recompile()
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A graph of operators that run in one mode: the exported one, or what a `with torch.no_grad()` or torch.autocast holds."""
+
+    module: fx.GraphModule
+    no_grad: bool
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+
+def _parts(module: fx.GraphModule, *, no_grad: bool = False) -> list[_Part]:
+    found = [_Part(module, no_grad)]
+    for n in module.graph.nodes:
+        if (block := _block(n)) is not None:
+            body = getattr(module, str(block.body.target))
+            found += _parts(body, no_grad=no_grad if block.grad is None else not block.grad)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What a node holds that stands for a `with`. body: the node of its graph. grad: whether gradients are on in it, None if that is as
+    around it. autocast: the arguments of torch.autocast."""
+
+    body: fx.Node
+    operands: tuple[Any, ...]
+    grad: bool | None = None
+    autocast: tuple[Any, ...] | None = None
+
+    def mode(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return torch.set_grad_enabled(bool(self.grad))
+        device, dtype, enabled, cached = self.autocast
+        return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
+
+
+def _block(n: fx.Node) -> _Block | None:
+    name = n.target.name() if isinstance(n.target, torch._ops.HigherOrderOperator) else ""
+    args: tuple[Any, ...] = n.args
+    if name == "wrap_with_set_grad_enabled":
+        return _Block(args[1], args[2:], grad=args[0])
+    if name == "wrap_with_autocast":
+        return _Block(args[4], args[5:], autocast=args[:4])
+    return None
 
 
 def _islands(nodes: list[fx.Node]) -> list[list[fx.Node]]:
@@ -166,15 +224,21 @@ def _source(island: list[fx.Node]) -> str:
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph, in which regions are called as they are."""
+    """Runs a graph, and those that it holds; regions are called as they are. found: the values of the wanted nodes, of all graphs."""
 
-    def __init__(self, model: nn.Module, graph: fx.GraphModule, regions: Regions, wanted: Iterable[fx.Node]) -> None:
+    def __init__(
+        self, model: nn.Module, graph: fx.GraphModule, regions: Regions, wanted: Collection[fx.Node], found: dict[fx.Node, Tensor]
+    ) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self._tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        self._regions, self._wanted = regions, set(wanted)
-        self.found: dict[fx.Node, Tensor] = {}
+        self._model, self._regions, self._wanted, self.found = model, regions, wanted, found
 
     def run_node(self, n: fx.Node) -> Any:
+        if (block := _block(n)) is not None:
+            body: Any = self.map_nodes_to_values(block.body, n)
+            operands: Any = self.map_nodes_to_values(block.operands, n)
+            with block.mode():
+                return _Run(self._model, body, self._regions, self._wanted, self.found).run(*operands)
         if n.target is _CALL:
             args, _ = self.fetch_args_kwargs_from_env(n)
             region = self._regions.call(args[0]).region
@@ -202,7 +266,7 @@ def _values(
             args.append(own.get(str(spec.target)))
     if any(isinstance(x, Tensor) and x.device.type == "meta" for x in args):
         return None
-    run = _Run(model, exported.graph_module, regions, wanted)
+    run = _Run(model, exported.graph_module, regions, set(wanted), {})
     try:
         with torch.enable_grad(), generators.kept(), as_called():
             run.run(*args)

@@ -38,6 +38,7 @@ from autopar.capture.hooked import refuse_left
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
+from autopar.capture.labels import labels_in_rows
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
@@ -334,6 +335,7 @@ def _traced(
         try:
             with regions.standing_in() as applied:
                 found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves)
+            labels_in_rows(found.exported.graph_module)
             return found, flatten(model, found.exported, start, regions)
         except (NoLoss, OtherGradients, SparseGradients):
             raise
@@ -363,6 +365,7 @@ def _with_stand_ins(
         raise Seen
     if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
         raise NotRepeated("what is stood for changes something")
+    labels_in_rows(found.exported.graph_module)
     return found, flatten(model, found.exported, start, regions, stand_ins)
 
 

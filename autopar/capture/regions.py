@@ -232,9 +232,10 @@ class Regions:
             path += "_"
         return path
 
-    def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str) -> bool:
-        """Make a region of operators that are no submodule; whether they can be one. given: what they are called with."""
-        with torch.enable_grad(), generators.kept():
+    def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str, *, no_grad: bool = False) -> bool:
+        """Make a region of operators that are no submodule; whether they can be one. given: what they are called with. no_grad: whether
+        they run with gradients off."""
+        with torch.set_grad_enabled(not no_grad), generators.kept():
             call = _observed(path, graph, graph.forward, tuple(given), {}, line, {})[1]
         if isinstance(call, str):
             self.refused[path] = call

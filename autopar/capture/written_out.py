@@ -1,4 +1,5 @@
-"""Functions of torch that look at values before they compute: written out as the operators that they consist of, or as one of our own."""
+"""Functions of torch that look at values before they compute, or whose operators do not show that samples are apart: written out as the
+operators that they consist of, or as one of our own. NotImplemented: torch's own is called."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.capture.strided import as_strided
+from autopar.run.bags import embedding_bag
 from autopar.run.ctc import ctc_loss
 
 __all__ = ["WRITTEN_OUT"]
@@ -63,7 +65,7 @@ def _gaussian_nll_loss(
 def _masked_select(input: Tensor, mask: Tensor, *, out: Tensor | None = None) -> Tensor:
     """torch.masked_select -> [count]. As an index, of which two selections by one mask are known to be of one length."""
     if out is not None:
-        return torch.masked_select(input, mask, out=out)
+        return NotImplemented
     if input.shape != mask.shape:
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         input, mask = input.expand(shape), mask.expand(shape)
@@ -74,7 +76,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     """torch.bincount of [N] -> [minlength]. torch counts on where a number is larger; here that is refused, so that the size is fixed.
     Without minlength it is torch's own, whose size depends on values."""
     if minlength < 1 or input.dim() != 1 or (weights is not None and weights.shape != input.shape):
-        return torch.bincount(input, weights, minlength)
+        return NotImplemented
     if torch.any(input >= minlength):
         raise ValueError("torch.bincount is given a number that is not below minlength: give it a larger minlength")
     if weights is None:
@@ -87,7 +89,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
     """torch.cov of [variables, observations] or [observations] -> [variables, variables] or a number. With weights it is torch's own."""
     if fweights is not None or aweights is not None or input.dim() > 2 or input.dtype == torch.bool:
-        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+        return NotImplemented
     rows = input if input.dim() == 2 else input.reshape(1, -1)
     if not rows.is_floating_point() and not rows.is_complex():
         rows = rows.to(torch.get_default_dtype())
@@ -98,6 +100,8 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, 
 def _corrcoef(input: Tensor) -> Tensor:
     """torch.corrcoef of [variables, observations] or [observations] -> [variables, variables] or a number."""
     found = _cov(input)
+    if found is NotImplemented:
+        return found
     if found.dim() == 0:
         return found / found
     deviations = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
@@ -110,7 +114,7 @@ def _corrcoef(input: Tensor) -> Tensor:
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """torch.combinations of [N] -> [count, r]: how many there are, and of which places, follows from N."""
     if input.dim() != 1 or r < 1:
-        return torch.combinations(input, r, with_replacement)
+        return NotImplemented
     chosen = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = torch.tensor(list(chosen(range(input.size(0)), r)), dtype=torch.int64, device=input.device).reshape(-1, r)
     return input[places]
@@ -127,5 +131,5 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.istft: _istft, torch.Tensor.istft: _istft, F.ctc_loss: ctc_loss, F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.masked_select: _masked_select, torch.Tensor.masked_select: _masked_select, torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount, torch.cov: _cov, torch.Tensor.cov: _cov, torch.corrcoef: _corrcoef, torch.Tensor.corrcoef: _corrcoef,
-    torch.combinations: _combinations, torch.as_strided: as_strided, torch.Tensor.as_strided: as_strided,
+    torch.combinations: _combinations, torch.as_strided: as_strided, torch.Tensor.as_strided: as_strided, F.embedding_bag: embedding_bag,
 }  # fmt: skip

@@ -44,14 +44,27 @@ def addmm(view: OpView) -> Iterable[Strategy]:
 
 
 def einsum(view: OpView) -> Iterable[Strategy]:
-    """Any equation without an ellipsis or a repeated name within one term; every name can be split."""
+    """Every name can be split but one that stands twice within a term. The dims of an ellipsis are broadcast against one another from the
+    last one; an equation without an arrow gives these, and the names that stand once, in the order of the alphabet."""
     equation = view.args()["equation"]
     assert isinstance(equation, str)
     left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = [tuple(t) for t in left.split(",")]
-    if "." in equation or not arrow or len(terms) != len(view.ins):
+    texts = left.split(",")
+    if len(texts) != len(view.ins):
         return
-    yield from split_names(view, terms, [tuple(right)], [False] * len(terms))
+    letters = left.replace(",", "").replace("...", "")
+    if not arrow:
+        right = ("..." if "..." in left else "") + "".join(x for x in sorted(letters) if letters.count(x) == 1)
+    free = [len(t.shape) - len(text.replace("...", "")) for text, t in zip(texts, view.ins, strict=True) if "..." in text]
+    broadcast = [f"...{k}" for k in range(max(free, default=0))]
+
+    def named(text: str, ndim: int) -> tuple[str, ...]:
+        before, dots, behind = text.partition("...")
+        count = ndim - len(before) - len(behind)
+        return (*before, *(broadcast[len(broadcast) - count :] if dots else ()), *behind)
+
+    terms = [named(text, len(t.shape)) for text, t in zip(texts, view.ins, strict=True)]
+    yield from split_names(view, terms, [named(right, len(view.outs[0].shape))], [False] * len(terms))
     yield view.strategy([P] + [R] * (len(terms) - 1), [P])
 
 
@@ -66,6 +79,8 @@ def tensordot(view: OpView) -> Iterable[Strategy]:
     yield view.strategy([P, R], [P])
 
 
+register("aten.linalg_cholesky aten.cholesky", Dims("b* m! n! -> b* m! n!"))
+register("aten.logdet", Dims("b* m! n! -> b*"))
 register("aten.tensordot", tensordot)
 register("aten.matmul", matmul)
 register("aten.addmm", addmm)

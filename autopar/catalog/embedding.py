@@ -69,3 +69,4 @@ def embedding_bag(view: OpView) -> Iterable[Strategy]:
 register("aten.embedding", embedding)
 register("autopar.L.masked_embedding", masked_embedding)
 register("aten.embedding_bag", embedding_bag)
+register("autopar_operators.embedding_bag", Dims("v! d, n b!, n b! -> n d"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from autopar.catalog.dims import split_names
 from autopar.catalog.rule import OpView, Rule, dims_of, local_code, register
 from autopar.ir import Op, P, Ref, S, Strategy
 
@@ -73,6 +74,16 @@ def along(*dim_names: str) -> Rule:
     return rule
 
 
+def diff(view: OpView) -> Iterable[Strategy]:
+    """Dims other than `dim`, also of what is put before and behind."""
+    dim, ndim = view.args()["dim"], len(view.outs[0].shape)
+    assert isinstance(dim, int)
+    if any(len(t.shape) != ndim for t in view.ins):
+        return
+    names = [tuple(f"along{k}" if d == dim % ndim else f"d{d}" for d in range(ndim)) for k in range(len(view.ins) + 1)]
+    yield from split_names(view, names[:-1], names[-1:], [False] * len(view.ins), lambda name: name.startswith("along"))
+
+
 register("aten.sum aten.nansum", sum_)
 register("aten.mean", mean)
 register(
@@ -84,4 +95,4 @@ register(
 register("aten.softmax aten.log_softmax aten._softmax aten._log_softmax", along("dim"))
 register("aten.cumsum aten.cumprod aten.logcumsumexp aten.cummax aten.cummin aten.sort aten.argsort aten.topk aten.kthvalue", along("dim"))
 register("aten.flip aten.roll", along("dims"))
-register("aten.diff", along("dim"))
+register("aten.diff", diff)

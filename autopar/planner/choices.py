@@ -277,7 +277,8 @@ def _supported(
         sources = {e.operand: e.source for e in incoming[name] if e.source.group in ops}
 
         def alive(s: Strategy, name: str = name, sources: Mapping[int, Source] = sources) -> bool:
-            inputs = all((sources[k], x) in made for k, x in enumerate(s.inputs) if x.groups > 1 and k in sources)
+            grouped = [(sources[k], x) for k, x in enumerate(s.inputs) if x.groups > 1 and k in sources]
+            inputs = all(place in made or not types[place[0]].grad for place in grouped)
             return inputs and all((Source(name, k), x) in used for k, x in enumerate(s.outputs) if x.groups > 1)
 
         kept[name] = tuple(s for s in strategies if alive(s))
@@ -337,7 +338,7 @@ def _converted(
             grouped_of[name, s] = grouped
             for a, b in zip(grouped, grouped[1:], strict=False):
                 beside[a][b] = beside[b][a] = None
-            if len({p[1].groups for p in places}) > 1:
+            if len({x.groups for x in (*s.inputs, *s.outputs) if x.is_shard}) > 1:  # of leaves too: inputs that are put behind one another
                 changing |= set(grouped)
     paying, reached = set(changing), [*changing]  # importing networkx takes longer than all of this
     while reached:

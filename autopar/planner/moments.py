@@ -229,7 +229,7 @@ def _needs(typing: _Typing, op: Op, have: tuple[Layout, ...]) -> _Change:
     early = bool(outputs) and all(o in typing.early and o not in typing.made for o in outputs)
     options: list[tuple[bool, int, list[str], _Change]] = []
     for s in _strategies(typing, op, have):
-        mixes = any(x.is_shard for x in have) and not any(x.is_shard for x in s.outputs)
+        mixes = any(x.is_shard for x in have) and not any(x.is_shard for x in s.outputs) and not _adds_up(s, have)
         if not _gives(s, outputs, typing.wanted) or (mixes and not (typing.whole and set(s.inputs) == {R})):
             continue
         change = _for_operands(typing, op, have, s, {})
@@ -246,6 +246,13 @@ def _needs(typing: _Typing, op: Op, have: tuple[Layout, ...]) -> _Change:
         return best[3]
     lay = ", ".join(map(str, have))
     raise NotSplittable(f"{op.target} (operands {lay} over the micro-batches) mixes samples at {op.source or op.module or 'the top level'}")
+
+
+def _adds_up(s: Strategy, have: tuple[Layout, ...]) -> bool:
+    """Whether a strategy takes all that is split as it lies, and gives terms of a sum over samples: of a loss, whose other operands are
+    made for each sample."""
+    split = [(x, want) for x, want in zip(have, s.inputs, strict=True) if x.is_shard]
+    return all(x == want for x, want in split) and all(x == P for x in s.outputs) and P not in s.inputs
 
 
 def _for_operands(

@@ -1,4 +1,4 @@
-"""CTC loss as one operator: torch's own has results whose sizes depend on values, which no graph holds."""
+"""CTC loss as one operator, of each sample: torch's own has results whose sizes depend on values, which no graph holds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["ctc_loss"]
 
 
 @library.custom_op("autopar_operators::ctc_loss", mutates_args=())
-def _ctc(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
-) -> Tensor:
-    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity).clone()
+def _ctc(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    return _torchs(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity).clone()
+
+
+def _torchs(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
 
 @_ctc.register_fake
-def _(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
-) -> Tensor:
-    return log_probs.new_empty(log_probs.shape[1:-1] if reduction == "none" else ())
+def _(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1:-1])
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -34,8 +34,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     log_probs, *rest = ctx.saved_tensors
     with torch.enable_grad():
         x = log_probs.detach().requires_grad_()
-        (found,) = torch.autograd.grad(F.ctc_loss(x, *rest, *ctx.settings), x, grad)
-    return (found, *(None,) * 6)
+        (found,) = torch.autograd.grad(_torchs(x, *rest, *ctx.settings), x, grad)
+    return (found, *(None,) * 5)
 
 
 _ctc.register_autograd(_backward, setup_context=_set_up)
@@ -45,7 +45,14 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.ctc_loss by this operator. Lengths may be numbers, too."""
-    lengths = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu") for x in (input_lengths, target_lengths))
-    found: Tensor = _ctc(log_probs, targets, *lengths, blank, reduction, zero_infinity)
-    return found
+    """torch.nn.functional.ctc_loss by this operator, and what torch does of its results. Lengths may be numbers, too."""
+    given = input_lengths, target_lengths
+    frames, labels = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu") for x in given)
+    losses: Tensor = _ctc(log_probs, targets, frames, labels, blank, zero_infinity)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    if reduction != "mean":
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return (losses / labels.to(losses.device, losses.dtype).clamp_min(1)).mean()

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
-from autopar.run import comm, ctc  # noqa: F401  (regions may hold the operator that it registers)
+from autopar.run import bags, comm, ctc  # noqa: F401  (regions may hold the operators that they register)
 from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, under
 from autopar.run.checkpointed import without_checkpointing
