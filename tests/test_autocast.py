@@ -378,3 +378,20 @@ def test_a_vmap_inside_of_autocast(lower: bool) -> None:
         program = capture(model, (x, padding)).program  # which compares loss and gradients
     products = [op for op in program.ops if op.target in ("aten.matmul.default", "aten.linear.default")]
     assert {program.types[op.outputs[0] or ""].dtype for op in products} == {torch.bfloat16 if lower else torch.float32}
+
+
+@pytest.mark.pure
+def test_the_autocast_of_the_device_of_a_tensor_on_the_meta_device() -> None:
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(device_type=x.device.type, enabled=False):
+                return self.linear(x).square().mean()
+
+    with torch.device("meta"):
+        assert any(op.target == "aten.linear.default" for op in capture(Exact(), (torch.randn(2, 4),)).program.ops)
+    with pytest.raises(RuntimeError):
+        torch.autocast(device_type="meta", enabled=False)

@@ -153,8 +153,24 @@ def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[
     told: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if around is not None and ((without := around.asks and not around.mode.grad) or around.given):
         told = _Told(_by_copy(around.given, inputs), gradients=not without)
-    with under(around.autocast if around else ()), keeping, as_one_process(), _told(around), told, heard() as said:
+    with under(around.autocast if around else ()), _autocast_of_meta(), keeping, as_one_process(), _told(around), told, heard() as said:
         yield said
+
+
+@contextlib.contextmanager
+def _autocast_of_meta() -> Iterator[None]:
+    """Inside, code that asks for the autocast of the device that its tensors are on, which torch has none of for the meta device, gets the
+    CPU's there: transformers 4 turns it off so around float32."""
+    begin = torch.autocast.__init__
+
+    def begun(context: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(context, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = begun  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = begin  # type: ignore[method-assign]
 
 
 def said_otherwise(given: object, asks: frozenset[str]) -> dict[tuple[Any, ...], Tensor]:
