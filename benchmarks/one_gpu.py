@@ -45,7 +45,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.measure.live import device_name
 from autopar.planner import Plan
-from benchmarks._gpu_models import MODELS, RANKS, build
+from benchmarks._gpu_models import MODELS, MORE, RANKS, build
 from benchmarks._plain import between_s, in_precision, now
 from benchmarks._scores import tau
 from cost_models import UnknownHardware, load_cluster
@@ -129,8 +129,8 @@ def main(argv: list[str]) -> int:
     if args.folder is not None:
         return _run_here(args.folder, args.rank, args.steps)
     models, ranks = ([n for n in text.split(",") if n] for text in (args.models, args.ranks))
-    if unknown := [n for n in models if n not in MODELS] + [n for n in ranks if n not in RANKS]:
-        parser.error(f"{', '.join(unknown)} is none of {', '.join((*MODELS, *RANKS))}")
+    if unknown := [n for n in models if n not in MODELS | MORE] + [n for n in ranks if n not in RANKS]:
+        parser.error(f"{', '.join(unknown)} is none of {', '.join((*MODELS, *MORE, *RANKS))}")
     console = Console(stderr=args.json, width=160)
     try:
         load_cluster(args.gpu)
@@ -344,7 +344,8 @@ def _steps(job: Job, plan: Plan | None, device: str, steps: int) -> dict[str, An
         if step == WARM + steps:
             break
         start = time.perf_counter()
-        loss = compute()
+        found = compute()
+        loss = found if isinstance(found, Tensor) else found.loss  # of transformers
         loss.backward()
         losses += [loss.detach()] if step < WARM else []
         computed.append(now(device))
