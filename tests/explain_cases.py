@@ -23,9 +23,11 @@ GIB = 2**30
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """fused: attention is one operator, which gives other bits each time."""
+
+    def __init__(self, width: int, heads: int, fused: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.fused = heads, fused
         self.norm, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -33,15 +35,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, d = x.shape
         q, k, v = (t.view(b, s, self.heads, d // self.heads).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True) if self.fused else torch.softmax(q @ k.transpose(2, 3), -1) @ v
+        x = x + self.out(h.transpose(1, 2).reshape(b, s, d))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class Gpt(nn.Module):
-    def __init__(self, width: int, layers: int, heads: int, vocabulary: int) -> None:
+    def __init__(self, width: int, layers: int, heads: int, vocabulary: int, fused: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, heads, fused) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -52,12 +55,12 @@ class Gpt(nn.Module):
 
 
 @functools.cache
-def program_of(width: int, layers: int, heads: int, batch: int, length: int, vocabulary: int = 8192) -> Program:
+def program_of(width: int, layers: int, heads: int, batch: int, length: int, vocabulary: int = 8192, *, fused: bool = True) -> Program:
     with torch.device("meta"):
-        model = Gpt(width, layers, heads, vocabulary).to(torch.bfloat16)
+        model = Gpt(width, layers, heads, vocabulary, fused).to(torch.bfloat16)
     ids = torch.zeros(batch, length, dtype=torch.int64)
     program = capture(model, {"input_ids": ids, "labels": ids}).program
-    _RECAPTURES[id(program)] = lambda other: program_of(width, layers, heads, other, length, vocabulary)
+    _RECAPTURES[id(program)] = lambda other: program_of(width, layers, heads, other, length, vocabulary, fused=fused)
     return program
 
 
@@ -79,7 +82,7 @@ CASES: dict[str, Callable[[], Study]] = {
     "network": lambda: study_of(program_of(2048, 2, 16, 64, 1024), 16, _slow_link(), pins=Pins(dp=16, zero=0)),
     "heads": lambda: study_of(program_of(2048, 2, 4, 8, 2044), 8, pins=Pins(tp=8)),  # nor do the queries divide
     "batch": lambda: study_of(program_of(4096, 4, 32, 2, 2048), 16, pins=Pins(pp=4)),
-    "launches": lambda: study_of(program_of(64, 2, 4, 8, 32, 256), 2),
+    "launches": lambda: study_of(program_of(64, 2, 4, 8, 32, 256, fused=False), 2),
     "nothing": lambda: study_of(program_of(4096, 2, 32, 64, 4096), 8, pins=Pins(dp=8)),
 }
 

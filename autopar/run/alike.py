@@ -93,7 +93,7 @@ def begin_writing() -> None:
 def note_written(what: str, name: str, operands: Iterable[object] = ()) -> None:
     """The loop has changed a parameter or gradient in place, or an optimizer has stepped. operands: of what it was changed by, numbers and
     tensors of one are noted. What is written in a call (by hooks) is not: ranks have hooks of other parameters there."""
-    if record.now() in (record.FORWARD, record.BACKWARD) or torch.compiler.is_compiling():
+    if record.computes() or torch.compiler.is_compiling():
         return
     words, here = f"{what} {name}", _written
     numbers = [number for x in operands if (number := _number(x)) is not None]

@@ -124,7 +124,7 @@ class Backward:
                 return gradients(given)
             except Exception as error:
                 broken_off(error, begun, staged=self.form.mesh.pp.size > 1, lost=self.form.under_way)
-                record.phase(record.OUTSIDE)
+                record.fails()
                 raise
 
         return seen

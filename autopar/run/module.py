@@ -201,7 +201,7 @@ class ParallelModule(WithState):
                     returned = self._run(form, args, kwargs)
         except Exception as error:
             broken_off(error, begun, staged=self.mesh.pp.size > 1, lost=form is not None and form.under_way)
-            record.phase(record.OUTSIDE)
+            record.fails()
             raise
         record.phase(record.OUTSIDE)
         return returned

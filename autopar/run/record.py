@@ -61,6 +61,7 @@ _AXES = (
 _AXIS = {name: number for number, name in enumerate(_AXES)}
 
 _told: Callable[[str, int], None] | None = None
+_computes = False  # whether a call, or its backward pass, is under way
 _over = ""  # why this rank takes part in no collective any more
 _now: memoryview = memoryview(bytearray(_SIZE)).cast("q")  # of nobody, until the rank has joined others
 _gradients = [0, 0]  # the call behind which this rank was given gradients last, and how many before them
@@ -204,9 +205,22 @@ def end_talks(why: str) -> None:
 
 
 def phase(number: int) -> None:
+    global _computes
+    _computes = number in (FORWARD, BACKWARD)
     _now[_PHASE], _now[_LINE] = number, 0
     if _told is not None and not torch.compiler.is_compiling():
         _told("phase", number)
+
+
+def computes() -> bool:
+    """Whether a call, or its backward pass, is under way."""
+    return _computes
+
+
+def fails() -> None:
+    """What is under way ends in an error. The phase stays that in which it was, for those who ask."""
+    global _computes
+    _computes = False
 
 
 @contextlib.contextmanager
