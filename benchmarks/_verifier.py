@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from autopar.errors import AutoparError, CaptureError, Infeasible, LaunchError, PlanError, UnsupportedOp
 from autopar.run import WorkerPool
@@ -37,7 +38,6 @@ __all__ = ["OUTCOMES", "Outcome", "PlanSpec", "Verifier"]
 OUTCOMES = ("verified", "refused", "wrong", "failed", "timeout")
 REFUSALS = (CaptureError, Infeasible, PlanError, UnsupportedOp)
 _POLL_S = 0.25
-_GPUS = "CUDA_VISIBLE_DEVICES"
 _TARGETS = "AUTOPAR_BENCHMARK_TARGETS"
 _OWN = str(Path(__file__).parent.parent / "autopar") + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -109,11 +109,8 @@ class Verifier:
     def outcomes(self, work: Sequence[tuple[str, Sequence[PlanSpec]]]) -> Iterator[list[Outcome]]:
         """The outcomes of each (name, plans), in the order in which the models are done."""
         os.environ[_TARGETS] = "\n".join([self.place, *(name for name, _ in work)])  # the fork server has not started yet
-        seen = os.environ.get(_GPUS)
-        os.environ[_GPUS] = ""  # CUDA works in no fork of a process that has asked for its devices; models run on the CPU there
-        forkserver.ensure_running()
-        os.environ.pop(_GPUS)
-        os.environ |= {} if seen is None else {_GPUS: seen}
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # models run on the CPU: CUDA works in no fork of what asked for it
+            forkserver.ensure_running()
         with ThreadPoolExecutor(self.jobs) as executor:
             pending = deque(work)
             running: list[Any] = []

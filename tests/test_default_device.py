@@ -20,6 +20,12 @@ pytestmark = pytest.mark.gloo
 PINS = {"tp": {"tp": 2}, "zero": {"dp": 2, "zero": 3}, "pipeline": {"pp": 2, "micro_batches": 2}}
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
 @contextmanager
 def default(device: str) -> Iterator[None]:
     torch.set_default_device(device)
@@ -61,11 +67,10 @@ def refused(pins: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", ["tp", "zero"])
-def test_memory_of_a_part_is_refused(workers: WorkerPool, plan: str) -> None:
-    with WorkerPool(2) as pool:
-        for storage, edge in pool.run(refused, PINS[plan]):
-            assert "no storage here holds the whole" in storage
-            assert "instead of its gradient edge" in edge
+def test_memory_of_a_part_is_refused(pair: WorkerPool, plan: str) -> None:
+    for storage, edge in pair.run(refused, PINS[plan]):
+        assert "no storage here holds the whole" in storage
+        assert "instead of its gradient edge" in edge
 
 
 def trained(pins: dict[str, int], device: str) -> tuple[list[float], dict[str, list[float]]]:
@@ -89,11 +94,10 @@ def trained(pins: dict[str, int], device: str) -> tuple[list[float], dict[str, l
 
 
 @pytest.mark.parametrize("plan", list(PINS))
-def test_what_autopar_makes_says_its_device(plan: str) -> None:
+def test_what_autopar_makes_says_its_device(pair: WorkerPool, plan: str) -> None:
     """A default device on which nothing can be computed changes nothing."""
-    with WorkerPool(2) as pool:
-        expected = pool.run(trained, PINS[plan], "cpu")
-        assert pool.run(trained, PINS[plan], "meta") == expected
+    expected = pair.run(trained, PINS[plan], "cpu")
+    assert pair.run(trained, PINS[plan], "meta") == expected
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

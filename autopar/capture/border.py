@@ -142,7 +142,7 @@ def _sets_up(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: 
     in the next."""
     try:
         first = traced(model, loss, copied(inputs), start, outputs=outputs)
-        with seeded(0, inputs), torch.enable_grad(), as_exported():
+        with seeded(0), torch.enable_grad(), as_exported():
             args, kwargs = copied(inputs)
             with as_called((args, kwargs)), contextlib.suppress(*FAILURES):  # it may ask for a value behind what it sets up
                 objective_of(model(*args, **kwargs), loss, outputs)

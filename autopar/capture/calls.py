@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, only_added_to
@@ -147,9 +148,9 @@ def call_twice(
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             scaled = {}
             for scale in scales if compare else ():
-                with _own_errors(model, number), left_as_it_was(model, loss), seeded(number, inputs, outside=reseed):
+                with _own_errors(model, number), left_as_it_was(model, loss), seeded(number, outside=reseed):
                     scaled[scale] = _scaled(model, loss, inputs, start, parameters, scale, outputs=outputs, leaves=leaves)
-            with _own_errors(model, number), torch.enable_grad(), seeded(number, inputs, outside=reseed):
+            with _own_errors(model, number), torch.enable_grad(), seeded(number, outside=reseed):
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
                 with watch, moving, as_called(given) as heard:
                     said.append(heard)
@@ -217,7 +218,7 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:
     """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
     given = copied(inputs)
-    with torch.enable_grad(), seeded(1, inputs), as_called(given, checkpointed=True):
+    with torch.enable_grad(), seeded(1), as_called(given, checkpointed=True):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, None)
         gradients_of(result, [*(p for p in model.parameters() if p.requires_grad), *differentiated(given)])
@@ -262,7 +263,7 @@ def _computed(
         others = {name: b for name, b in held.items() if name not in paths}
         moving = [b for name, b in others.items() if not b.is_meta and not torch.equal(b, call.buffers[name])]
         watch = Followed([*pytree.tree_leaves(given), *(p for p in model.parameters() if p.requires_grad), *moving])
-        with torch.enable_grad(), seeded(0, inputs), watch, as_called(given):
+        with torch.enable_grad(), seeded(0), watch, as_called(given):
             model(*given[0], **given[1])
         made = {**dict(model.named_buffers(remove_duplicate=False)), **frozen, **State.take(model, loss, start).tensors}
         return [path for path in paths if watch.has(made.get(path))]
@@ -414,10 +415,9 @@ def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = 
 
 
 @contextlib.contextmanager
-def seeded(seed: int, inputs: object = None, *, outside: bool = True) -> Iterator[None]:
+def seeded(seed: int, *, outside: bool = True) -> Iterator[None]:
     """Every run inside draws the same random numbers; the random states are restored after it."""
-    devices = sorted({t.device.index or 0 for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), _outside_kept():
+    with generators.kept(), _outside_kept():
         torch.manual_seed(seed)
         if outside:
             random.seed(seed)

@@ -167,7 +167,7 @@ def repeated(
         return run
 
     try:
-        with seeded(0, inputs), torch.enable_grad(), as_exported(), own_gradients() as unseen:
+        with seeded(0), torch.enable_grad(), as_exported(), own_gradients() as unseen:
             with forwards_replaced({path: noted(path, m.forward, m) for path, m in model.named_modules() if path}, model), record:
                 args, kwargs = copied(inputs)
                 with as_called((args, kwargs)):

@@ -161,7 +161,7 @@ def _backward(tracker: MemoryTracker, operands: Sequence[Tensor], results: Seque
     try:
         with tracker:
             found = iter(torch.autograd.grad(roots, leaves, arriving, allow_unused=True))
-    except (RuntimeError, TypeError, ValueError):  # its backward depends on values: taken to make its operands' gradients
+    except (RuntimeError, TypeError, ValueError):  # it does not run on tensors without values: taken to make its operands' gradients
         sizes = tuple(t.untyped_storage().nbytes() if t.requires_grad else 0 for t in operands)
         return sum(sizes), sizes
     peak = tracker.peak_bytes - before
