@@ -25,16 +25,16 @@ from autopar.run import record, watchdog
 from autopar.run.mesh import Mesh
 from autopar.run.record import Batch
 
-__all__ = ["GivenBatches"]
+__all__ = ["ROUNDING", "SMALL", "GivenBatches", "numbers_of_all"]
 
 _ELEMENTS = 256  # of each input
 _PARTS = 2**40  # numbers that must be equal are below it: float64 has all of these
-_ROUNDING = {  # how far apart, relative to their size, the elements of two ranks may be: ranks may compute their inputs
+ROUNDING = {  # how far apart, relative to their size, the elements of two ranks may be: ranks may compute their inputs
     torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-4, torch.float64: 1e-4,
 }  # fmt: skip
-_SMALL = 1e-6  # sizes below this are compared relative to this
+SMALL = 1e-6  # sizes below this are compared relative to this
 _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_ROUNDED = frozenset(_ROUNDING)
+_ROUNDED = frozenset(ROUNDING)
 _KNOWN = _EXACT | _ROUNDED
 
 
@@ -64,7 +64,7 @@ class _Coming:
                 equal = (equal + place * int(next(numbers))) % _PARTS
             else:
                 total, absolute = next(numbers), next(numbers)
-                near += place * (total / absolute + math.asinh(absolute / _SMALL) if 0 < absolute < math.inf else 0.0)
+                near += place * (total / absolute + math.asinh(absolute / SMALL) if 0 < absolute < math.inf else 0.0)
         return equal, near
 
 
@@ -106,9 +106,9 @@ class GivenBatches:
 
     def _sent(self, call: int, what: int, inputs: list[Tensor]) -> _Coming:
         """The numbers of these, or on their way from a GPU."""
-        numbers = self._numbers if what == record.BATCH_OF else _numbers_of_all
+        numbers = self._numbers if what == record.BATCH_OF else numbers_of_all
         with torch.no_grad():
-            found, within = [number for x in inputs for number in numbers(x)], [_ROUNDING.get(x.dtype, 0.0) for x in inputs]
+            found, within = [number for x in inputs for number in numbers(x)], [ROUNDING.get(x.dtype, 0.0) for x in inputs]
             device = next((x.device for x in inputs if x.device.type != "cpu"), None)
             if device is None:
                 return _Coming(call, what, found, within, None)
@@ -158,8 +158,9 @@ class GivenBatches:
         return LaunchError(f"{ranks} were given different batches{when}. {remedy}")
 
 
-def _numbers_of_all(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As of a few elements, of all of them: a gradient may differ in the places of a few classes alone."""
+def numbers_of_all(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As of a few elements, of all of them: a gradient may differ in the places of a few classes alone. The first is a sum of elements, of
+    both signs, the second the sum of their absolute values."""
     flat = x.reshape(-1)
     whole = len(flat) // _ELEMENTS * _ELEMENTS
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -15,6 +15,7 @@ from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
+from autopar.run.stepping import tell_of_steps
 from autopar.run.tree import REGISTRIES
 
 __all__ = ["DeferredModule", "started", "world_size"]
@@ -76,6 +77,8 @@ class DeferredModule(StandIn):
         keep["_copied"] = copied
         keep["random_stream"] = None  # to go on with, of a checkpoint that was loaded before the first call
         keep |= {name: model.__dict__[name] for name in REGISTRIES}
+        first = next((p for p in model.parameters() if p.requires_grad), None)
+        keep["_called"] = tell_of_steps(first, type(model).__name__) if first is not None and world_size() > 1 else None
 
     @property
     def plan(self) -> Any:
@@ -91,6 +94,13 @@ class DeferredModule(StandIn):
         assert self._started is not None
         return self._started(*args, **kwargs)
 
+    def _runs_calls_of_methods(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self._started is None:
+            with self._methods.let_through():
+                self._begin(args, kwargs)
+        assert self._started is not None
+        return self._started._runs_calls_of_methods(args, kwargs)
+
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep = self.__dict__
         if world_size() != self._gpus:
@@ -103,6 +113,8 @@ class DeferredModule(StandIn):
             keep["_inputs"] = as_example(args, kwargs)
             with with_gradients():
                 keep["compiled"] = self._finish(self._inputs)
+        if self._called is not None:
+            self._called()
         with with_gradients():
             module = self._start(self.compiled, self._inputs)
         if (stream := keep.pop("random_stream")) is not None:
@@ -153,4 +165,4 @@ class DeferredModule(StandIn):
         original = self.__dict__.get("original")
         if original is None or name.startswith("__"):
             return super().__getattr__(name)
-        return getattr(original, name)
+        return self._of_original(name)

@@ -11,6 +11,7 @@ from autopar.run import comm
 from autopar.run.alike import done_by_every_rank
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
+from autopar.run.outside import Outside
 from autopar.run.slices import Span, cut, cut_spans, joined, local_slice
 
 __all__ = ["Lies", "layouts_of"]
@@ -24,11 +25,12 @@ def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
 class Lies:
     """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
 
-    __slots__ = ("_holders", "_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "shape", "split")
+    __slots__ = ("_holders", "_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "outside", "shape", "split")
 
     def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
         self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
         self.home = mesh.device  # where the whole was
+        self.outside: Outside | None = None  # of a parameter: what it is used for outside of calls
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
         self._owner = mesh.pp_ranks((min(spec.stages, default=0),))[0]

@@ -407,8 +407,7 @@ class ParallelModule(WithState):
             original = self.__dict__.get("original")
             if original is None or name.startswith("__"):
                 raise
-            found = getattr(original, name)
-            return functools.partial(self._by_rank_0, found) if name in WRITES_FILES else found
+            return functools.partial(self._by_rank_0, getattr(original, name)) if name in WRITES_FILES else self._of_original(name)
 
     # ---------------------------------------------------------------------------------------------------------- private
     def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -418,6 +417,17 @@ class ParallelModule(WithState):
             return done_by_all(
                 lambda: method(*args, **kwargs) if self.mesh.rank == 0 else None, same=lambda _: "", what=method.__name__
             )  # fmt: skip
+
+    def _runs_calls_of_methods(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self._tree.whole or record.computes() or torch.compiler.is_compiling():
+            return False
+        if self._returns and self._outputs == "loss":
+            self._methods.tell(
+                f"was compiled for its loss alone, and a method of it calls it, which may use more of what it returns ({self._returns}): "
+                f"every rank computes all of such a call. Compile it with outputs='all', and it runs as it was planned"
+            )
+            return False
+        return True
 
     def _modes(self) -> bytes:
         """Of the module and each of its submodules, whether it trains."""

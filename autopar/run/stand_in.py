@@ -3,13 +3,14 @@ apart: torch.compile runs it as it is, and what would trace it or reduce its gra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.run import hooks
+from autopar.run.methods import CallsOfMethods
 
 __all__ = ["StandIn", "has_state_of_its_own", "runs_as_it_is"]
 
@@ -29,7 +31,7 @@ _ITS_OWN = (
     *_ITS_STATE, "set_extra_state", "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
     "get_parameter", "get_buffer", "get_submodule", "zero_grad", "requires_grad_", "train", "eval", "compile",
 )  # fmt: skip
-_FOR_USERS = ("train_step", "profile", "clip_grad_norm_")  # of a parallel module, which a class may have its own of as well
+_FOR_USERS = ("train_step", "profile", "clip_grad_norm_", "no_sync")  # of a parallel module, which a class may have its own of as well
 _OF_ITSELF = ("device", "manifest", "mesh", "plan", "source")  # what a parallel module says of itself
 
 
@@ -89,7 +91,8 @@ def _with_methods(kind: Any, names: Iterable[str], forward: inspect.Signature) -
 
     def of_the_original(name: str) -> Any:
         def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
-            found = getattr(self.original, name)(*args, **kwargs)
+            with self._methods.under_way():
+                found = getattr(self.original, name)(*args, **kwargs)
             return self if found is self.original else found
 
         return method
@@ -107,6 +110,7 @@ class StandIn(nn.Module):
     """original: the user's model, kept out of the registries; None where there is none."""
 
     original: nn.Module | None
+    _methods: CallsOfMethods
 
     def __init__(self, *, compiler: bool = False) -> None:
         """compiler: as in `runs_as_it_is`."""
@@ -122,6 +126,10 @@ class StandIn(nn.Module):
             )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_wrapping()
+        methods = self.__dict__.get("_methods")
+        if methods is not None and methods.caught:  # the original is captured, and runs where it must, as it is
+            with methods.let_through():
+                return self(*args, **kwargs)
         if any(hooks.of_all_modules().values()) and not any(map(self.__dict__.get, hooks.OF_CALLS)):
             return self.forward(*args, **kwargs)  # the hooks of all modules are in what it runs
         return super().__call__(*args, **kwargs)
@@ -144,6 +152,7 @@ class StandIn(nn.Module):
     def _stands_for(self, original: nn.Module) -> None:
         """From now on this is the original's; of a container it is one, and it has the state that the original's class and hooks say."""
         self.__dict__["original"] = original
+        self.__dict__["_methods"] = CallsOfMethods(original, self, self._runs_calls_of_methods)
         self.__dict__.update((name, original.__dict__[name]) for name in hooks.OF_STATE)
         kind: Any = type(self)
         of_container = [name for name in _OF_CONTAINERS if hasattr(type(original), name)]
@@ -156,6 +165,20 @@ class StandIn(nn.Module):
                 stacklevel=2,
             )
         self.__class__ = _with_methods(kind, found, inspect.signature(original.forward))
+
+    def _runs_calls_of_methods(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this runs a call of the original, with gradients, that one of its methods makes."""
+        raise NotImplementedError
+
+    def _of_original(self, name: str) -> Any:
+        """An attribute of the original. What a method calls the original for, this runs."""
+        return self._methods.watched(getattr(self.original, name))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As of DistributedDataParallel, for loops that add up the gradients of several calls: nothing. They are reduced in every call, and
+        those of several calls are added up as they are on one process."""
+        yield
 
     def _repr_html_(self) -> str:
         """In a notebook: the plan, where there is one."""

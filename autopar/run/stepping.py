@@ -9,6 +9,7 @@ the user's own: an optimizer that has some steps on parts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopar.run.part import as_part, lies_of
 from autopar.run.parts import Part, PartTensor
 from autopar.run.wholes import cut_as
 
-__all__ = ["close_steps", "hook_optimizers"]
+__all__ = ["close_steps", "hook_optimizers", "tell_of_steps"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # states of these that are one number, whatever the parameter is
@@ -46,6 +47,24 @@ def hook_optimizers() -> None:
         register_optimizer_step_post_hook(_after)
         norms_together()
         _hooked = True
+
+
+def tell_of_steps(param: nn.Parameter, model: str) -> Callable[[], None]:
+    """Warn, once, where an optimizer steps on this parameter with a gradient, before what is returned is called: the first call of what was
+    compiled, without which every process trains the whole model for itself."""
+
+    def step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if param.grad is not None and any(p is param for group in optimizer.param_groups for p in group["params"]):
+            handle.remove()
+            warnings.warn(
+                f"an optimizer steps on {model}, which autopar has compiled, and which was not called since: every process trains all of "
+                f"it for itself. Call what autopar.compile has returned with the batch, not the original, its forward or its submodules; "
+                f"or let a method of the model that is called there call self(...)",
+                stacklevel=4,
+            )
+
+    handle = register_optimizer_step_pre_hook(step)
+    return handle.remove
 
 
 def close_steps() -> None:

@@ -25,6 +25,7 @@ from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
+from autopar.run.outside import Outside
 from autopar.run.part import OF_A_PART, become_part, become_whole, is_part, lies_of, local, part_like
 from autopar.run.parts import Part
 from autopar.run.plain import plainly
@@ -105,6 +106,7 @@ class Tree:
         ]
         self._moved: dict[str, StorageWeakRef] = {}  # by name, the memory that a parameter had before
         self.leaves = Leaves()
+        self._outside = Outside(manifest.model, mesh, self.params)
         self.whole = False  # the parameters are whole for the moment
         self._writing = False
         self.gone = ""  # to whom they have been given back, in words
@@ -138,7 +140,7 @@ class Tree:
         place = self._place(names[0], "_parameters")
         known = place.registry.get(place.key)
         param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=trainable)
-        lies.home = param.device
+        lies.home, lies.outside = param.device, self._outside
         given = param.grad
         grad = None if given is None else lies.cut(given).to(self._device)
         before = local(param)
