@@ -22,6 +22,7 @@ from benchmarks.trap_programs import heard as _heard
 from benchmarks.trap_programs import holders as _holders
 from benchmarks.trap_programs import hooked as _hooked
 from benchmarks.trap_programs import idioms as _idioms
+from benchmarks.trap_programs import itself as _itself
 from benchmarks.trap_programs import known as _known
 from benchmarks.trap_programs import left as _left
 from benchmarks.trap_programs import lengths as _lengths
@@ -57,6 +58,6 @@ from benchmarks.trap_programs import wrapped as _wrapped
 __all__ = ["PROGRAMS"]
 
 del _across, _aliased, _asked, _batch_objects, _becomes, _border, _bounded, _calls, _chains, _changes, _counted, _edges, _elsewhere
-del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _known, _left, _lengths, _memory, _methods, _modules
-del _momentum, _named, _objects, _optimizers, _outputs, _padded, _parts, _published, _questions, _random, _ranks, _reads, _recapture
-del _rules, _scripts, _settings, _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped
+del _evaluation, _given, _gradients, _habits, _heard, _holders, _hooked, _idioms, _itself, _known, _left, _lengths, _memory, _methods
+del _modules, _momentum, _named, _objects, _optimizers, _outputs, _padded, _parts, _published, _questions, _random, _ranks, _reads
+del _recapture, _rules, _scripts, _settings, _sizes, _state, _structures, _together, _tools, _training, _turns, _varied, _wrapped

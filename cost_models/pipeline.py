@@ -26,22 +26,23 @@ from cost_models.numbered import Fast, Path
 __all__ = ["SCHEDULES", "Flow", "Schedule", "exchanged", "flow", "in_flight", "schedule", "simulate", "step_time_s"]
 
 ClosedForm = Callable[[Sequence[float], Sequence[float], int, float], float]  # forwards, backwards, micro-batches, a transfer
-ROUNDS = 4  # of p micro-batches, beyond which a schedule that goes in rounds holds nothing that it did not hold before
+ROUNDS = 4  # of p micro-batches: see Schedule.rounds
 LONG = 40_000  # actions of a step that are simulated: the rounds behind them are taken to last as long as the last one of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """A row. actions: of (rank, ranks, stages on each rank, micro-batches), those of the rank, in order. several: a rank may hold several
-    stages. rounds: it does the same with every p micro-batches after the first ones. closed_form: seconds where every rank holds one stage,
-    at least those of the simulator; None: it is simulated. flights: of (stage, ranks, micro-batches), micro-batches in flight where every
-    rank holds one stage; None: they are counted. filling: the share of a micro-batch's work on one of p ranks that the pipeline takes at
-    least to fill and drain, beyond the micro-batches' own."""
+    stages. rounds: of a schedule that does the same with every p micro-batches after the first ones, how many rounds of p, of the number
+    of odd micro-batches, hold all that more of them would. closed_form: seconds where every rank holds one stage, at least those of the
+    simulator; None: it is simulated. flights: of (stage, ranks, micro-batches), micro-batches in flight where every rank holds one stage;
+    None: they are counted. filling: the share of a micro-batch's work on one of p ranks that the pipeline takes at least to fill and
+    drain, beyond the micro-batches' own."""
 
     name: str
     actions: Callable[[int, int, int, int], Sequence[Action]]
     several: bool = False
-    rounds: bool = False
+    rounds: Callable[[int], int] | None = None
     closed_form: ClosedForm | None = None
     flights: Callable[[int, int, int], int] | None = None
     filling: Callable[[int, int], float] = lambda ranks, chunks: 0.0
@@ -115,11 +116,13 @@ SCHEDULES: dict[str, Schedule] = {
             filling=lambda ranks, chunks: ranks - 1,
         ),
         Schedule(
-            name="1f1b", actions=_one_f_one_b, closed_form=_one_f_one_b_time_s, flights=lambda stage, ranks, m: min(ranks - stage, m),
+            name="1f1b", actions=_one_f_one_b, rounds=lambda odd: ROUNDS,
+            closed_form=_one_f_one_b_time_s, flights=lambda stage, ranks, m: min(ranks - stage, m),
             filling=lambda ranks, chunks: ranks - 1,
         ),
         Schedule(
-            name="interleaved", actions=_interleaved, several=True, rounds=True, filling=lambda ranks, chunks: (ranks - 1) / chunks,
+            name="interleaved", actions=_interleaved, several=True, rounds=lambda odd: odd + ROUNDS,
+            filling=lambda ranks, chunks: (ranks - 1) / chunks,
         ),
     )
 }  # fmt: skip
@@ -239,10 +242,11 @@ def _simulated(kind: str, ranks: int, chunks: int, micro_batches: int) -> int:
     return _like(kind, ranks, micro_batches, LONG // (2 * ranks * ranks * chunks))
 
 
-def _like(kind: str, ranks: int, micro_batches: int, rounds: int = ROUNDS) -> int:
-    """So many micro-batches, or fewer of a schedule that goes in rounds: so many of these, and one more for each odd micro-batch."""
-    whole, more = divmod(micro_batches, ranks)
-    return min(whole, more + max(rounds, ROUNDS)) * ranks + more if SCHEDULES[kind].rounds and whole else micro_batches
+def _like(kind: str, ranks: int, micro_batches: int, least: int = 0) -> int:
+    """So many micro-batches, or fewer of a schedule that goes in rounds. least: rounds, to which one is added for each odd micro-batch."""
+    whole, odd = divmod(micro_batches, ranks)
+    rounds = SCHEDULES[kind].rounds
+    return micro_batches if rounds is None else min(whole, max(rounds(odd), least and odd + least)) * ranks + odd
 
 
 # the row is part of each key, so that another one of the same name is another schedule

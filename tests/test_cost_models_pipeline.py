@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cost_models import in_flight, schedule, simulate, step_time_s
 from cost_models.actions import Action, ScheduleError, parse, render, validate
+from cost_models.holds import situations
 from cost_models.pipeline import LONG, SCHEDULES, Schedule, exchanged, flow
 
 pytestmark = pytest.mark.pure
@@ -225,6 +226,13 @@ def test_what_a_rank_holds_is_said_by_a_few_rounds(ranks: int, chunks: int, more
             counted[k] += a.pass_ == "F"
             most = max(most, sum(counted))
         assert max(sum(x.held) + (x.pass_ in "FB") for x in held.situations) == most
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_of_one_stage_each_four_rounds_say_what_a_rank_holds_of_any_number(ranks: int) -> None:
+    for m in range(4 * ranks, 9 * ranks + 2):
+        whole = situations(schedule("1f1b", ranks, m))
+        assert [flow("1f1b", ranks, m).on_rank(r) for r in range(ranks)] == list(whole)
 
 
 def test_weights_apart_are_data_too() -> None:

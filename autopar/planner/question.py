@@ -128,9 +128,11 @@ class Question:
 
     def other(self, *, gpus: int, pins: Pins, batch_size: int | None, recipe: Recipe, memory_limit_bytes: int) -> Self:
         """The same of another size or under other pins, which shares what this one has found out about ranks."""
-        return dataclasses.replace(
+        found = dataclasses.replace(
             self, gpus=gpus, pins=pins, batch_size=batch_size, recipe=recipe, memory_limit_bytes=memory_limit_bytes, store=self.known
         )
+        found.said.least = self.said.least if found.recipe == self.recipe else None
+        return found
 
     @property
     def asked(self) -> Pins:
@@ -141,6 +143,21 @@ class Question:
         """The pins of what is searched where the user pins this; none where that cannot be run."""
         found = (asked,) if self.spaces is None else self.spaces(asked)
         return () if isinstance(found, str) else found
+
+    @property
+    def _least(self) -> Least:
+        if self.said.least is None:
+            self.said.least = self.known.timed("bound", lambda: Least(self.known.folded, self.cluster, self.optimizer, self.recipe))
+        return self.said.least
+
+    def could_fit(self, choice: Choice, rank: Rank | str | None = None) -> bool:
+        """Whether what rests on the fullest rank leaves room. rank: of this choice, if it is known."""
+        nbytes = self._least.bytes(choice, self._alike(rank))
+        return nbytes <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
+
+    def _alike(self, rank: Rank | str | None) -> frozenset[str]:
+        """The parameters that all data-parallel ranks are known to use for the same work."""
+        return self.known.alike(rank.data) if isinstance(rank, Rank) else frozenset()
 
     @property
     def refused(self) -> dict[str, None]:

@@ -36,7 +36,6 @@ from dataclasses import dataclass, field
 from autopar.collector import held_back
 from autopar.ir import Program
 from autopar.planner.answer import BY_USER, LISTED, of_all, plan_of, refusal
-from autopar.planner.bounds import Least
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
 from autopar.planner.exchange import Exchange
@@ -44,7 +43,6 @@ from autopar.planner.fold import NotAlike
 from autopar.planner.moments import Moments
 from autopar.planner.plan import Pins, Plan
 from autopar.planner.question import NO_BETTER, Elsewhere, Ledgers, Question, Searched, Spaces
-from autopar.planner.rank import Rank
 from autopar.planner.resources import check_measure, live_on, usable_bytes
 from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
@@ -108,12 +106,6 @@ class Search(Question):
         """Of each choice of a search that was not begun the seconds that no plan of it is faster than."""
         return [self._least.step_s(choice, self.batch_size) for choice in self.space.choices()]
 
-    @property
-    def _least(self) -> Least:
-        if self.said.least is None:
-            self.said.least = self.known.timed("bound", lambda: Least(self.known.folded, self.cluster, self.optimizer, self.recipe))
-        return self.said.least
-
     # ------------------------------------------------------------------------------------------------------------ the queue
     def candidates(self) -> Iterator[Candidate]:
         """Exactly priced candidates, the fastest first; infeasible ones leave their reason in `refused`."""
@@ -136,7 +128,7 @@ class Search(Question):
         hopeless: list[_Entry] = []  # that cannot fit: what they lack is found out if nothing else fits
         for choice in self.space.choices():
             least_s = self._least.step_s(choice, self.batch_size)
-            (queue if self._could_fit(choice) else hopeless).append(_Entry(least_s, choice.simplicity, next(numbers), choice))
+            (queue if self.could_fit(choice) else hopeless).append(_Entry(least_s, choice.simplicity, next(numbers), choice))
         heapq.heapify(queue)
         self._queue = queue
         said.choices = len(queue) + len(hopeless)
@@ -206,7 +198,7 @@ class Search(Question):
             if choice.form == self.space.form:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
             return
-        if not self._could_fit(choice, rank):
+        if not self.could_fit(choice, rank):
             hopeless.append(entry)
             return
         forms = self._forms.setdefault(self._without_form(choice), [])
@@ -297,15 +289,6 @@ class Search(Question):
 
     def _without_form(self, choice: Choice) -> Choice:
         return dataclasses.replace(choice, form=self.space.form)
-
-    def _could_fit(self, choice: Choice, rank: Rank | str | None = None) -> bool:
-        """Whether what rests on the fullest rank leaves room. rank: of this choice, if it is known."""
-        nbytes = self._least.bytes(choice, self._alike(rank))
-        return nbytes <= self._least.room_bytes(self.memory_limit_bytes, self._batch_bytes(choice.mesh))
-
-    def _alike(self, rank: Rank | str | None) -> frozenset[str]:
-        """The parameters that all data-parallel ranks are known to use for the same work."""
-        return self.known.alike(rank.data) if isinstance(rank, Rank) else frozenset()
 
     def _say_what_lacks(self, hopeless: list[Choice]) -> None:
         """Of choices that cannot fit, the leanest first, as many as are listed where nothing fits."""

@@ -120,19 +120,20 @@ def leanest(question: Question) -> Short | None:
     return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=needs_bytes)
 
 
-def _lean_choices(question: Question) -> Iterator[tuple[Choice, Estimator]]:
-    """Of each mesh the smallest micro-batches and the most that rests in parts, in every form of the tensor axis."""
+def _lean_choices(question: Question, worth: Callable[[Choice], bool] = lambda _: True) -> Iterator[tuple[Choice, Estimator]]:
+    """Of each mesh the smallest micro-batches and the most that rests in parts, in every form of the tensor axis. worth: which choices are
+    priced."""
     meshes = sorted(question.space.meshes(), key=lambda m: (-m.over("operators") * m.over("layers"), -m.over("operators")))
     for mesh in meshes[:MESHES]:
         counts = question.space.micro_batch_counts(mesh)
         for count in dict.fromkeys((max(counts), min(counts))) if counts else ():  # what cannot be split into many runs whole
-            found = list(_of_mesh(question, mesh, count))
+            found = list(_of_mesh(question, mesh, count, worth))
             yield from found
             if found:
                 break
 
 
-def _of_mesh(question: Question, mesh: Mesh, count: int) -> Iterator[tuple[Choice, Estimator]]:
+def _of_mesh(question: Question, mesh: Mesh, count: int, worth: Callable[[Choice], bool]) -> Iterator[tuple[Choice, Estimator]]:
     first = question.space.form if mesh.inner else Form()
     forms = (first, Form(sequence=True), Form(sequence=False)) if mesh.has_forms and first.sequence is None else (first,)
     for (rest, shard), form in itertools.product(question.space.rests(mesh), forms):
@@ -140,7 +141,7 @@ def _of_mesh(question: Question, mesh: Mesh, count: int) -> Iterator[tuple[Choic
             choice = Choice(
                 mesh=mesh, micro_batches=count, schedule=schedule, rest=rest, shard=shard, form=form, chunks=chunks
             )  # fmt: skip
-            estimator = _estimator(question, choice)
+            estimator = _estimator(question, choice) if worth(choice) else None
             if estimator is not None:
                 yield choice, estimator
 
@@ -156,14 +157,16 @@ def _by_pieces(estimator: Estimator) -> float:
     return estimator.upper_bytes(estimator.least_bytes)
 
 
-def _leanest_candidate(question: Question, choice: Choice) -> Candidate | None:
-    """The choice with its leanest cuts, as it would run."""
+def _leanest_candidate(question: Question, choice: Choice, *, limit_bytes: float = math.inf) -> Candidate | None:
+    """The choice with its leanest cuts, as it would run. limit_bytes: None where no cuts are found that need less."""
     rank = question.known.whole(choice.mesh, choice.micro_batches, question.batch_size, question.recipe, choice.form)
     estimator = question.estimator(rank, choice)
     if isinstance(estimator, str):
         return None
     cuts = question.pinned_cuts(estimator)
-    for spare in SPARE if cuts is None else SPARE[-1:]:
+    for spare, before in zip(SPARE, (0.0, *SPARE), strict=False) if cuts is None else ((SPARE[-1], 0.0),):
+        if before and estimator.upper_bytes(estimator.least_bytes * before) >= limit_bytes:
+            break
         try:
             limit = estimator.least_bytes * spare + 1.0
             part = estimator.partition(limit_bytes=limit, cuts=cuts if not isinstance(cuts, str) else None, nodes=question.nodes)
@@ -346,7 +349,7 @@ def _fits(
 
 def _lean(question: Question) -> list[Choice]:
     """Choices that fit by their pieces: of each mesh the leanest one, and as many others as a program of this size is tried with."""
-    needs = [(_by_pieces(estimator), k, choice) for k, (choice, estimator) in enumerate(_lean_choices(question))]
+    needs = [(_by_pieces(estimator), k, choice) for k, (choice, estimator) in enumerate(_lean_choices(question, question.could_fit))]
     firsts: dict[Mesh, Choice] = {}
     others: list[Choice] = []
     for nbytes, _, choice in sorted(needs, key=lambda need: need[:2]):
@@ -366,7 +369,7 @@ def _one_fits(question: Question, choices: Iterable[Choice]) -> bool:
     question.nodes, limit = FEW, question.memory_limit_bytes
     lacking: list[tuple[float, Choice]] = []
     for choice in choices:
-        found = _leanest_candidate(question, choice)
+        found = _leanest_candidate(question, choice, limit_bytes=limit)
         most = math.inf if found is None else max(stage.memory.upper_bytes for stage in found.stages)
         if most <= limit:
             return True

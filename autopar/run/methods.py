@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.run.plain import users_level
+
 __all__ = ["CallsOfMethods"]
 
 _PLACE = "_compiled_call_impl"  # of a module: what torch calls in the place of its hooks and its forward
@@ -88,4 +90,4 @@ class CallsOfMethods:
         """A warning, once."""
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(f"{type(self._original).__name__} {text}", stacklevel=4)
+            warnings.warn(f"{type(self._original).__name__} {text}", stacklevel=users_level())

@@ -19,6 +19,7 @@ from autopar.run import comm, record
 from autopar.run.alike import done_by_every_rank
 from autopar.run.batches import ROUNDING, SMALL, numbers_of_all
 from autopar.run.mesh import Mesh
+from autopar.run.plain import users_level
 
 if TYPE_CHECKING:
     from autopar.run.lies import Lies
@@ -50,7 +51,7 @@ class Outside:
                 f"{len(self._used)} of {len(trained)} parameters of {self._model} are used outside of its calls: every rank gathers each "
                 f"of them, and does all of that work. If it is the model's forward (a method that calls self.forward(...), a submodule by "
                 f"itself), call the model instead, or let the method call self(...): that runs as it was planned",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
     def check(self, lies: Lies, grad: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Tensors of any class as plain ones: what torch's own documentation of tensor subclasses does it by has no public name. And who asks a
-tensor of a subclass."""
+"""Tensors of any class as plain ones: what torch's own documentation of tensor subclasses does it by has no public name. Who asks a tensor
+of a subclass; and whose code has led to what is warned of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["asker", "plainly"]
+__all__ = ["asker", "plainly", "users_level"]
 
 plainly = torch._C.DisableTorchFunctionSubclass  # a context: inside, __torch_function__ of no subclass is asked
 
@@ -22,3 +22,12 @@ def asker(depth: int = 1) -> FrameType:
     ):
         frame = frame.f_back
     return frame
+
+
+def users_level() -> int:
+    """The `stacklevel` of a warning, for the function that calls this: of the last code that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("autopar", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -28,6 +28,7 @@ from autopar.run.clipping import norms_together
 from autopar.run.given import check_given
 from autopar.run.part import as_part, lies_of
 from autopar.run.parts import Part, PartTensor
+from autopar.run.plain import users_level
 from autopar.run.wholes import cut_as
 
 __all__ = ["close_steps", "hook_optimizers", "tell_of_steps"]
@@ -60,7 +61,7 @@ def tell_of_steps(param: nn.Parameter, model: str) -> Callable[[], None]:
                 f"an optimizer steps on {model}, which autopar has compiled, and which was not called since: every process trains all of "
                 f"it for itself. Call what autopar.compile has returned with the batch, not the original, its forward or its submodules; "
                 f"or let a method of the model that is called there call self(...)",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
 
     handle = register_optimizer_step_pre_hook(step)
